@@ -2,19 +2,16 @@
 
 import re
 import time
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, strategies as st
 
 from common.errors import ConfigError
 from common.parallel.batch import (
-    MAX_RANKS,
     check_divides,
     divisors,
     pad_vocabulary,
     plan_batch,
-    plan_data_parallel,
 )
 
 small = st.integers(1, 64)
@@ -48,29 +45,6 @@ def test_a_plan_multiplies_out_and_any_one_number_may_be_left_out(
 def test_known_layouts(given: tuple[int, int, int], accumulation: int) -> None:
     words = dict(zip(("global_batch", "micro_batch", "data_parallel"), given, strict=True))
     assert plan_batch(**words).accumulation == accumulation
-
-
-def world(size: int, tensor: int, pipeline: int, data: int | None = None) -> int:
-    axes = {"model_parallel": tensor, "pipeline_stage": pipeline, "data_parallel": data}
-    return plan_data_parallel(world_size=size, **axes)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: plan_batch(data_parallel=1), "both left out"),
-        (
-            lambda: plan_batch(global_batch=10, micro_batch=4, data_parallel=2),
-            r"=10 is not a multiple of micro batch x data parallel = 8.*choose 8 or 16",
-        ),
-        (lambda: world(2**40, 1, 1), f"{MAX_RANKS} is the most"),
-        (lambda: world(32, 2, 4, 1), "= 8 processes, but 32 are running"),
-        (lambda: world(32, 3, 1), "= 3 does not divide the 32 running processes"),
-    ],
-)
-def test_messages(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        call()
 
 
 @given(st.integers(1, 5000))

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from common.errors import ConfigError
 from common.parallel.batch import plan_batch
 from common.parallel.ramp import batch_sizes, check_ramp, describe_ramp, micro_batches
 
@@ -22,7 +21,7 @@ def drawn(count: int) -> Iterator[tuple[int, tuple[int, int, int]]]:
 CASES = [
     (8, (4, 4, 16)),
     (16, (4, 4, 10)),
-    (1536, (32, 32, 5_859)),
+    (384, (32, 32, 1_465)),
     (64, (8, 8, 20)),  # jumps sizes
     (12, (4, 4, 1)),
     (40, (10, 6, 977)),
@@ -87,29 +86,3 @@ def test_a_huge_ramp_is_counted_without_walking_through_it() -> None:
     assert sizes.samples_after(third // 4) == third
     assert sizes.steps_of_ramp == third // 4 + in_eights + in_twelves
     assert "from 4 to 16 samples by 4 over 824,633,720,832 samples" in describe_ramp(sizes)
-
-
-@pytest.mark.parametrize(
-    ("ramp", "message"),
-    [
-        ([16, 4, 64], r"\[16, 4, 64\] starts with 16 samples, and train.global_batch_size=16"),
-        ([4, 5, 64], r"steps of 5 from 4 do not reach train.global_batch_size=16; .* the 12"),
-        ([6, 2, 64], r"a batch of 6 samples is not a multiple of micro batch 2 x data parallel 2"),
-        ([4, 6, 64], r"a batch of 10 samples is not a multiple of .* multiples of 4"),
-        ([[0, 4], [9, 6], [50, 16]], r"a batch of 6 samples is not a multiple of"),
-        ([[0, 4], [9, 8]], r"both rising to train.global_batch_size=16"),
-        ([[0, 20], [9, 16]], r"\[\[0, 20\], \[9, 16\]\]: expected pairs \[first sample, size\]"),
-        ([[1, 4], [9, 16]], "from sample 0 on"),
-    ],
-)
-def test_a_ramp_that_does_not_divide_is_refused(ramp: list[int], message: str) -> None:
-    plan = plan_batch(global_batch=16, micro_batch=2, data_parallel=2)
-    with pytest.raises(ConfigError, match=message):
-        check_ramp(plan, ramp)
-    check_ramp(plan, [4, 4, 64])
-    check_ramp(plan, None)
-
-
-def test_too_many_increments_are_refused() -> None:
-    with pytest.raises(ConfigError, match="1048575 increments; at most 65536"):
-        batch_sizes(2**20, [1, 1, 64])

@@ -101,25 +101,3 @@ def test_virtual_stages_follow_from_the_schedule(
     topology = topology_of(ParallelConfig(pipeline_stage=4, **keys), 1)
     assert topology.stages == stages and topology.v_shape == (schedule == "zbv_zero_bubble")
     assert topology_of(ParallelConfig(pipeline_schedule=schedule), 1).stages == 1
-
-
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ({"virtual_stages": 2}, "parallel.pipeline_schedule=1f1b gives a rank one stage; choose"),
-        (
-            {"virtual_stages": 3, "pipeline_schedule": "zbv_zero_bubble"},
-            "has 2 per rank; leave virtual_stages out",
-        ),
-        (
-            {"virtual_stages": 3, "pipeline_schedule": "interleaved_1f1b"},
-            "2 x 3 virtual stages = 6 do not divide",
-        ),
-        ({"stage_layers": [3, 2, 3]}, "names 3 stages, but parallel.pipeline_stage=2 makes 2;"),
-        ({"stage_layers": [3, 4]}, r"\[3, 4\] add up to 7, but model.num_layers=8; make them"),
-        ({"pipeline_stage": 3}, "=3 does not divide model.num_layers=8; choose 1, 2, 4 or 8"),
-    ],
-)
-def test_stages_that_do_not_fit(layout: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        topology_of(ParallelConfig(**({"pipeline_stage": 2} | layout)), 1).layers_of_stage(0, 8)

@@ -18,7 +18,7 @@ from common.resolve.engine_checks import check_here, read_deepspeed_file
 from common.resolve.parallel_mode import check_parallel_mode, compiled_mode
 from common.resolve.vendor_settings import deepspeed_settings, semi_auto_settings
 from common.run_config import load_config
-from tests.common.resolve.test_refusals import small_tree
+from tests.common.resolve.test_refusals import FILES, small_tree
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "gpt2"
 GOLDEN = Path(__file__).parent / "golden"
@@ -40,39 +40,7 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
 
 SEMI_AUTO = {"run_gpt2_13b": 9, "run_gpt2_13b_dp4_mp8": 31, "run_gpt2_52b": 127}
 """Presets, and a rank of theirs."""
-TUTORIAL = """
-base: [{folder}/model_config/gpt2_13b.yaml, {folder}/task_config/mindformers.yaml]
-output_dir: out
-
-context:
-  mode: 0 # 0-静态图模式; 1-动态图模式
-  device_target: "Ascend" # 运行的设备定义 支持 Ascend、CPU、GPU
-  max_device_memory: "31GB" # 每张卡运行内存限制数量
-
-parallel: # 并行环境配置
-  parallel_mode: 1 # 0-数据并行, 1-半自动并行, 2-自动并行, 3-混合并行
-  full_batch: True # 数据导入方式，打开即每设备获取的数据一致，关闭则每张卡采样数据不一致
-  enable_parallel_optimizer: True # 开启优化器并行
-
-recompute_config: # 重计算模块
-  recompute: True # 打开重计算
-  parallel_optimizer_comm_recompute: False # 是否开启优化器通信算子重计算
-  mp_comm_recompute: True # 是否开启模型并行下通信算子的重计算
-  recompute_slice_activation: True # 是否开启激活权重切片重计算
-
-# 4机32卡
-parallel_config: # 模型的并行配置
-  data_parallel: 4 # 数据切分数量，batch维度切分
-  model_parallel: 2 # 模型权重切分数量，权重维度上切分
-  pipeline_stage: 4 # 流水并行切分stage数量，切分transformer layer层 <= 节点数
-  optimizer_shard: True # 优化器并行打开
-  micro_batch_num: 24 # micro batch number
-  vocab_emb_dp: True # 词表是否使用数据并行
-  gradient_aggregation_group: 4 # 梯度聚合组数，在组内融合通信算子，提升通信效率
-"""
-"""The parameters of the 13B tutorial of MindFormers r0.3, word for word, below the names of our
-bases.
-"""
+TUTORIAL = Path(__file__).with_name("tutorial_13b.yaml").read_text(encoding="utf-8")
 
 
 def resolved(world_size: int = 4, **changes: Any) -> Run:
@@ -131,33 +99,7 @@ def test_a_file_of_ones_own_is_merged(tmp_path: Path) -> None:
     }
 
 
-CONTRADICTING: list[tuple[Any, str]] = [
-    ({"train_batch_size": 64},
-     "train_batch_size=64, but the run's config has 24; set train.global_batch_size"),
-    ({"zero_optimization": {"stage": 2}},
-     "zero_optimization.stage=2, but the run's config has 1; set parallel.zero_stage"),
-    ({"bf16": {"enabled": True}},
-     "bf16.enabled=True, but the run's config has False; set precision.parameters"),
-    ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-     "but the run's config has no setting of that name; set deepspeed.offload_optimizer"),
-    ({"scheduler": {"type": "WarmupLR"}},
-     "scheduler is set in this run's config (optimizer.schedule"),
-    ({"curriculum_learning": {}}, "curriculum_learning is not supported by this version"),
-    ({"gradient_clipping": 0.5}, "the run's config has 1.0; set optimizer.clip_grad"),
-    ("[]", "expected keys and values, found a list"),
-    ("{", "not valid JSON"),
-    *(({"fp16": {key: value}}, f"fp16.{key}={value}, but the run's config has {remedy}")
-      for key, value, remedy in (
-        ("loss_scale", 65536, "0; set loss_scale.mode and loss_scale.initial"),
-        ("initial_scale_power", 16, "12; set loss_scale.initial (2 to this power)"),
-        ("loss_scale_window", 1000, "500; set loss_scale.window"),
-        ("consecutive_hysteresis", True, "False; remove it from the file"),
-        ("enabled", False, "True; set precision.parameters"),
-        ("of_tomorrow", 1, "no setting of that name; remove it from the file"))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("own", "message"), CONTRADICTING)
+@pytest.mark.parametrize(("own", "message"), FILES)
 def test_a_file_that_contradicts_is_refused(tmp_path: Path, own: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         with_file(tmp_path, own, **FLOAT16, parallel__zero_stage=1)
