@@ -32,7 +32,7 @@ from tests.common.planner.runs import FOLDER, ROOT, written
         (
             3,
             Topology(data=12, pipeline=2),
-            "10.155.111.141 holds ranks of the pipeline stages 0, 1",
+            "10.155.111.141 holds ranks of the pipeline stages 0",
         ),
     ],
 )
