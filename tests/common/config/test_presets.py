@@ -164,26 +164,6 @@ def files_of(path: Path) -> Iterator[Path]:
     yield path
 
 
-def rounded_bytes(config: RunConfig) -> int:
-    """Bytes of linear layers in the type of the products, where micro batches share them: 12 h^2
-    weights a layer and 9 h biases.
-    """
-    model = config.model
-    elements = model.num_layers * (12 * model.hidden_size**2 + 9 * model.hidden_size)
-    return 2 * elements if config.rounds_weights_once else 0
-
-
-def state_bytes(config: RunConfig) -> float:
-    """Bytes of one parameter: weight, float32 gradient, two float32 moments and, for float16, a
-    float32 copy.
-    """
-    parallel, half = config.parallel, config.precision.parameters == "float16"
-    ranks = parallel.data_parallel or 1
-    weight, gradient, optimizer = (2, 4, 12) if half else (4, 4, 8)
-    gradient /= ranks if parallel.zero_stage >= 2 else 1
-    return weight + gradient + optimizer / (ranks if parallel.zero_stage else 1)
-
-
 def literals(config: RunConfig) -> dict[str, str]:
     return {key: repr(value) for key, value in flatten(config.model_dump())}
 
@@ -329,7 +309,3 @@ def test_the_arithmetic_in_the_comments_is_right(name: str) -> None:
     assert lines["one step"][1] == expected.tokens
     assert lines.get("devices", ("", 1))[1] == expected.devices
     assert lines.get("batch", ("", expected.global_batch))[1] == config.train.global_batch_size
-    if "memory" in lines:
-        whole = state_bytes(config) * expected.parameters + rounded_bytes(config)
-        stages = expected.layout[1] * expected.layout[2]
-        assert lines["memory"][1] == round(whole / stages / 1e9, 1)

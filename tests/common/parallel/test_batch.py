@@ -32,21 +32,6 @@ def test_a_plan_multiplies_out_and_any_one_number_may_be_left_out(
         assert all(str(number) in str(caught.value) for number in (total, *given.values()))
 
 
-@pytest.mark.parametrize(
-    ("given", "accumulation"),
-    [
-        ((512, 8, 2), 32),  # OneFlow 4n8d, tensor 4, pipeline 4
-        ((8, 4, 1), 2),  # OneFlow README, single GPU
-        ((192, 2, 4), 24),  # MindFormers 13B document layout
-        ((1536, 1, 1), 1536),  # FleetX 175B
-        ((32, 8, 2), 2),  # ModelZoo 1.3B
-    ],
-)
-def test_known_layouts(given: tuple[int, int, int], accumulation: int) -> None:
-    words = dict(zip(("global_batch", "micro_batch", "data_parallel"), given, strict=True))
-    assert plan_batch(**words).accumulation == accumulation
-
-
 @given(st.integers(1, 5000))
 def test_divisors(number: int) -> None:
     assert list(divisors(number)) == [part for part in range(1, number + 1) if number % part == 0]

@@ -4,9 +4,11 @@ small model.
 
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from common.accelerators import require_accelerator
 from common.errors import ConfigError
@@ -103,9 +105,13 @@ def steps_of_adam(config: Run) -> int:
     return 4 * (16 * config.model.num_layers + 4)
 
 
-@pytest.mark.parametrize(
-    ("zero", "engine", "weights", "gradients", "optimizer"),
-    [
+def test_zero_divides_by_data_parallel() -> None:
+    """ZeRO's table (arXiv 1910.02054, figure 1) with float32 gradients: 2 + 4 + 12 bytes, over 4
+    ranks. The native engine cuts float32 weights in every stage, and gathers them in float16: of
+    all layers, or in stage 3 of two of the four, and of what is in no layer.
+    """
+    precision, layer = {"parameters": "float16", "compute": "float16"}, 12 * 16 * 16 + 13 * 16
+    for zero, engine, weights, gradients, optimizer in (
         (1, "deepspeed", 2.0, 4.0, 3.0),
         (2, "deepspeed", 2.0, 1.0, 3.0),
         (3, "deepspeed", 0.5, 1.0, 3.0),
@@ -113,25 +119,15 @@ def steps_of_adam(config: Run) -> int:
         (1, "native", 1.0, 4.0, 2.0),
         (2, "native", 1.0, 1.0, 2.0),
         (3, "native", 1.0, 1.0, 2.0),
-    ],
-)
-def test_zero_divides_by_data_parallel(
-    zero: int, engine: str, weights: float, gradients: float, optimizer: float
-) -> None:
-    """ZeRO's table (arXiv 1910.02054, figure 1) with float32 gradients: 2 + 4 + 12 bytes, over 4
-    ranks. The native engine cuts float32 weights in every stage, and gathers them in float16: of
-    all layers, or in stage 3 of two of the four, and of what is in no layer.
-    """
-    precision = {"parameters": "float16", "compute": "float16"}
-    config = small(data=4, precision=precision, engine=engine, parallel={"zero_stage": zero})
-    (stage,) = make_plan(config).stages
-    memory, parameters = stage.memory, stage.parameters
-    assert parameters % 4 == 0
-    assert (memory.weights / parameters, memory.gradients / parameters) == (weights, gradients)
-    assert memory.optimizer - steps_of_adam(config) == optimizer * parameters
-    half = parameters - 2 * (12 * 16 * 16 + 13 * 16)
-    by_stage = {0: 0, 1: parameters, 2: parameters, 3: half} if engine == "native" else {3: half}
-    assert memory.gathered == 2 * by_stage.get(zero, 0)
+    ):
+        config = small(data=4, precision=precision, engine=engine, parallel={"zero_stage": zero})
+        (stage,) = make_plan(config).stages
+        memory, parameters = stage.memory, stage.parameters
+        assert parameters % 4 == 0
+        assert (memory.weights / parameters, memory.gradients / parameters) == (weights, gradients)
+        assert memory.optimizer - steps_of_adam(config) == optimizer * parameters
+        whole = {0: 0, 1: parameters, 2: parameters} if engine == "native" else {1: 0, 2: 0}
+        assert memory.gathered == 2 * whole.get(zero, parameters - 2 * layer)
 
 
 PAPER = {
@@ -282,43 +278,14 @@ def text(config: Run, **options: Any) -> list[str]:
     return describe_plan(make_plan(config), config, **options).splitlines()
 
 
-def warnings(config: Run, device: str | None = None) -> list[str]:
-    known = device and require_accelerator(device)
-    return [line for line in text(config, device=known or None) if line.startswith("warning: ")]
+WARNINGS = yaml.safe_load(Path(__file__).with_name("warnings.yaml").read_text(encoding="utf-8"))
 
 
-FLEETX, LARGEST = "run_gpt2_345m_fleetx", "run_gpt2_175b"
-SHORT = ("parallel.pipeline_stage=4", "parallel.micro_batch_num=2", "train.global_batch_size=null")
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides", "device", "says"),
-    [
-        # the warm-up of FleetX's preset is 3,600 steps, and its end step 360,000
-        (FLEETX, ("train.max_steps=1000",), None,
-         "(1,000): the rate reaches 28% of its peak; set optimizer.warmup_fraction"),
-        (FLEETX, ("train.max_steps=10000",), None,
-         "is far beyond the run (10,000 steps): its last update has 100% of the peak rate"),
-        (FLEETX, ("train.max_steps=800000",), None,
-         "before the end of the run (800,000 steps): the last 440,000 steps train at 20%"),
-        (FLEETX, (), None, None),
-        ("run_gpt2_124m", ("backend=mindspore", "precision=fp16"), "Ascend 910A",
-         "still has kernels for the Ascend 910A"),
-        ("run_gpt2_124m", ("backend=mindspore", "precision=fp16"), "Ascend 910B3", None),
-        ("run_gpt2_124m", ("precision=fp16",), "Ascend 910A", None),
-        (LARGEST, ("model.hidden_size=14400", "model.num_heads=96"), "A100 80GB",
-         "14400 / tensor 8 = 1800 is no mult"),
-        (LARGEST, ("parallel.model_parallel=16",), "A100 80GB",
-         "tensor parallel over 16 devices leaves a server of 8"),
-        (LARGEST, (), "A100 80GB", None),
-        (LARGEST, SHORT, "H100",
-         "1f1b needs at least 4 micro batches, one per stage, not 2; change the accumu"),
-    ],
-)  # fmt: skip
-def test_a_plan_warns(
-    name: str, overrides: tuple[str, ...], device: str | None, says: str | None
-) -> None:
-    found = warnings(preset(name, *overrides), device)
+@pytest.mark.parametrize(("name", "overrides", "device", "says"), WARNINGS)
+def test_a_plan_warns(name: str, overrides: str, device: str | None, says: str | None) -> None:
+    known = require_accelerator(device) if device else None
+    lines = text(preset(name, *overrides.split()), device=known)
+    found = [line for line in lines if line.startswith("warning: ")]
     assert len(found) == bool(says) and (says is None or says in found[0]), found
 
 
@@ -353,29 +320,23 @@ def test_text_of_mindformers_13b() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("given", "name", "limit", "source"),
-    [
+def test_a_rank_has_the_less_of_what_is_given_and_there() -> None:
+    """Also where the micro batch or the layout is chosen."""
+    words = (
+        "train.micro_batch_size=auto", "train.global_batch_size=192", "parallel.model_parallel=4",
+        "parallel.micro_batch_num=null", "parallel.data_parallel=null",
+    )  # fmt: skip
+    for given, name, limit, source in (
         ("31GB", "V100", 16 - 2.4, "V100"),
         ("31GB", "Ascend 910B2", 31, "context.max_device_memory=31GB"),
-        ("31GB", None, 31, "context.max_device_memory=31GB"),
         ("null", "Ascend 910B2", 64 * 0.94, "Ascend 910B2"),
-    ],
-)
-def test_a_rank_has_the_less_of_what_is_given_and_there(
-    given: str, name: str | None, limit: float, source: str
-) -> None:
-    """Also where the micro batch or the layout is chosen."""
-    keys = (f"context.max_device_memory={given}", "train.micro_batch_size=auto")
-    batch = ("parallel.micro_batch_num=null", "train.global_batch_size=192")
-    layout = ("parallel.model_parallel=4", "parallel.data_parallel=null")
-    device = None if name is None else require_accelerator(name)
-    config = resolve_on(written("run_gpt2_13b", *keys, *batch, *layout), device, world_size=32)
-    plan = make_plan(config)
-    line = text(config, device=device)[0]
-    assert re.fullmatch(rf"fits: \S+ of {limit:.1f} GiB at place .*, {source}", line)
-    assert plan.peak <= limit * 2**30
-    if device is not None:
+    ):
+        device = require_accelerator(name)
+        written_run = written("run_gpt2_13b", f"context.max_device_memory={given}", *words)
+        config = resolve_on(written_run, device, world_size=32)
+        plan, line = make_plan(config), text(config, device=device)[0]
+        assert re.fullmatch(rf"fits: \S+ of {limit:.1f} GiB at place .*, {source}", line)
+        assert plan.peak <= limit * 2**30
         found = suggest(config, 32, device).fitting
         assert found and all(layout.plan.peak <= limit * 2**30 for layout in found)
 
@@ -393,9 +354,9 @@ def test_text_of_a_device_and_of_a_v() -> None:
 
 
 def test_float8_is_planned_where_a_training_refuses_it() -> None:
-    fp8 = written(LARGEST, "precision=fp8", "parallel.model_parallel=8")
     config, plain = (
-        resolve_on(each, H100, world_size=128) for each in (fp8, written(LARGEST, "precision=bf16"))
+        resolve_on(written("run_gpt2_175b", *words), H100, world_size=128)
+        for words in (("precision=fp8", "parallel.model_parallel=8"), ("precision=bf16",))
     )
     plan = make_plan(config)
     assert time_of(plan, config, H100).products < time_of(plan, plain, H100).products
