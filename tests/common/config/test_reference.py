@@ -1,17 +1,34 @@
-"""The generated page of all keys: it is current, whole, and right about the backends."""
+"""The generated page of all keys is current and right about the backends. Every key that a user may
+give acts: some code reads it, and not only its schema. Tables have a row for every name that the
+schema takes, and for every part of an update rule.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
 from common.config.hints import schema_keys
 from common.config.reference import COMPILED_TOO, TORCH_ONLY, config_reference
+from common.config.schema import EvaluationConfig, LoggingConfig, Tracker
+from common.config.tokenizer_kinds import TokenizerKind
+from common.config.update_rules import RULES, STATE_PARTS, RuleName, rule_keeping
+from common.evaluation.text import DETOKENIZERS
+from common.flags import make_parser
+from common.systems.config import COMMAND_LINES, DIALECTS
+from common.systems.mindformers.read import MOMENTS as OF_MINDFORMERS
+from common.systems.oneflow.read import MOMENTS as OF_ONEFLOW
+from common.tokenizer import TOKENIZERS
+from common.training.report import STYLES
+from common.training.trackers import STORES
 from tests.common.resolve.test_refusals import TABLE
+from tests.key_reads import Source
 from tools.config_schema import main
+from tools.convert_config import Request
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "config_reference.md"
@@ -34,3 +51,81 @@ def test_keys_of_pytorch_are_refused_on_mindspore() -> None:
     """By rows of tests/common/resolve/refusals.yaml."""
     words = " ".join(row[0] for row in TABLE["of torch"])
     assert [key for key in TORCH_ONLY | COMPILED_TOO if f"{key}=" not in words] == ["deepspeed"]
+
+
+# ---- keys that are read, and rows of tables ----
+
+SCHEMA = ROOT / "common" / "config" / "schema.py"
+FOLDERS = ("common", "torch_gpt2", "mindformers_gpt2", "gpt2_toolkit", "tools")
+PLANTED = {
+    "ModelConfig": ('activation: Literal["gelu_tanh", "relu"] = "gelu_tanh"', "model.activation"),
+    "TrainConfig": ("interval: Count = 1", "train.interval"),
+    "OptimizerConfig": ('state: Text = "x"', "optimizer.state"),
+    "LossScaleConfig": ("momentum: Count = 1", "loss_scale.momentum"),
+}
+"""Keys that no code reads, added to the schema before the search. Other sections have keys of some
+of these names, and other objects such attributes.
+"""
+SCHEMAS: dict[str, dict[str, str]] = {
+    "common.config.schema.RunConfig": {
+        "model.dropout": "resolved.py gives it to the three rates, which are read",
+        **dict.fromkeys((key for _, key in PLANTED.values()), "planted"),
+    },
+    "common.study.definition.Definition": {},
+    "common.serving.protocol.CompletionRequest": {
+        "best_of": "must equal n, which is read",
+        "user": "names a client: accepted, unused",
+        "stream_options.include_obfuscation": "accepted, unused",
+    },
+}
+"""Keys that nothing reads by name, and the reason. A key that is only read from a dump or by a
+variable name belongs there too.
+"""
+
+
+@pytest.fixture(scope="module")
+def source() -> Source:
+    text = SCHEMA.read_text(encoding="utf-8")
+    for section, (line, key) in PLANTED.items():
+        head = f"class {section}(Section):\n"
+        assert head in text
+        assert key not in schema_keys(), f"{key} is a key now: plant another one"
+        text = text.replace(head, f"{head}    {line}\n")
+    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return Source(ROOT, [*files, ROOT / "run_gpt2.py"], {SCHEMA: text})
+
+
+@pytest.mark.parametrize("root", SCHEMAS)
+def test_every_key_is_read(source: Source, root: str) -> None:
+    own = root.rpartition(".")[0].replace("config.schema", "config.")
+    assert source.unread_keys(root, own) == SCHEMAS[root].keys(), (
+        "read each key where it acts, from a config with an annotated type, or take it out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("table", "names"),
+    [
+        (RULES, get_args(RuleName)),
+        (TOKENIZERS, get_args(TokenizerKind)),
+        (STYLES, get_args(LoggingConfig.model_fields["style"].annotation)),
+        (STORES | {"tensorboard": None}, get_args(Tracker)),  # which this project writes itself
+        (DETOKENIZERS, get_args(EvaluationConfig.model_fields["detokenize"].annotation)),
+        (OF_MINDFORMERS, STATE_PARTS),
+        (OF_ONEFLOW, STATE_PARTS),
+    ],
+)
+def test_every_name_has_a_row(table: dict[str, Any], names: Any) -> None:
+    assert table.keys() == set(names)
+
+
+def test_the_converter_knows_every_dialect() -> None:
+    (option,) = (each for each in make_parser(None, Request)._actions if each.dest == "system")
+    of_files = {"mindformers", "fleetx", "gpt2_chinese"}
+    assert len(of_files) == len(DIALECTS)
+    assert set(option.choices or ()) == of_files | COMMAND_LINES.keys()
+
+
+def test_a_rule_is_known_by_its_parts() -> None:
+    kept = (("exp_avg_sq", "exp_avg"), ("momentum_buffer",), (), ("sum",))
+    assert [rule_keeping(parts) for parts in kept] == ["adamw", "sgd", "adamw", "adamw"]
