@@ -76,22 +76,17 @@ def test_an_unrelated_word_gets_no_guess() -> None:
         assert hint(typed) == ""
 
 
-@pytest.mark.parametrize(
-    ("words", "suggested"),
-    [
+def test_the_command_line_suggests_the_word(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, suggested in (
         (["--lr", "1e-3"], "--lr: did you mean optimizer.learning_rate=1e-3?"),
         (["--max_steps=5"], "--max_steps=5: did you mean train.max_steps=5?"),
         (["--fp16"], "--fp16: did you mean precision=fp16?"),
         (["--prefix", "x"], "--prefix: did you mean predict.prompt or checkpoint.ckpt_prefix?"),
-    ],
-)
-def test_the_command_line_suggests_the_word(
-    words: list[str], suggested: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse_arguments(["--config", "x.yaml", "--run_mode", "plan", *words])
-    assert stop.value.code == 2
-    assert suggested in capsys.readouterr().err.splitlines()
+    ):
+        with pytest.raises(SystemExit) as stop:
+            parse_arguments(["--config", "x.yaml", "--run_mode", "plan", *words])
+        assert stop.value.code == 2
+        assert suggested in capsys.readouterr().err.splitlines()
 
 
 def test_a_key_is_explained() -> None:
@@ -147,27 +142,20 @@ def test_an_unknown_option_does_not_accuse_the_keys_behind_it() -> None:
     assert rest == ["--max_lr: did you mean optimizer.learning_rate=8?"]
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("8xH100", ("H100", 8)),
-        ("2 x Ascend 910A --devices 2", ("Ascend 910A", 2)),
-        ("H100 --devices 4", ("H100", 4)),
-        ("H100", ("H100", None)),
-        ("8xH100 --devices 4", "--devices and --accelerator differ: 4 and 8"),
-        (" --devices 4", "add --accelerator NAME, such as H100"),
-    ],
-)
-def test_the_number_of_accelerators(
-    words: str, expected: tuple[str, int] | str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name, *devices = words.split(" --devices ")
-    command = ["--config", "a.yaml", "--run_mode", "plan"]
-    command += ["--accelerator", name] * bool(name) + ["--devices", *devices] * bool(devices)
-    if isinstance(expected, str):
-        with pytest.raises(SystemExit):
-            parse_arguments(command)
-        assert expected in capsys.readouterr().err
-    else:
-        found = parse_arguments(command)
+def test_the_number_of_accelerators(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["--config", "a.yaml", "--run_mode", "plan"]
+    for words, expected in (
+        (["--accelerator", "8xH100"], ("H100", 8)),
+        (["--accelerator", "2 x Ascend 910A", "--devices", "2"], ("Ascend 910A", 2)),
+        (["--accelerator", "H100", "--devices", "4"], ("H100", 4)),
+        (["--accelerator", "H100"], ("H100", None)),
+    ):
+        found = parse_arguments([*plan, *words])
         assert (found.accelerator, found.devices) == expected
+    for words, said in (
+        (["--accelerator", "8xH100", "--devices", "4"], "--accelerator differ: 4 and 8"),
+        (["--devices", "4"], "add --accelerator NAME, such as H100"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_arguments([*plan, *words])
+        assert said in capsys.readouterr().err

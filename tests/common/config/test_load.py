@@ -194,23 +194,18 @@ def test_aliases_are_not_keys_of_the_schema_and_stand_for_ones_that_are() -> Non
     assert {alias.ours for alias in ALIASES.values()} <= keys.keys()
 
 
-@pytest.mark.parametrize(
-    ("length", "words", "steps"),
-    [
+def test_samples_of_an_epoch_are_a_length(config_file: Path) -> None:
+    """In batches of 2, of data with 1,000 windows."""
+    for length, words, steps in (
         ("num_samples: 30", [], 15),
         ("num_samples: 30, max_epochs: 3", [], 45),
         ("max_steps: 9", ["train.max_epochs=2", "train.num_samples=5"], 5),
         ("num_samples: 30", ["train.max_epochs=0.5"], 7),
         ("num_samples: 30, max_epochs: 3", ["train.max_steps=7"], 7),
-    ],
-)
-def test_samples_of_an_epoch_are_a_length(
-    config_file: Path, length: str, words: list[str], steps: int
-) -> None:
-    """In batches of 2, of data with 1,000 windows."""
-    config_file.write_text(MINIMAL.replace("max_steps: 3", length))
-    run = resolve_config(load_config(config_file, words), samples_per_epoch=1000)
-    assert run.train.max_steps == steps
+    ):
+        config_file.write_text(MINIMAL.replace("max_steps: 3", length))
+        run = resolve_config(load_config(config_file, words), samples_per_epoch=1000)
+        assert run.train.max_steps == steps
 
 
 def test_both_places_of_an_alias_are_named(config_file: Path) -> None:

@@ -2,6 +2,8 @@
 time, and the plan's bytes of both.
 """
 
+from typing import Any
+
 import pytest
 
 from common.accelerators import GIB, Hardware
@@ -38,40 +40,35 @@ PACKED = ("data.reset_attention_mask=true", "data.eod_id=50256")
 DROPS = ("model.attention_dropout=0.1",)
 
 
+ON_MINDSPORE = ("backend=mindspore",)
+
+
 @pytest.mark.parametrize("mask", [(), PACKED], ids=["causal", "packed"])
 @pytest.mark.parametrize(
-    ("kind", "name", "torch", "torch_drops", "mindspore"),
+    ("device", "torch", "torch_drops", "mindspore"),
     [
-        ("npu", "Ascend910B2", True, True, True),
-        ("npu", "Ascend910A", False, False, False),
-        ("npu", None, True, True, True),
-        ("cuda", "NVIDIA H100 80GB HBM3", True, True, False),
-        ("cpu", "AMD EPYC", True, False, False),
+        (("npu", "Ascend910B2"), True, True, True),
+        (("npu", "Ascend910A"), False, False, False),
+        (("npu", None), True, True, True),
+        (("cuda", "NVIDIA H100 80GB HBM3"), True, True, False),
+        (("cpu", "AMD EPYC"), True, False, False),
     ],
 )
 def test_device_framework_and_mask_decide(
-    kind: str,
-    name: str | None,
-    torch: bool,
-    torch_drops: bool,
-    mindspore: bool,
-    mask: tuple[str, ...],
+    device: Any, torch: bool, torch_drops: bool, mindspore: bool, mask: tuple[str, ...]
 ) -> None:
     """Whether the plan counts no scores. torch's kernel on a CPU has no dropout, MindSpore's none;
     both have masks, and so has the NPU's as bool (tests/torch_gpt2/npu_checks.py).
     """
     words = ("precision.compute=bfloat16", "model.attention_dropout=0", *mask)
-    for more, fused in (
-        ((), torch),
-        (DROPS, torch_drops),
-        (("backend=mindspore",), mindspore),
-        (("backend=mindspore", *DROPS), False),
-    ):
-        run = config(*words, *more, on=Hardware(kind=kind, name=name))
+    on = Hardware(kind=device[0], name=device[1])
+    found = (((), torch), (DROPS, torch_drops), (ON_MINDSPORE, mindspore))
+    for more, fused in (*found, ((*ON_MINDSPORE, *DROPS), False)):
+        run = config(*words, *more, on=on)
         assert keeps_no_scores(run, run.hardware) is fused
         written = saved(config(*words, *more, "train.fused_attention=false"))
         assert saved(run) < written if fused else saved(run) == written
-        if (mask, more) == ((), ("backend=mindspore",)):
+        if not mask and more == ON_MINDSPORE:
             assert saved(run) == written - fused * scores(run)
 
 

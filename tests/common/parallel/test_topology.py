@@ -51,23 +51,19 @@ def test_a_rank_outside_the_world() -> None:
             Topology(data=4, tensor=2, pipeline=4).coordinates(rank)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "virtual", "v_shape"),
-    [(2, 2, False), (4, 3, False), (1, 2, False), (2, 2, True), (4, 2, True), (5, 2, True)],
-)
-def test_stages_lie_where_torchs_pipelines_look_for_them(
-    ranks: int, virtual: int, v_shape: bool
-) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 4, 5])
+@pytest.mark.parametrize(("virtual", "style"), [(2, "loop"), (3, "loop"), (2, "v")])
+def test_stages_lie_where_torchs_pipelines_look(ranks: int, virtual: int, style: str) -> None:
     utils = pytest.importorskip("torch.distributed.pipelining._utils")
-    topology, last = Topology(pipeline=ranks, virtual=virtual, v_shape=v_shape), ranks * virtual - 1
-    style = "v" if v_shape else "loop"
+    topology = Topology(pipeline=ranks, virtual=virtual, v_shape=style == "v")
     theirs = utils.generate_stage_to_rank_mapping(ranks, ranks * virtual, style=style)
     assert {stage: topology.place_of_stage(stage) for stage in range(topology.stages)} == theirs
     for place in range(ranks):
         stages = [stage for stage, rank in theirs.items() if rank == place]
         assert [*topology.stages_of(place)] == stages
-    assert topology.groups(GroupKind.EMBEDDING) == [sorted({theirs[0], theirs[last]})]
-    assert [rank for rank in range(ranks) if topology.holds_head(rank)] == [theirs[last]]
+    last = theirs[ranks * virtual - 1]
+    assert topology.groups(GroupKind.EMBEDDING) == [sorted({theirs[0], last})]
+    assert [rank for rank in range(ranks) if topology.holds_head(rank)] == [last]
 
 
 def test_layers_of_virtual_and_uneven_stages() -> None:
@@ -84,20 +80,18 @@ def test_layers_of_virtual_and_uneven_stages() -> None:
                 assert topology.place_of_stage(topology.stage_of_layer(layer, 8)) == place
 
 
-@pytest.mark.parametrize(
-    ("schedule", "virtual", "stages"),
-    [
+def test_virtual_stages_follow_from_the_schedule() -> None:
+    cases: list[tuple[Any, int | None, int]] = [
         ("1f1b", None, 4),
         ("gpipe", 1, 4),
         ("interleaved_1f1b", None, 8),
         ("interleaved_zero_bubble", 3, 12),
         ("zbv_zero_bubble", None, 8),
-    ],
-)
-def test_virtual_stages_follow_from_the_schedule(
-    schedule: Any, virtual: int | None, stages: int
-) -> None:
-    keys = {"pipeline_schedule": schedule, "virtual_stages": virtual}
-    topology = topology_of(ParallelConfig(pipeline_stage=4, **keys), 1)
-    assert topology.stages == stages and topology.v_shape == (schedule == "zbv_zero_bubble")
-    assert topology_of(ParallelConfig(pipeline_schedule=schedule), 1).stages == 1
+    ]
+    for schedule, virtual, stages in cases:
+        written = ParallelConfig(
+            pipeline_stage=4, pipeline_schedule=schedule, virtual_stages=virtual
+        )
+        topology = topology_of(written, 1)
+        assert topology.stages == stages and topology.v_shape == (schedule == "zbv_zero_bubble")
+        assert topology_of(ParallelConfig(pipeline_schedule=schedule), 1).stages == 1
