@@ -94,10 +94,8 @@ def states(study: Study) -> dict[str, list[State]]:
 def test_rounds_alternate_their_direction(study: Fixture) -> None:
     found = study.run("repeats=3")
     forwards, backwards = ["seed1", "seed2", "seed3"], ["seed3", "seed2", "seed1"]
-    order = [f"{name}/{index}" for index in (1, 2, 3) for name in (
-        backwards if index == 2 else forwards
-    )]  # fmt: skip
-    assert study.started == order
+    rounds = enumerate((forwards, backwards, forwards), 1)
+    assert study.started == [f"{name}/{index}" for index, names in rounds for name in names]
     assert states(found) == dict.fromkeys(forwards, [State.FINISHED] * 3)
     measured = found.cell("seed2").repeats[0].measured
     assert measured is not None
