@@ -124,8 +124,7 @@ def test_orders_bubbles_and_what_is_held(
     enough = {"gpipe": 1, "1f1b": 1, "zbv_zero_bubble": 2 * ranks - 1}.get(schedule, ranks)
     if micro_batches >= enough:
         busy = 3 * micro_batches * virtual / play(orders, topology.stages)
-        found = bubble(schedule, topology, micro_batches)
-        assert found == pytest.approx(1 - busy, rel=1e-12)
+        assert bubble(schedule, topology, micro_batches) == pytest.approx(1 - busy, rel=1e-12)
 
 
 def test_the_bubble_of_the_papers() -> None:
