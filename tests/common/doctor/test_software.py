@@ -3,7 +3,6 @@ hang.
 """
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,19 +20,16 @@ from common.doctor.software import (
     wanted_ranges,
 )
 
-NONE = dict.fromkeys(("torch", "torch_npu", "mindspore", "deepspeed", "numpy", "transformers"))
+NONE = dict.fromkeys(software.PACKAGES)
 
 
 def test_the_ranges_of_this_project_and_of_its_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranges = wanted_ranges()
-    assert ranges["python"] == ">=3.11,<3.14"
-    assert ranges["numpy"] == ">=1.26,<3"
+    assert (ranges["python"], ranges["numpy"]) == (">=3.11,<3.14", ">=1.26,<3")
     # a torch_npu is built for one torch
     assert ranges["torch_npu"] == ranges["torch"] == ">=2.11,<2.14"
-    assert {"torch", "mindspore", "deepspeed", "transformers"} <= ranges.keys()
-
     lines = ["Metadata-Version: 2.1", "Name: gpt2-toolkit", "Version: 0", "Requires-Python: >=3.12"]
     lines += ["Requires-Dist: numpy<3,>=1.26", 'Requires-Dist: torch-npu<3,>=2; extra == "npu"']
     wheel = tmp_path / "gpt2_toolkit-0.dist-info"
@@ -44,114 +40,74 @@ def test_the_ranges_of_this_project_and_of_its_wheel(
     assert wanted_ranges() == {"python": ">=3.12", "numpy": "<3,>=1.26", "torch_npu": "<3,>=2"}
 
 
-def versions_of(**given: str) -> dict[str, str | None]:
-    return {**NONE, **given}
-
-
 def test_versions_out_of_range_and_missing() -> None:
     ranges = {"python": ">=3.11", "torch": ">=2.11,<2.14", "deepspeed": ">=0.19.8,<0.20"}
-    checks = {
-        check.name: check
-        for check in check_versions(
-            versions_of(torch="2.10.0", deepspeed="0.18.1"), ranges, "torch"
-        )
-    }
-    assert checks["python"].state is State.OK
-    assert checks["torch"].state is checks["deepspeed"].state is State.WARNING
-    assert checks["deepspeed"].remedy == "this project is tested with deepspeed>=0.19.8,<0.20"
-    assert checks["mindspore"].state is State.OK
+
+    def checked(**versions: str) -> dict[str, State]:
+        found = check_versions({**NONE, **versions}, ranges, "torch")
+        return {check.name: check.state for check in found}
+
+    states = checked(torch="2.10.0", deepspeed="0.18.1")
+    assert states["python"] is states["mindspore"] is State.OK
+    assert states["torch"] is states["deepspeed"] is State.WARNING
+    assert checked(mindspore="2.10.0")["torch"] is State.ERROR
+    assert checked(torch="2.13.0")["torch"] is State.OK
     assert check_versions(NONE, {"python": ">=3.30"}, None)[0].state is State.ERROR
-    lacking = {
-        check.name: check.state
-        for check in check_versions(versions_of(torch="2.13.0"), ranges, "mindspore")
-    }
-    assert lacking["mindspore"] is State.ERROR
-
-
-AUTOLOAD_OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
 @pytest.mark.parametrize(
     ("versions", "environ", "cann", "words"),
     [
         ({"mindspore": "2.10.0", "numpy": "2.1.3"}, {}, None, "pip install numpy==1.26.4"),
-        (
-            {"torch_npu": "2.6.0.post3", "torch": "2.13.0+cpu"},
-            {},
-            "8.2.RC1",
-            "pip install torch==2.6.* or the torch_npu for 2.13",
-        ),
+        ({"torch_npu": "2.6.0.post3", "torch": "2.13.0+cpu"}, {}, "8.2.RC1",
+            "pip install torch==2.6.* or the torch_npu for 2.13"),
         ({"torch_npu": "2.6.0"}, {}, "8.2.RC1", "pip install torch==2.6.*"),
-        (
-            {"torch_npu": "2.6.0", "torch": "2.6.0"},
-            {},
-            None,
-            "export TORCH_DEVICE_BACKEND_AUTOLOAD=0",
-        ),
+        ({"torch_npu": "2.6.0", "torch": "2.6.0"}, {}, None,
+            "export TORCH_DEVICE_BACKEND_AUTOLOAD=0"),
         ({"mindspore": "2.10.0", "numpy": "1.26.4"}, {}, None, ""),
         ({"torch": "2.13.0", "numpy": "2.3.0"}, {}, None, ""),
         ({"torch_npu": "2.6.0.post3", "torch": "2.6.0"}, {}, "8.2.RC1", ""),
-        ({"torch_npu": "2.6.0", "torch": "2.6.0"}, AUTOLOAD_OFF, None, ""),
+        ({"torch_npu": "2.6.0", "torch": "2.6.0"}, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, None,
+            ""),
     ],
-)
+)  # fmt: skip
 def test_known_pairs(
     versions: dict[str, str], environ: dict[str, str], cann: str | None, words: str
 ) -> None:
     """words: of the remedy; a good pair has none."""
-    (check,) = check_pairs(versions_of(**versions), environ, cann)
+    (check,) = check_pairs({**NONE, **versions}, environ, cann)
     assert check.state is (State.ERROR if words else State.OK)
     assert words in check.remedy
 
 
-INFO = (
-    "package_name=Ascend-cann-toolkit\nversion=8.2.RC1\ninnerversion=V100R001C22\n"
-    "arch=aarch64\nos=linux\n"
-)
+INFO = "package_name=Ascend-cann-toolkit\nversion=8.2.RC1\ninnerversion=V100R001C22\n"
 CONFIG = (
-    "# version: 1.0\n"
     "runtime_running_version=[7.0.0.5.242:7.0.RC1]\n"
     "toolkit_installed_version=[7.0.0.5.242:7.0.RC1][7.3.0.1.231:8.0.RC2]\n"
 )
 
 
-def write(root: Path, files: Mapping[str, str]) -> None:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+def test_cann_that_is_used_not_there_not_sourced_gone_or_unreadable(tmp_path: Path) -> None:
+    def checked(needed: bool = True, **environ: str) -> tuple[State, str | None, str]:
+        check, version = check_cann(environ, needed=needed, root=tmp_path)
+        return check.state, version, check.remedy
 
-
-@pytest.mark.parametrize(
-    ("name", "text", "version"),
-    [
-        ("aarch64-linux/ascend_toolkit_install.info", INFO, "8.2.RC1"),
-        ("version.cfg", CONFIG, "8.0.RC2"),
-    ],
-)
-def test_the_version_of_cann(tmp_path: Path, name: str, text: str, version: str) -> None:
-    write(tmp_path / "cann", {name: text})
-    check, found = check_cann(
-        {"ASCEND_TOOLKIT_HOME": str(tmp_path / "cann")}, needed=True, root=tmp_path
-    )
-    assert (check.state, found) == (State.OK, version)
-
-
-def test_a_version_of_cann_that_cannot_be_read_is_unknown(tmp_path: Path) -> None:
-    (tmp_path / "version.cfg").symlink_to("/proc/self/mem")
-    environ = {"ASCEND_TOOLKIT_HOME": str(tmp_path)}
-    assert check_cann(environ, needed=True, root=tmp_path)[1] is None
-
-
-def test_cann_that_is_not_there_not_sourced_or_gone(tmp_path: Path) -> None:
-    assert check_cann({}, needed=False, root=tmp_path)[0].state is State.OK
-    assert check_cann({}, needed=True, root=tmp_path)[0].state is State.ERROR
-    check, found = check_cann(
-        {"ASCEND_HOME_PATH": str(tmp_path / "old")}, needed=True, root=tmp_path
-    )
-    assert check.state is State.ERROR and found is None
-    write(tmp_path / "usr/local/Ascend/ascend-toolkit/latest", {"version.cfg": CONFIG})
-    check, found = check_cann({}, needed=True, root=tmp_path)
-    assert found is None
-    assert check.remedy == f"source {tmp_path}/usr/local/Ascend/ascend-toolkit/set_env.sh"
+    assert checked(needed=False)[0] is State.OK
+    assert checked()[0] is State.ERROR
+    named, other, unreadable = (tmp_path / name for name in ("cann", "other", "unreadable"))
+    latest = tmp_path / "usr/local/Ascend/ascend-toolkit/latest"
+    for folder in (named / "aarch64-linux", other, unreadable, latest):
+        folder.mkdir(parents=True)
+    (named / "aarch64-linux" / "ascend_toolkit_install.info").write_text(INFO)
+    (other / "version.cfg").write_text(CONFIG)
+    (latest / "version.cfg").write_text(CONFIG)
+    (unreadable / "version.cfg").symlink_to("/proc/self/mem")
+    assert checked(ASCEND_TOOLKIT_HOME=str(named))[:2] == (State.OK, "8.2.RC1")
+    assert checked(ASCEND_HOME_PATH=str(other))[:2] == (State.OK, "8.0.RC2")
+    for name in ("gone", "unreadable"):
+        assert checked(ASCEND_HOME_PATH=str(tmp_path / name))[:2] == (State.ERROR, None)
+    script = latest.parent / "set_env.sh"
+    assert checked() == (State.ERROR, None, f"source {script}")
 
 
 def test_imports_in_child_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,15 +115,13 @@ def test_imports_in_child_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     here.
     """
     library = "libhccl.so: cannot open shared object file: No such file or directory"
-    write(
-        tmp_path,
-        {
-            "torch.py": "class cuda:\n    device_count = staticmethod(lambda: 3)\n",
-            "torch_npu.py": f"raise ImportError({library!r})\n",
-            "crashing.py": "import os; os.kill(os.getpid(), 11)\n",
-            "hanging.py": "import time; time.sleep(60)\n",
-        },
-    )
+    for name, text in {
+        "torch.py": "class cuda:\n    device_count = staticmethod(lambda: 3)\n",
+        "torch_npu.py": f"raise ImportError({library!r})\n",
+        "crashing.py": "import os; os.kill(os.getpid(), 11)\n",
+        "hanging.py": "import time; time.sleep(60)\n",
+    }.items():
+        (tmp_path / name).write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     names = ["torch", "torch_npu", "crashing", "hccl"]
     checks, counted = check_imports(names, 30)
@@ -182,23 +136,19 @@ def test_imports_in_child_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_device_that_was_asked_for_needs_its_package() -> None:
-    found = check_device_package({"torch": "2.7.1", "torch_npu": None}, "torch", "npu")
-    assert [(check.name, check.state) for check in found] == [
-        ("torch_npu", State.ERROR)
-    ] and "torch_npu==2.7.*" in found[0].remedy
+    (check,) = check_device_package({"torch": "2.7.1", "torch_npu": None}, "torch", "npu")
+    assert check.state is State.ERROR and "torch_npu==2.7.*" in check.remedy
     assert check_device_package({"torch": "2.7.1", "torch_npu": "2.7.1"}, "torch", "npu") == []
-    assert check_device_package({"mindspore": "2.10.0"}, "mindspore", "npu") == []
-    assert (
-        check_device_package({"mindspore": "2.10.0"}, "mindspore", "cuda")[0].state is State.ERROR
-    )
+    mindspore = {"mindspore": "2.10.0"}
+    assert check_device_package(mindspore, "mindspore", "npu") == []
+    assert check_device_package(mindspore, "mindspore", "cuda")[0].state is State.ERROR
 
 
 @pytest.mark.parametrize(("npus", "imported"), [([0], ["mindspore", "hccl"]), ([], ["mindspore"])])
 def test_mindspore_on_an_ascend_needs_the_package_hccl(
     npus: list[int], imported: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    versions = dict.fromkeys(software.PACKAGES) | {"mindspore": "2.10.0"}
-    monkeypatch.setattr(software, "installed_versions", lambda: versions)
+    monkeypatch.setattr(software, "installed_versions", lambda: NONE | {"mindspore": "2.10.0"})
     monkeypatch.setattr(software, "check_imports", lambda names, limit: (names, {}))
     monkeypatch.setattr(hccn, "npu_numbers", lambda: npus)
     monkeypatch.delenv("MASTER_PORT", raising=False)

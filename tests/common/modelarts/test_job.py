@@ -10,12 +10,11 @@ from common.modelarts import job as modelarts_job
 
 INSIDE = {"MA_JOB_DIR": "/home/ma-user/modelarts/user-job-dir"}
 TWO_HOSTS = {**INSIDE, "MA_NUM_HOSTS": "2", "VC_WORKER_HOSTS": "job-0.job,job-1.job"}
-TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
-
-
-EIGHT = {**INSIDE, "MA_NUM_GPUS": "8"}
-FOUR = {**INSIDE, "MA_NUM_GPUS": "4"}
+EIGHT, FOUR, ONE = ({**INSIDE, "MA_NUM_GPUS": count} for count in "841")
 TWO_EACH = {**TWO_HOSTS, "MA_NUM_GPUS": "2"}
+CARD = {**TWO_HOSTS, "RANK_SIZE": "4"}
+"""One process per card, of which RANK_ID is given."""
+TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
 
 
 @pytest.mark.parametrize(
@@ -23,17 +22,15 @@ TWO_EACH = {**TWO_HOSTS, "MA_NUM_GPUS": "2"}
     [
         ({}, False, False, (0,)),
         ({"MA_NUM_GPUS": "8"}, False, False, (0,)),  # not inside ModelArts
-        ({**INSIDE, "MA_NUM_GPUS": "1"}, False, False, (0,)),
+        (ONE, False, False, (0,)),
         (FOUR, True, False, (0, 1, 2, 3)),
         (FOUR, True, True, (0,)),
-        ({**TWO_EACH, "VC_TASK_INDEX": "0"}, True, False, (0, 1)),
         ({**TWO_EACH, "VC_TASK_INDEX": "1"}, True, False, (2, 3)),
         ({**TWO_EACH, "VC_TASK_INDEX": "1"}, True, True, ()),
         ({**TWO_HOSTS, "MA_NUM_GPUS": "1"}, True, False, (0,)),
-        # one process per card
-        ({**TWO_HOSTS, "RANK_ID": "0", "RANK_SIZE": "4"}, False, False, (0, 1)),
-        ({**TWO_HOSTS, "RANK_ID": "1", "RANK_SIZE": "4"}, False, False, ()),
-        ({**TWO_HOSTS, "RANK_ID": "2", "RANK_SIZE": "4"}, False, False, (2, 3)),
+        ({**CARD, "RANK_ID": "0"}, False, False, (0, 1)),
+        ({**CARD, "RANK_ID": "1"}, False, False, ()),
+        ({**CARD, "RANK_ID": "2"}, False, False, (2, 3)),
         ({**EIGHT, "RANK_ID": "0", "RANK_SIZE": "8"}, False, False, tuple(range(8))),
         ({**EIGHT, "RANK": "0", "WORLD_SIZE": "8"}, False, False, (0,)),
     ],
@@ -54,68 +51,41 @@ def test_files_that_a_process_copies_by_the_platforms_table(samples: Path) -> No
 
 
 def test_places_by_the_names_of_the_hosts() -> None:
-    environ = {
-        **INSIDE,
-        "MA_NUM_GPUS": "4",
-        "MA_NUM_HOSTS": "2",
-        "VC_WORKER_HOSTS": "job-0.job,job-1.job",
-        "VC_TASK_INDEX": "1",
-    }
+    environ = {**TWO_HOSTS, "MA_NUM_GPUS": "4", "VC_TASK_INDEX": "1"}
     table, places = modelarts_job.find_places(environ)
     assert table is None and places.master == "job-0.job" and places.own_host == "job-1.job"
-    assert [(place.rank, place.device_id, place.local_rank) for place in places.own] == [
-        (4, 0, 0),
-        (5, 1, 1),
-        (6, 2, 2),
-        (7, 3, 3),
-    ]
+    own = [(place.rank, place.device_id, place.local_rank) for place in places.own]
+    assert own == [(4, 0, 0), (5, 1, 1), (6, 2, 2), (7, 3, 3)]
     assert places.world_size == 8
-    with pytest.raises(
-        ConfigError, match=r"MA_NUM_HOSTS=3, but VC_WORKER_HOSTS=job-0.job,job-1.job names 2"
+    for wrong, message in (
+        ({"MA_NUM_HOSTS": "3"}, "MA_NUM_HOSTS=3, but VC_WORKER_HOSTS=job-0.job,job-1.job names 2"),
+        ({"VC_TASK_INDEX": "2"}, "VC_TASK_INDEX=2, but VC_WORKER_HOSTS names 2"),
     ):
-        modelarts_job.find_places({**environ, "MA_NUM_HOSTS": "3"})
-    with pytest.raises(ConfigError, match="VC_TASK_INDEX=2, but VC_WORKER_HOSTS names 2"):
-        modelarts_job.find_places({**environ, "VC_TASK_INDEX": "2"})
+        with pytest.raises(ConfigError, match=message):
+            modelarts_job.find_places(environ | wrong)
 
 
 def test_places_by_the_platforms_table(samples: Path, tmp_path: Path) -> None:
-    table = samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json"
-    environ = {
-        **INSIDE,
-        "RANK_TABLE_FILE": str(table),
-        "VC_TASK_INDEX": "1",
-        "TMPDIR": str(tmp_path),
-    }
+    environ = {**INSIDE, "RANK_TABLE_FILE": str(samples / TABLE), "TMPDIR": str(tmp_path)}
+    environ["VC_TASK_INDEX"] = "1"
     written, places = modelarts_job.find_places(environ)
     assert (places.own_host, places.master) == ("10.19.1.79", "10.19.1.142")
     assert [place.rank for place in places.own] == list(range(8, 16))
     assert written is not None and '"version": "1.0"' in written.read_text()
-    assert (
-        modelarts_job.find_places({**environ, "MA_CURRENT_IP": "10.19.1.142"})[1].own_host
-        == "10.19.1.142"
-    )
-    with pytest.raises(
-        ConfigError,
-        match=r"nor VC_TASK_INDEX=2 says which server of .*: it holds 10.19.1.142, 10.19.1.79",
-    ):
+    other = modelarts_job.find_places({**environ, "MA_CURRENT_IP": "10.19.1.142"})[1]
+    assert other.own_host == "10.19.1.142"
+    message = "nor VC_TASK_INDEX=2 says which server of .*: it holds 10.19.1.142, 10.19.1.79"
+    with pytest.raises(ConfigError, match=message):
         modelarts_job.find_places({**environ, "VC_TASK_INDEX": "2"})
 
 
 def test_variables_that_a_process_per_card_lacks(samples: Path, tmp_path: Path) -> None:
     table = samples / "v0_modelarts_cce_1x1.json"
-    environ = {
-        **INSIDE,
-        "RANK_TABLE_FILE": str(table),
-        "RANK_ID": "0",
-        "HCCL_CONNECT_TIMEOUT": "600",
-        "TMPDIR": str(tmp_path),
-    }
+    environ = {**INSIDE, "RANK_TABLE_FILE": str(table), "RANK_ID": "0", "TMPDIR": str(tmp_path)}
+    environ["HCCL_CONNECT_TIMEOUT"] = "600"
     found = modelarts_job.platform_variables(Process(device_id=0, launcher="rank table"), environ)
-    written = Path(found.pop("RANK_TABLE_FILE"))
+    assert '"rank_id": "0"' in Path(found.pop("RANK_TABLE_FILE")).read_text()
     assert found == {
-        "RANK_SIZE": "1",
-        "DEVICE_ID": "0",
-        "HCCL_CONNECT_TIMEOUT": "600",
+        "RANK_SIZE": "1", "DEVICE_ID": "0", "HCCL_CONNECT_TIMEOUT": "600",
         "GLOO_SOCKET_IFNAME": "lo",
-    }
-    assert '"rank_id": "0"' in written.read_text()
+    }  # fmt: skip
