@@ -25,7 +25,7 @@ from common.tokenizer.folder import BESIDE, VOCABULARIES
 from common.training.agreement import fingerprint
 from gpt2_toolkit import load_model
 from run_gpt2 import main as run_gpt2
-from tests.hub_stand_in import GOOD_TOKEN, Hub, Repository, files_of, hub_running
+from tests.common.hub_stand_in import GOOD_TOKEN, Hub, Repository, hub_running
 from tools.convert_weight import main as convert
 from tools.inference import main as inference
 from tools.preprocess_data import main as preprocess
@@ -45,18 +45,15 @@ NOT_READ = dict.fromkeys(
     b"unwanted",
 )  # fmt: skip
 SAFETENSORS, PICKLE = {"model.safetensors": LARGE}, {"pytorch_model.bin": LARGE}
-SHARDS = {
-    f"model{name}": LARGE[number:]
-    for number, name in enumerate(
-        (".safetensors.index.json", "-00001-of-00002.safetensors", "-00002-of-00002.safetensors")
-    )
-}
 
 
-SHARDED_PICKLE = {
-    f"pytorch_model{name}": LARGE[number:]
-    for number, name in enumerate((".bin.index.json", "-00001-of-00002.bin", "-00002-of-00002.bin"))
-}
+def shards(stem: str, ending: str) -> dict[str, bytes]:
+    """Files of weights in two parts, with their index."""
+    names = (f"{ending}.index.json", f"-00001-of-00002{ending}", f"-00002-of-00002{ending}")
+    return {f"{stem}{name}": LARGE[number:] for number, name in enumerate(names)}
+
+
+SHARDS, SHARDED_PICKLE = shards("model", ".safetensors"), shards("pytorch_model", ".bin")
 
 
 @pytest.fixture(scope="module")
@@ -91,18 +88,11 @@ def hub(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 @pytest.mark.parametrize(
     ("there", "wanted"),
     [
-        (SAFETENSORS | PICKLE, SAFETENSORS),
-        (SHARDS | PICKLE, SHARDS),
-        (PICKLE, PICKLE),
+        (SAFETENSORS | PICKLE, SAFETENSORS), (SHARDS | PICKLE, SHARDS), (PICKLE, PICKLE),
         (SHARDED_PICKLE, SHARDED_PICKLE),
     ],
-)
-def test_only_files_that_are_read(
-    hub: Hub,
-    there: dict[str, bytes],
-    wanted: dict[str, bytes],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+)  # fmt: skip
+def test_only_files_that_are_read(hub: Hub, there, wanted, capsys) -> None:
     hub.repositories["me/small"] = repository = Repository({**READ, **NOT_READ, **there})
     folder = located(Path("hf://me/small"))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == READ | wanted
@@ -209,10 +199,6 @@ def test_one_message_for_each_fault(
     with pytest.raises(UserError, match=message.replace("{url}", hub.url)) as caught:
         located(Path(name))
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
-
-
-def test_a_token_opens_a_private_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.repositories["me/private"] = Repository({**READ, **SAFETENSORS}, "private")
     monkeypatch.setenv("HF_TOKEN", GOOD_TOKEN)
     assert (located(Path("hf://me/private")) / "model.safetensors").is_file()
 
@@ -261,7 +247,9 @@ def test_commands_take_names_as_they_take_folders(
     from tests.reference import MERGES, save_model, write_vocabulary
 
     folder = save_model(tmp_path / "hf", write_vocabulary(tmp_path / "v", MERGES), size=262)
-    hub.repositories["me/small"] = Repository(files_of(folder))
+    hub.repositories["me/small"] = Repository(
+        {path.name: path.read_bytes() for path in folder.iterdir()}
+    )
     commit = hub.repositories["me/small"].revisions["main"]
     Path("text.txt").write_text("hello, the hell there\n" * 60)
     Path("run.yaml").write_text(

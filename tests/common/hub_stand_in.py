@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import unquote
 
 GOOD_TOKEN = "hf_good"
@@ -21,10 +20,10 @@ GOOD_TOKEN = "hf_good"
 
 @dataclass
 class Repository:
+    """files: of the newest commit. access: public, private or gated."""
+
     files: dict[str, bytes]
-    """Files of the newest commit."""
     access: str = "public"
-    """public, private or gated."""
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     revisions: dict[str, str] = field(default_factory=dict)
 
@@ -40,6 +39,10 @@ class Repository:
 
 
 class Hub(ThreadingHTTPServer):
+    """asked: method and path of each request, with its Range. fetched: names of the files whose
+    content was asked for. cuts: how many of the next bodies of weights break off in the middle.
+    """
+
     daemon_threads = True
 
     def __init__(self) -> None:
@@ -47,11 +50,8 @@ class Hub(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.repositories: dict[str, Repository] = {}
         self.asked: list[str] = []
-        """Method and path of each request, with its Range."""
         self.fetched: list[str] = []
-        """Names of the files whose content was asked for."""
         self.cuts = 0
-        """How many of the next bodies of weights break off in the middle."""
 
 
 @contextmanager
@@ -66,10 +66,6 @@ def hub_running() -> Iterator[Hub]:
             thread.join()
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Hub
@@ -81,61 +77,44 @@ class _Handler(BaseHTTPRequestHandler):
         ranged = self.headers.get("Range")
         self.server.asked.append(f"{self.command} {self.path}" + (f" {ranged}" if ranged else ""))
         path = unquote(self.path.partition("?")[0])
-        if found := re.fullmatch(r"/api/models/(.+?)/(revision|tree)/(.+)", path):
-            self._describe(*found.groups())
-        elif found := re.fullmatch(r"/(.+?)/resolve/([^/]+)/(.+)", path):
-            self._resolve(*found.groups())
-        elif found := re.fullmatch(r"/cdn/(.+?)/([0-9a-f]{40})/(.+)", path):
+        if found := re.fullmatch(r"/cdn/(.+?)/([0-9a-f]{40})/(.+)", path):
             assert "Authorization" not in self.headers, "a token is for the hub alone"
             content = self.server.repositories[found[1]].commits[found[2]][found[3]]
             self._send(found[3], content, {})
+        elif found := re.fullmatch(r"/api/models/(.+?)/(revision|tree)/(.+)", path):
+            if sha := self._commit(found[1], found[3]):
+                self._describe(found[1], found[2], sha)
+        elif found := re.fullmatch(r"/(.+?)/resolve/([^/]+)/(.+)", path):
+            if sha := self._commit(found[1], found[2]):
+                self._resolve(found[1], sha, found[3])
         else:
             self._answer(404)
 
     do_HEAD = do_GET
 
-    def _describe(self, name: str, what: str, revision: str) -> None:
-        if (sha := self._commit(name, revision)) is None:
-            return
+    def _describe(self, name: str, what: str, sha: str) -> None:
         files = self.server.repositories[name].commits[sha]
-        if what == "revision":
-            body: object = {
-                "id": name,
-                "sha": sha,
-                "siblings": [{"rfilename": file} for file in files],
-            }
-        else:
+        body: object = {"id": name, "sha": sha, "siblings": [{"rfilename": file} for file in files]}
+        if what == "tree":
             body = [
-                {
-                    "type": "file",
-                    "path": file,
-                    "size": len(content),
-                    "oid": hashlib.sha1(content).hexdigest(),
-                }
+                {"type": "file", "path": file, "size": len(content), "oid": _tag(content)[:40]}
                 for file, content in files.items()
             ]
         self._answer(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
-    def _resolve(self, name: str, revision: str, file: str) -> None:
-        if (sha := self._commit(name, revision)) is None:
-            return
-        if self.server.repositories[name].access == "gated":
-            self._answer(
-                403, headers={"X-Error-Code": "GatedRepo", "X-Error-Message": "restricted"}
-            )
-            return
+    def _resolve(self, name: str, sha: str, file: str) -> None:
         content = self.server.repositories[name].commits[sha].get(file)
-        if content is None:
-            self._answer(404, headers={"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha})
-            return
-        headers = {"X-Repo-Commit": sha}
-        tag = f'"{hashlib.sha256(content).hexdigest()}"'
-        if not file.endswith((".safetensors", ".bin")):
-            self._send(file, content, headers | {"ETag": tag})
-            return
-        other = self.server.url.replace("127.0.0.1", "localhost")
-        headers |= {"X-Linked-Etag": tag, "X-Linked-Size": str(len(content))}
-        self._answer(302, headers=headers | {"Location": f"{other}/cdn/{name}/{sha}/{file}"})
+        headers, other = {"X-Repo-Commit": sha}, self.server.url.replace("127.0.0.1", "localhost")
+        if self.server.repositories[name].access == "gated":
+            error = {"X-Error-Code": "GatedRepo", "X-Error-Message": "restricted"}
+            self._answer(403, headers=error)
+        elif content is None:
+            self._answer(404, headers=headers | {"X-Error-Code": "EntryNotFound"})
+        elif file.endswith((".safetensors", ".bin")):
+            headers |= {"X-Linked-Etag": f'"{_tag(content)}"', "X-Linked-Size": str(len(content))}
+            self._answer(302, headers=headers | {"Location": f"{other}/cdn/{name}/{sha}/{file}"})
+        else:
+            self._send(file, content, headers | {"ETag": f'"{_tag(content)}"'})
 
     def _commit(self, name: str, revision: str) -> str | None:
         """Return the commit, or answer why there is none."""
@@ -167,7 +146,6 @@ class _Handler(BaseHTTPRequestHandler):
         status: int,
         body: bytes = b"",
         headers: dict[str, str] | None = None,
-        *,
         cut: bool = False,
     ) -> None:
         self.send_response(status)
@@ -177,3 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body[: len(body) // 2] if cut else body)
         self.close_connection = self.close_connection or cut
+
+
+def _tag(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
