@@ -37,11 +37,7 @@ def built(source: Path, name: str, libraries: Sequence[str]) -> Path:
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     words = [
         *(compiler, "-std=c++20", "-O0", "-w", "-fPIC", "-shared"),
-        *(
-            "-DUSE_DISTRIBUTED",
-            "-DTORCH_API_INCLUDE_EXTENSION_H",
-            f"-DTORCH_EXTENSION_NAME={name}",
-        ),
+        *("-DUSE_DISTRIBUTED", "-DTORCH_API_INCLUDE_EXTENSION_H", f"-DTORCH_EXTENSION_NAME={name}"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-I{path}" for path in [*include_paths(), python]),
         str(source),

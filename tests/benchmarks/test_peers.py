@@ -77,9 +77,7 @@ def test_nanogpt_style(tmp_path: Path, corpus_prefix: Path) -> None:
         ("train.recompute=selective", "train.recompute=selective"),
     ],
 )
-def test_features_that_a_peer_lacks(
-    tmp_path: Path, corpus_prefix: Path, word: str, named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_features_that_a_peer_lacks(tmp_path, corpus_prefix, word, named, capsys) -> None:
     words = words_of(make_config(tmp_path, corpus_prefix), tmp_path / "peer")
     assert main(NanoGPTStyle, [*words, word]) == 2
     assert f"error: peer nanogpt_style: {named}: it has" in capsys.readouterr().err
@@ -96,9 +94,7 @@ def test_features_that_a_peer_lacks(
         ("transformers", "accelerate", []),
     ],
 )
-def test_programs_of_two_ranks(
-    peer: str, package: str, overrides: list[str], tmp_path: Path, corpus_prefix: Path
-) -> None:
+def test_programs_of_two_ranks(peer, package, overrides, tmp_path, corpus_prefix) -> None:
     """A file that is called as a package must not hide it; without the package it says so."""
     path = make_config(tmp_path, corpus_prefix)
     words = [*words_of(path, tmp_path / "peer"), *overrides]

@@ -73,9 +73,7 @@ def parts(archive: Path) -> dict[str, str]:
         }
 
 
-def test_a_bundle_holds_the_run_without_secrets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bundle_holds_the_run_without_secrets(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("common.bundle.MAX_FILE_BYTES", most := 20_000)
     table, target = tmp_path / "table.json", tmp_path / "report.tar.gz"
     table.write_text('{"server_id": "10.9.8.7"}')
@@ -100,18 +98,14 @@ def test_a_bundle_holds_the_run_without_secrets(
     assert target.stat().st_size < 100_000
 
 
-def test_a_secret_that_is_cut_from_its_name_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_secret_that_is_cut_from_its_name_is_left_out(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("common.bundle.MAX_FILE_BYTES", 60)
     (tmp_path / "a.log").write_text(f"first\npassword={'s3cret' * 20}\nlast\n")
     write_bundle(tmp_path / "a.tgz", run=tmp_path, table=None, environ={})
     assert parts(tmp_path / "a.tgz")["bundle/run/a.log"] == "first\n[...]\nlast\n"
 
 
-def test_an_archive_is_limited_and_its_old_file_survives_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_archive_is_limited_and_its_old_file_survives_a_failure(tmp_path, monkeypatch) -> None:
     run, target = run_folder(tmp_path), tmp_path / "report.tar.gz"
     monkeypatch.setattr("common.bundle.MAX_BYTES", 10_000)
     notes = write_bundle(target, run=run, table=None, environ={})

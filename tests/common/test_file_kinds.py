@@ -92,9 +92,7 @@ CORPORA: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", CORPORA)
-def test_a_corpus_of_another_kind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_corpus_of_another_kind(tmp_path, capsys, name: str) -> None:
     """Each tool ends with 2, one line, and nothing written."""
     path = tmp_path / name
     content, message = CORPORA[name]
@@ -239,9 +237,7 @@ def folder(tmp_path: Path) -> Path:
     [(errno.EACCES, "allow this user to read it"), (errno.EIO, "check the path and the disk")],
 )
 @pytest.mark.parametrize("name", OPENED)
-def test_a_file_that_cannot_be_opened(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int, remedy: str
-) -> None:
+def test_a_file_that_cannot_be_opened(folder, monkeypatch, name, number, remedy) -> None:
     opened = Path.open
 
     def refuse(path: Path, *arguments: Any, **more: Any) -> Any:
@@ -275,9 +271,7 @@ def test_a_pipe_is_refused_at_once(folder: Path, name: str) -> None:
         ("is_file", lambda folder: convert(folder, folder / "out", target_format="hf")),
     ],
 )
-def test_a_folder_that_cannot_be_entered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, read: Callable[[Path], Any]
-) -> None:
+def test_a_folder_that_cannot_be_entered(tmp_path, monkeypatch, method, read) -> None:
     def refuse(path: Path, **_: Any) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 

@@ -36,9 +36,8 @@ def test_remains_of_a_killed_writer_are_removed(tmp_path: Path, name: str) -> No
     for leftover in (f".{name}.tmp", f".{name}.replaced.tmp"):
         (tmp_path / leftover / "part").mkdir(parents=True)
     fill(tmp_path / name)
-    assert [path.name for path in (tmp_path / name).iterdir()] == ["new"] and len(
-        list(tmp_path.iterdir())
-    ) == 1
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert [path.name for path in (tmp_path / name).iterdir()] == ["new"]
 
 
 def test_leftovers_of_killed_writers_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
@@ -53,11 +52,8 @@ with atomic_write(target / "x.bin") as file, temporary_folder(target / "x.pairs"
     print("ready", flush=True)
     time.sleep(60)
 """
-    writer = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
-    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
     assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
     names = [f".x.bin.{writer.pid}.tmp", f".x.pairs.{writer.pid}.tmp"]
 
@@ -89,9 +85,7 @@ def test_a_process_with_the_number_of_a_killed_one_writes(tmp_path: Path) -> Non
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x", "whole")]
 
 
-def test_a_folder_may_be_renamed_once_its_last_file_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_may_be_renamed_once_its_last_file_is_seen(tmp_path, monkeypatch) -> None:
     """Publish as rank 0 does when all ranks' parts of a checkpoint are there."""
     replace = os.replace
 

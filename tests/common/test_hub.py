@@ -188,9 +188,7 @@ def test_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         ("hf://me/../small", None, "expected hf://OWNER/NAME"),
     ],
 )  # fmt: skip
-def test_one_message_for_each_fault(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, name: str, token: str | None, message: str
-) -> None:
+def test_one_message_for_each_fault(hub, monkeypatch, name, token, message) -> None:
     for access in ("private", "gated"):
         hub.repositories[f"me/{access}"] = Repository({**READ, **SAFETENSORS}, access)
     hub.repositories["me/empty"] = Repository({**READ, **NOT_READ})
@@ -239,9 +237,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, is_on
         assert located(Path(text)) == Path(text)
 
 
-def test_commands_take_names_as_they_take_folders(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_take_names_as_they_take_folders(hub: Hub, tmp_path, capsys) -> None:
     """The first command that needs weights fetches them; a run records the commit."""
     pytest.importorskip("transformers")
     from tests.reference import MERGES, save_model, write_vocabulary

@@ -24,9 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PLAN = ["--config", str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml"), "train.global_batch_size=16"]
 
 
-def test_gpt2_is_installed_and_starts_every_program(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gpt2_is_installed_and_starts_every_program(monkeypatch, capsys) -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, name = scripts["gpt2"].partition(":")
     assert getattr(import_module(module), name) is gpt2
@@ -45,13 +43,11 @@ def test_gpt2_is_installed_and_starts_every_program(
             gpt2()
         if name in TOOLS:
             assert sys.argv == [f"gpt2 {name}", "a.b=1"]
-    assert started == [
-        *(
-            ("run_gpt2.py", ["--run_mode", mode, "a.b=1"], ("program", f"gpt2 {mode}"))
-            for mode in RUN_MODES
-        ),
-        *((f"{ROOT}/tools/{file}.py",) for file, _ in TOOLS.values()),
+    runs = [
+        ("run_gpt2.py", ["--run_mode", mode, "a.b=1"], ("program", f"gpt2 {mode}"))
+        for mode in RUN_MODES
     ]
+    assert started == [*runs, *((f"{ROOT}/tools/{file}.py",) for file, _ in TOOLS.values())]
     assert all((ROOT / given[0]).is_file() for given in started)
     for words, code in ((["fly"], 2), (["--help"], 0)):
         monkeypatch.setattr(sys, "argv", ["gpt2", *words])
@@ -128,9 +124,7 @@ def test_output_that_is_lost_is_an_error_and_a_reader_that_leaves_is_not() -> No
         (signal.SIGTERM, 143, "stopped by SIGTERM; nothing is left\n"),
     ],
 )
-def test_an_error_becomes_a_message_and_a_code(
-    error: Any, code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_becomes_a_message_and_a_code(error: Any, code: int, message: str, capsys) -> None:
     cleaned = []
 
     @command(stopped="; nothing is left")

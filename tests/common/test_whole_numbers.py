@@ -17,12 +17,9 @@ from common.whole_numbers import argument, rank_names, spans, whole_number
 
 NONE = ["", "٣٣٣٣", "３３", "3_3", "+3", "-3", " 3", "3 ", "3\n", "3.0", "0x3", "²", "9" * 19]
 SLURM = {
-    "SLURM_STEP_NODELIST": "n1",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "0",
-    "SLURM_NTASKS": "2",
+    "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2",
     "SLURM_LOCALID": "0",
-}
+}  # fmt: skip
 HOSTS = {"VC_WORKER_HOSTS": "a,b", "MA_NUM_HOSTS": "2", "VC_TASK_INDEX": "0"}
 PORTS = "is not a usable port; expected 1024 to 65534"
 
@@ -33,9 +30,7 @@ def test_only_ascii_digits_are_a_number() -> None:
 
 
 @pytest.mark.parametrize("text", ["٣", "9" * 5000, "0", "65"])
-def test_an_argument_out_of_range_is_one_error(
-    text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_argument_out_of_range_is_one_error(text: str, capsys) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=argument(1, 64))
     with pytest.raises(SystemExit, match="2"):
@@ -49,29 +44,18 @@ def test_an_argument_out_of_range_is_one_error(
     [
         *((given_port, {"MASTER_PORT": text}, PORTS) for text in ("٣٣٣٣", "9" * 5000, "0")),
         *((parse_master, f"10.0.0.1:{text}", PORTS) for text in ("٣٣٣٣", "9" * 5000, "65535")),
-        (
-            find_process,
-            {"RANK": "0", "WORLD_SIZE": "9999999999"},
-            "WORLD_SIZE=9999999999: expected the number of processes, 65536 at most",
-        ),
-        (
-            find_process,
-            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "9999999999"},
-            "LOCAL_WORLD_SIZE=9999999999: expected the number of",
-        ),
+        (find_process, {"RANK": "0", "WORLD_SIZE": "9999999999"},
+            "WORLD_SIZE=9999999999: expected the number of processes, 65536 at most"),
+        (find_process, {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "9999999999"},
+            "LOCAL_WORLD_SIZE=9999999999: expected the number of"),
         (find_process, {"RANK": "٠", "WORLD_SIZE": "2"}, "RANK=٠: expected a number, 0 or more"),
-        (
-            find_process,
-            {"RANK_ID": "0", "RANK_SIZE": "9" * 5000},
-            "999... (5000 characters): expected the number of processes",
-        ),
+        (find_process, {"RANK_ID": "0", "RANK_SIZE": "9" * 5000},
+            "999... (5000 characters): expected the number of processes"),
         (find_process, SLURM | {"SLURM_PROCID": "²"}, "SLURM_PROCID=²: expected a number"),
-        *(
-            (find_places, HOSTS | {"MA_NUM_GPUS": count}, "MA_NUM_GPUS=")
-            for count in ("99999999999", "٨", "32769")
-        ),
+        (find_places, HOSTS | {"MA_NUM_GPUS": "٨"}, "MA_NUM_GPUS="),
+        (find_places, HOSTS | {"MA_NUM_GPUS": "32769"}, "MA_NUM_GPUS="),
     ],
-)
+)  # fmt: skip
 def test_a_number_that_is_none(read: Callable[[Any], Any], given: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(given)

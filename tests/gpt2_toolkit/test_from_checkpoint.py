@@ -35,8 +35,7 @@ def test_sizes_come_from_the_checkpoint_and_given_keys_win(source: Path, tmp_pat
     for model in (None, "from_checkpoint", {}):
         found = model_of(tmp_path, checkpoint={"load": str(source)}, model=model)
         assert (found.num_layers, found.hidden_size, found.num_heads) == (2, 32, 4)
-        sizes = (found.vocab_size, found.seq_length, found.max_positions)
-        assert sizes == (262, POSITIONS, POSITIONS)
+        assert (found.vocab_size, found.seq_length, found.max_positions) == (262, *[POSITIONS] * 2)
         assert found.attention_dropout == 0.1, "transformers' default"
     given = {"seq_length": 16, "dropout": 0.2}
     found = model_of(tmp_path, checkpoint={"init_from": str(source)}, model=given)

@@ -110,13 +110,7 @@ def of_hf(folders: dict[str, Path]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "backend"), [("hf", "torch"), ("hf", "mindspore"), ("onnx", "onnx")]
 )
-def test_the_harnesses_own_model_says_the_same(
-    folders: dict[str, Path],
-    of_hf: dict[str, Any],
-    name: str,
-    backend: str,
-    request: pytest.FixtureRequest,
-) -> None:
+def test_the_harnesses_own_model_says_the_same(folders, of_hf, name, backend, request) -> None:
     if backend == "mindspore":
         request.getfixturevalue("mindspore")
     import gpt2_toolkit.lm_eval  # noqa: F401

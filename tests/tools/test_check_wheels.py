@@ -18,14 +18,7 @@ MISSING = "ERROR: No matching distribution found for thing"
         ("requirements.txt", f"WARNING: Retrying (Retry(\n{MISSING}", 0, "wheels: not checked"),
     ],
 )
-def test_lines_and_exit_codes(
-    refused: str,
-    stderr: str,
-    code: int,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_lines_and_exit_codes(refused, stderr, code, said, monkeypatch, capsys) -> None:
     """With a pip that fails where the words of ``refused`` are among its arguments. Every wheel is
     asked for without a build, for both kinds of machines.
     """

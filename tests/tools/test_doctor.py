@@ -150,9 +150,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("--backend torch", set()),
     ],
 )
-def test_an_accelerator_that_is_asked_for_and_not_there(
-    words: str, names: set[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_accelerator_that_is_asked_for_and_not_there(words, names, capsys) -> None:
     assert doctor.main([*words.split(), "--json"]) == (2 if names else 0)
     checks = json.loads(capsys.readouterr().out)["checks"]
     assert {check["name"] for check in checks if check["state"] == "error"} == names
@@ -160,9 +158,7 @@ def test_an_accelerator_that_is_asked_for_and_not_there(
 
 
 @pytest.mark.usefixtures("bare")
-def test_a_wrong_table_and_one_of_other_machines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_table_and_one_of_other_machines(tmp_path, capsys) -> None:
     """203.0.113.x are reserved for documentation (TEST-NET-3 of RFC 5737)."""
 
     def report_of(table: dict[str, Any], words: str = "") -> str:

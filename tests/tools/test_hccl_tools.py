@@ -25,9 +25,7 @@ def generate(*words: str) -> int:
     return main(["--hccn_conf", "hccn.conf", "--output_dir", "out", *words])
 
 
-def test_the_documented_table_byte_for_byte(
-    samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
-) -> None:
+def test_the_documented_table_byte_for_byte(samples: Path, tmp_path, monkeypatch, capsys) -> None:
     """Addresses by a stand-in for hccn_tool on PATH, as on the documented machine; the file lands
     in the working folder.
     """
@@ -52,8 +50,7 @@ def test_the_documented_table_byte_for_byte(
     ("words", "name", "numbers"),
     [
         (["--device_num", "[0,4)"], "hccl_4p_0123_10.0.0.1.json", [0, 1, 2, 3]),
-        (["--device_num", "[0,4]"], "hccl_4p_0123_10.0.0.1.json", [0, 1, 2, 3]),
-        (["--device_num", " [ 4, 8 ) "], "hccl_4p_4567_10.0.0.1.json", [4, 5, 6, 7]),
+        (["--device_num", " [ 4, 7 ] "], "hccl_4p_4567_10.0.0.1.json", [4, 5, 6, 7]),
         (["--device_num", "[2,6)"], "hccl_4p_2345_10.0.0.1.json", [2, 3, 4, 5]),
         (["--device_num", "[8,12)", "--device_num_per_node", "16"],
             "hccl_4p_891011_10.0.0.1.json", [8, 9, 10, 11]),
@@ -76,9 +73,7 @@ def test_ranges(words: list[str], name: str, numbers: list[int], capsys: Said) -
 
 @pytest.mark.usefixtures("conf")
 @pytest.mark.parametrize("address", ["10.0.0.9", "127.0.1.1", OSError(0, "unknown host")])
-def test_the_host_name_gives_the_address(
-    capsys: Said, monkeypatch: pytest.MonkeyPatch, address: str | OSError
-) -> None:
+def test_the_host_name_gives_the_address(capsys, monkeypatch, address: str | OSError) -> None:
     def look_up(host: str) -> str:
         if isinstance(address, OSError):
             raise address
@@ -86,9 +81,8 @@ def test_the_host_name_gives_the_address(
 
     monkeypatch.setattr(hccl_tools.socket, "gethostbyname", look_up)
     if address == "10.0.0.9":
-        assert (
-            generate("--device_num", "[0,1)") == 0 and Path("out/hccl_1p_0_10.0.0.9.json").exists()
-        )
+        assert generate("--device_num", "[0,1)") == 0
+        assert Path("out/hccl_1p_0_10.0.0.9.json").exists()
         return
     message = r"error: the address of host name \S+ .*--server_ip ADDRESS\n"
     assert generate() == 2 and re.search(message, capsys.readouterr().err)
@@ -102,11 +96,8 @@ def test_an_output_folder_that_is_a_file(capsys: Said) -> None:
 
 
 VALID = {
-    "v0_modelarts_cce_1x1": 1,
     "v0_modelarts_k8s_jobstart_2x8_unordered": 16,
-    "v1.0_merge_hccl_2x8": 16,
     "v1.0_mindformers_1x8": 8,
-    "v1.0_modelarts_generated_2x8_nohostnic": 16,
     "v1.2_a3_superpod_1x16": 16,
     "v2.0_rank_list_950_2x2_ipv4": 4,
 }
@@ -122,9 +113,8 @@ def test_the_check_of_a_table(samples: Path, capsys: Said, name: str) -> None:
     assert [row.split()[0] for row in rows] == [str(rank) for rank in range(VALID[name])]
     assert digest == f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}  {path}"
     if "unordered" in name:
-        assert (rows[0], rows[15]) == (
-            "0 0 192.1.65.251 10.19.1.142", "15 7 192.4.33.172 10.19.1.79"
-        )  # fmt: skip
+        assert rows[0] == "0 0 192.1.65.251 10.19.1.142"
+        assert rows[15] == "15 7 192.4.33.172 10.19.1.79"
 
 
 def test_a_single_loopback_server_is_a_warning(samples: Path, tmp_path: Path, capsys: Said) -> None:

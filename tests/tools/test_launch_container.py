@@ -5,14 +5,10 @@ them down.
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
 from tools.launch_container import main
 
 
-def test_docker_gets_source_data_and_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_docker_gets_source_data_and_command(tmp_path, monkeypatch) -> None:
     """OneFlow's own line, with the words that its seed shows."""
     docker, wheel = tmp_path / "docker", tmp_path / "a wheel.whl"
     docker.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$0.words"\nexit 7\n')
@@ -32,9 +28,7 @@ def test_docker_gets_source_data_and_command(
     assert given[given.index("--gpus") + 1] == "all"
 
 
-def test_an_ascend_is_passed_on_device_by_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_ascend_is_passed_on_device_by_device(monkeypatch, capsys) -> None:
     there = [Path("/dev/davinci10"), Path("/dev/davinci2")]
     monkeypatch.setattr(Path, "glob", lambda self, pattern: there)
     assert main(["--image", "x", "--devices", "ascend", "--dry-run"]) == 0

@@ -17,9 +17,7 @@ def pairs(tmp_path: Path) -> Path:
     return tmp_path / "pairs"
 
 
-def test_pairs_follow_one_another_as_named(
-    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pairs_follow_one_another_as_named(pairs: Path, tmp_path, capsys) -> None:
     # as a pattern of a shell names them, each with both of its files
     named = [str(pairs / name) for name in ("b.bin", "b.idx", "a.bin", "a.idx")]
     assert main(["--input", *named, "--output-prefix", str(tmp_path / "out")]) == 0
@@ -32,9 +30,7 @@ def test_pairs_follow_one_another_as_named(
     ]
 
 
-def test_a_broken_pair_is_named_and_nothing_is_left(
-    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_pair_is_named_and_nothing_is_left(pairs: Path, tmp_path, capsys) -> None:
     (pairs / "a.bin").write_bytes(b"12")
     assert main(["--input", str(pairs), "--output-prefix", str(tmp_path / "out")]) == 2
     assert "a.bin: is smaller (cut short?) than a.idx says" in capsys.readouterr().err

@@ -16,9 +16,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_documented_table_is_the_merge_of_its_halves(
-    samples: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_documented_table_is_the_merge_of_its_halves(samples, folder, capsys) -> None:
     data = json.loads((samples / "v1.0_merge_hccl_2x8.json").read_text())
     for name, server in zip("xy", data["server_list"], strict=True):
         chips = [device | {"rank_id": str(n)} for n, device in enumerate(server["device"])]

@@ -22,9 +22,7 @@ def write_run(folder: Path, losses: list[float | None]) -> Path:
     return folder
 
 
-def test_the_curves_are_the_moving_averages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_curves_are_the_moving_averages(tmp_path, monkeypatch) -> None:
     """A null, as metrics.jsonl holds for NaN, leaves a step out."""
     losses = [5.0, 4.0, None, 2.0, 6.0, 1.0]
     runs = [str(write_run(tmp_path / name / "run", losses)) for name in "ab"]
@@ -50,9 +48,7 @@ def test_the_curves_are_the_moving_averages(
 
 
 @pytest.mark.parametrize(("steps", "single"), [(40, []), (150, ["_child0"])])
-def test_a_run_draws_its_mean_where_it_differs(
-    steps: int, single: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_draws_its_mean_where_it_differs(steps, single, tmp_path, monkeypatch) -> None:
     run = write_run(tmp_path / "one", [1 / step for step in range(1, steps + 1)])
     pyplot = module.open_pyplot()
     monkeypatch.setattr(pyplot, "close", lambda figure: None)

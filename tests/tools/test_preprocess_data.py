@@ -28,12 +28,7 @@ Run = Callable[[str], tuple[object, str]]
 
 
 @pytest.fixture
-def run(
-    tmp_path: Path,
-    gpt2_vocab_files: tuple[Path, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Run:
+def run(tmp_path, gpt2_vocab_files: tuple[Path, Path], monkeypatch, capsys) -> Run:
     """Give a function that runs the tool in ``tmp_path``: its exit code and its messages."""
     monkeypatch.chdir(tmp_path)
     for path in gpt2_vocab_files:
@@ -51,9 +46,8 @@ def test_the_formats_give_equal_pairs(tmp_path, run) -> None:
     texts = ["Hello world", "Ünïcode 中文 text.\nTwo lines", "third"]
     (tmp_path / "a.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
     (tmp_path / "b.json").write_text(json.dumps(texts), encoding="utf-8")
-    (tmp_path / "c.jsonl.gz").write_bytes(
-        gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
-    )
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     pairs = []
     for name in ("a.txt", "b.json", "c.jsonl.gz"):
         code, said = run(f"--input {name} --output-prefix out/{name} --log-interval 1")
@@ -94,11 +88,8 @@ def test_a_stopped_run_leaves_no_output(tmp_path, number, code, workers) -> None
     sentence = "The quick brown fox jumps over the lazy dog, again and again. "
     (tmp_path / "a.txt").write_text((sentence * 10 + "\n\n") * 20_000)
     words = "--input a.txt --output-prefix out/x --tokenizer-backend tokenizers --log-interval 1"
-    child = subprocess.Popen(
-        [sys.executable, TOOL, *VOCABULARY, *words.split(), "--workers", str(workers)],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, TOOL, *VOCABULARY, *words.split(), "--workers", str(workers)]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert child.stderr is not None
         assert any(line.startswith("processed") for line in child.stderr)
@@ -131,13 +122,9 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, run) -> None:
 def test_mindrecord_holds_the_windows_of_the_pair(tmp_path, run, splits) -> None:
     pytest.importorskip("mindspore", reason="MindSpore is not installed")
     for name in "ab":
-        lines = [
-            json.dumps(
-                {"text": f"{name} story, number {k}. " * (k % 7), "note": f"note {name} {k}"}
-            )
-            for k in range(1, 60)
-        ]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        stories = {k: f"{name} story, number {k}. " * (k % 7) for k in range(1, 60)}
+        rows = [{"text": text, "note": f"note {name} {k}"} for k, text in stories.items()]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = "--input a.jsonl b.jsonl --json-keys text note"
     assert run(f"{words} --output-prefix pair/x")[0] == 0
     words += f" --format mindrecord --seq-length 16 --num-splits {splits}"

@@ -92,15 +92,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("tool", "words", "said"), [*rows()])
-def test_refused(
-    tool: str,
-    words: str,
-    said: list[str],
-    here: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
-) -> None:
+def test_refused(tool, words, said, here, monkeypatch, capsys, request) -> None:
     if "--seq-length 9" in words:  # as MindSpore's writer would need it
         pytest.importorskip("mindspore", reason="MindSpore is not installed")
     if "VOCABULARY" in tool:

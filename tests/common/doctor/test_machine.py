@@ -119,9 +119,7 @@ def test_ports(tmp_path: Path) -> None:
     assert check.found == "HCCL_IF_BASE_PORT=many"
 
 
-def test_ports_of_hccl_that_the_kernel_may_give_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ports_of_hccl_that_the_kernel_may_give_away(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(machine, "_can_listen", lambda port: True)
     settings = tmp_path / "proc/sys/net/ipv4"
     settings.mkdir(parents=True)
@@ -146,9 +144,7 @@ def test_ports_of_hccl_that_the_kernel_may_give_away(
         (None, State.WARNING, State.WARNING),
     ],
 )
-def test_the_name_of_this_host(
-    addresses: list[str] | None, alone: State, several: State, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_name_of_this_host(addresses, alone, several, monkeypatch) -> None:
     monkeypatch.setattr(machine, "_resolve", lambda name: addresses)
     assert [check.state for check in check_names(None, several_hosts=False)] == [alone]
     assert [check.state for check in check_names(None, several_hosts=True)] == [several]
@@ -162,9 +158,7 @@ def test_whether_an_address_is_this_machines() -> None:
         assert check_names("203.0.113.1", several_hosts=several)[-1].state is state
 
 
-def test_memory_and_limits_by_the_kernel_and_by_the_control_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_and_limits_by_the_kernel_and_by_the_control_group(tmp_path, monkeypatch) -> None:
     kernel = SimpleNamespace(total=2**36, available=2**35)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: kernel)
     assert check_memory(tmp_path).found == "32.0 GiB available"

@@ -23,9 +23,7 @@ from common.doctor.software import (
 NONE = dict.fromkeys(software.PACKAGES)
 
 
-def test_the_ranges_of_this_project_and_of_its_wheel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ranges_of_this_project_and_of_its_wheel(tmp_path, monkeypatch) -> None:
     ranges = wanted_ranges()
     assert (ranges["python"], ranges["numpy"]) == (">=3.11,<3.14", ">=1.26,<3")
     # a torch_npu is built for one torch
@@ -71,9 +69,7 @@ def test_versions_out_of_range_and_missing() -> None:
             ""),
     ],
 )  # fmt: skip
-def test_known_pairs(
-    versions: dict[str, str], environ: dict[str, str], cann: str | None, words: str
-) -> None:
+def test_known_pairs(versions, environ, cann, words) -> None:
     """words: of the remedy; a good pair has none."""
     (check,) = check_pairs({**NONE, **versions}, environ, cann)
     assert check.state is (State.ERROR if words else State.OK)
@@ -145,9 +141,7 @@ def test_a_device_that_was_asked_for_needs_its_package() -> None:
 
 
 @pytest.mark.parametrize(("npus", "imported"), [([0], ["mindspore", "hccl"]), ([], ["mindspore"])])
-def test_mindspore_on_an_ascend_needs_the_package_hccl(
-    npus: list[int], imported: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mindspore_on_an_ascend_needs_the_package_hccl(npus, imported, monkeypatch) -> None:
     monkeypatch.setattr(software, "installed_versions", lambda: NONE | {"mindspore": "2.10.0"})
     monkeypatch.setattr(software, "check_imports", lambda names, limit: (names, {}))
     monkeypatch.setattr(hccn, "npu_numbers", lambda: npus)

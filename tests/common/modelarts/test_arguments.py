@@ -71,9 +71,7 @@ def test_unknown_words_are_the_platforms_only_inside_modelarts() -> None:
     assert translate(words[:2], {}).argv == words[:2]
 
 
-def test_a_config_is_found_from_the_code_folder_inside_modelarts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_is_found_from_the_code_folder_inside_modelarts(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     preset = "configs/gpt2/run_gpt2.yaml"
     assert translate([f"--config={preset}"], INSIDE).argv == [f"--config={modelarts.ROOT / preset}"]
@@ -131,9 +129,7 @@ def test_mindformers_train_starts_over() -> None:
         ("no: such: yaml", "--device_target Ascend", True),
     ],
 )
-def test_mindformers_ascend_is_mindspores(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, words: str, chosen: bool
-) -> None:
+def test_mindformers_ascend_is_mindspores(tmp_path, caplog, text, words, chosen) -> None:
     preset = modelarts.ROOT / "configs/gpt2/run_gpt2_tiny.yaml"
     (tmp_path / "other.yaml").write_text(f"base: {preset}\nbackend: torch\n")
     base = "" if text.startswith("base") else f"base: {preset}\n"

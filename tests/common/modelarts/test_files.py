@@ -59,9 +59,7 @@ def make_run(folder: Path, *steps: int, latest: int | None = None, mark: str = "
 # ---- input ----
 
 
-def test_urls_of_a_yaml_and_of_a_blend_are_pulled(
-    bucket: Path, tmp_path: Path, environ: dict[str, str]
-) -> None:
+def test_urls_of_a_yaml_and_of_a_blend_are_pulled(bucket, tmp_path, environ) -> None:
     """The words that come back, behind those of the user, make a config in which everything is
     here.
     """
@@ -82,12 +80,9 @@ def test_urls_of_a_yaml_and_of_a_blend_are_pulled(
 
 
 @pytest.mark.parametrize(
-    ("key", "url"),
-    [("predict.output_file", "obs://b/o"), ("context.save_graphs_path", "s3://b/o")],
+    ("key", "url"), [("predict.output_file", "obs://b/o"), ("context.save_graphs_path", "s3://b/o")]
 )
-def test_a_url_that_would_be_written_to_is_refused(
-    key: str, url: str, environ: dict[str, str]
-) -> None:
+def test_a_url_that_would_be_written_to_is_refused(key, url, environ) -> None:
     message = f"^{key}={url}: a URL cannot be written to; give a folder or file of this host"
     with pytest.raises(ConfigError, match=message):
         files.bring_input(config_of(**{key.replace(".", "__"): url}), environ)
@@ -103,9 +98,7 @@ def test_a_url_that_would_be_written_to_is_refused(
         ("resume", "run/checkpoints/step_00000002"),
     ],
 )
-def test_a_checkpoint_by_its_url(
-    key: str, form: str, bucket: Path, environ: dict[str, str]
-) -> None:
+def test_a_checkpoint_by_its_url(key, form, bucket, environ) -> None:
     """latest is not the highest number: the run was sent back."""
     make_run(bucket / "run", 1, 2, 3, latest=2)
     config = config_of(checkpoint={key: f"file://{bucket}/{form}"})
@@ -129,9 +122,7 @@ def test_a_url_without_a_whole_checkpoint(bucket: Path, environ: dict[str, str])
 
 
 @pytest.mark.parametrize("named", ["step_00000003", "step_00000009", "nonsense"])
-def test_a_latest_that_names_no_whole_checkpoint_is_said(
-    named: str, bucket: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_latest_that_names_no_whole_checkpoint_is_said(named: str, bucket: Path, caplog) -> None:
     run = make_run(bucket / "run", 1, 2, 3)
     weights_of(run, 3).with_name("manifest.json").unlink()
     (run / "checkpoints" / "latest").write_text(f"{named}\n")
@@ -159,9 +150,7 @@ def test_place_of_the_output() -> None:
     ]  # fmt: skip
 
 
-def test_output_of_an_earlier_start_is_copied(
-    bucket: Path, tmp_path: Path, environ: dict[str, str]
-) -> None:
+def test_output_of_an_earlier_start_is_copied(bucket, tmp_path, environ) -> None:
     def bring(*overrides: str) -> list[str]:
         return files.bring_files(config_of(), overrides, f"file://{bucket}/out", (0,), environ)
 
@@ -228,9 +217,7 @@ def output(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "error", [RuntimeError("the run's own"), SystemExit(3), KeyboardInterrupt()]
 )
-def test_output_is_copied_after_a_failure_too(
-    error: BaseException, output: Path, tmp_path: Path
-) -> None:
+def test_output_is_copied_after_a_failure_too(error: BaseException, output: Path, tmp_path) -> None:
     url = f"file://{tmp_path}/bucket"
     with pytest.raises(type(error)), files.output_copied(url, output, (0,)):
         raise error
@@ -252,9 +239,7 @@ def test_output_is_copied_when_the_platform_stops_the_job(output: Path, tmp_path
     assert (tmp_path / "bucket" / "result").is_file() and signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_failed_copy_is_an_error_but_hides_none(
-    output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_copy_is_an_error_but_hides_none(output: Path, monkeypatch, capsys) -> None:
     def push(folder: Path, url: str, **_: object) -> None:
         raise StorageError("the bucket is full")
 

@@ -36,12 +36,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("change", ["size", "time", "another file", "one less"])
-def test_a_copy_is_made_again_when_its_source_has_changed(
-    change: str,
-    bucket: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_copy_is_made_again_when_its_source_has_changed(change, bucket, tmp_path, caplog) -> None:
     caplog.set_level("INFO", "gpt2")
     url, target, source = (
         f"file://{bucket}/data",
@@ -82,9 +77,7 @@ def run_folder(folder: Path) -> Path:
     return folder
 
 
-def test_an_upload_that_is_cut_off_never_looks_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_that_is_cut_off_never_looks_whole(tmp_path, monkeypatch) -> None:
     class CutOff(stores.Folders):
         @staticmethod
         def copy(source: str, target: str) -> None:
@@ -106,9 +99,7 @@ def test_an_upload_that_is_cut_off_never_looks_whole(
 
 
 @pytest.mark.parametrize("failures", [2, 3])
-def test_a_file_of_the_output_is_tried_three_times(
-    bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
-) -> None:
+def test_a_file_of_the_output_is_tried_three_times(bucket, tmp_path, monkeypatch, failures) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("1")
     copy, tries = stores.Folders.copy, []
@@ -173,9 +164,7 @@ print(sorted(path.name for path in stores.pull_once(sys.argv[1], Path(sys.argv[3
     assert (tmp_path / "calls").read_text() == "pull\n"
 
 
-def test_a_failed_copy_is_one_error_and_never_looks_whole(
-    bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_copy_is_one_error_and_never_looks_whole(bucket, tmp_path, monkeypatch) -> None:
     class Failing(stores.Folders):
         """Fails, having written half."""
 
@@ -212,9 +201,7 @@ def test_a_failed_copy_is_one_error_and_never_looks_whole(
         ("http://host/data", ConfigError, "expected a URL that starts with obs://, s3://, file://"),
     ],
 )
-def test_unreachable_addresses_are_named(
-    url: str, error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreachable_addresses_are_named(url, error, message, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "moxing", None)
     with pytest.raises(error) as caught:
         stores.pull_once(url, tmp_path / "data")
