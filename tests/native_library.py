@@ -47,13 +47,10 @@ def built(source: Path, name: str, libraries: Sequence[str]) -> Path:
     files = [*sorted(source.parent.glob("*.[ch]pp")), Path(__file__)]
     # the library looks for torch's in the folder of the environment that built it
     versions = [torch.__version__, torch.version.git_version, suffix, *library_paths()]
-    digest = hashlib.sha256(
-        repr(versions).encode() + b"".join(path.read_bytes() for path in files)
-    ).hexdigest()[:16]
-    folder = (
-        Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-        / f"gpt2{name}_{digest}"
-    )
+    text = repr(versions).encode() + b"".join(path.read_bytes() for path in files)
+    digest = hashlib.sha256(text).hexdigest()[:16]
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+    folder = Path(root) / f"gpt2{name}_{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"{name}{suffix}"
     with (folder / "lock").open("w") as lock:

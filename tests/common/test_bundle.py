@@ -30,17 +30,16 @@ def test_a_secret_is_hidden(line: str) -> None:
     assert SECRETS[line] not in cleaned and "(hidden)" in cleaned
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_other_values_stay() -> None:
+    for line in (
         "step 3 loss 2.25, tokens/s: 1234, tokens: 5e9, max_tokens=100",
         "data:\n  tokenizer: gpt2\n  keyboard: 3\n  seq_length: 1024",
         "12:30:45 torch 2.13.0, CANN 8.0.RC1: ok",
         "listening on 127.0.0.1:29500 and 0.0.0.0",
-    ],
-)
-def test_other_values_stay(line: str) -> None:
-    assert Cleaner().clean(line) == line
+        "PLAIN=git@github.com:organisation/name",
+        "PLAIN=/usr/bin:/opt/python@3.11/bin:/bin",
+    ):
+        assert Cleaner().clean(line) == line
 
 
 def test_an_address_has_one_name_everywhere() -> None:
@@ -66,11 +65,8 @@ def run_folder(tmp_path: Path) -> Path:
 
 def parts(archive: Path) -> dict[str, str]:
     with tarfile.open(archive) as tar:
-        return {
-            member.name: file.read().decode()
-            for member in tar
-            if (file := tar.extractfile(member)) is not None
-        }
+        files = {member.name: tar.extractfile(member) for member in tar}
+        return {name: file.read().decode() for name, file in files.items() if file}
 
 
 def test_a_bundle_holds_the_run_without_secrets(tmp_path, monkeypatch) -> None:
@@ -153,8 +149,6 @@ def test_names_of_secrets_are_whole_words() -> None:
         ("http=u:abc1@host,https=v:abc2@host", "http=(hidden)@host,https=(hidden)@host"),
         ("Authorization: Bearer abc1", "Authorization: Bearer (hidden)"),
         ("https://host/f?sig=abc1&v=2", "https://host/f?sig=(hidden)&v=2"),
-        ("git@github.com:organisation/name", "git@github.com:organisation/name"),
-        ("/usr/bin:/opt/python@3.11/bin:/bin", "/usr/bin:/opt/python@3.11/bin:/bin"),
     ],
 )
 def test_credentials_inside_a_value_are_hidden(value: str, shown: str) -> None:

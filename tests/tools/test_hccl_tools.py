@@ -50,7 +50,7 @@ def test_the_documented_table_byte_for_byte(samples: Path, tmp_path, monkeypatch
     ("words", "name", "numbers"),
     [
         (["--device_num", "[0,4)"], "hccl_4p_0123_10.0.0.1.json", [0, 1, 2, 3]),
-        (["--device_num", " [ 4, 7 ] "], "hccl_4p_4567_10.0.0.1.json", [4, 5, 6, 7]),
+        (["--device_num", " [ 4, 8 ] "], "hccl_4p_4567_10.0.0.1.json", [4, 5, 6, 7]),
         (["--device_num", "[2,6)"], "hccl_4p_2345_10.0.0.1.json", [2, 3, 4, 5]),
         (["--device_num", "[8,12)", "--device_num_per_node", "16"],
             "hccl_4p_891011_10.0.0.1.json", [8, 9, 10, 11]),
