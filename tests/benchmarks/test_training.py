@@ -61,16 +61,6 @@ def test_a_row_compares_a_cell_with_transformers() -> None:
     assert scaled[3] == "other losses"
 
 
-def test_predictions_stand_beside_the_speeds_of_an_h100() -> None:
-    name = "124m_b64-bf16-torch-compiled"
-    runs = [measured(PREDICTED[name] / 2)] * 2
-    found = study([cell(name, runs, axes={"program": "torch"})], machine=H100)
-    [(_, own, *_)] = rows_of(found)
-    assert own.endswith("0.50 of the 515,000 predicted")
-    [(_, own, *_)] = rows_of(found.model_copy(update={"machine": study([]).machine}))
-    assert "predicted" not in own
-
-
 def test_a_machine_without_a_gpu_is_refused(tmp_path, capsys) -> None:
     if not why_no_gpu():
         pytest.skip("this machine has a GPU")

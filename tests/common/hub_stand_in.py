@@ -39,8 +39,8 @@ class Repository:
 
 
 class Hub(ThreadingHTTPServer):
-    """asked: method and path of each request, with its Range. fetched: names of the files whose
-    content was asked for. cuts: how many of the next bodies of weights break off in the middle.
+    """asked: method and path of each request. fetched: names of the files whose content was asked
+    for.
     """
 
     daemon_threads = True
@@ -51,7 +51,6 @@ class Hub(ThreadingHTTPServer):
         self.repositories: dict[str, Repository] = {}
         self.asked: list[str] = []
         self.fetched: list[str] = []
-        self.cuts = 0
 
 
 @contextmanager
@@ -74,8 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        ranged = self.headers.get("Range")
-        self.server.asked.append(f"{self.command} {self.path}" + (f" {ranged}" if ranged else ""))
+        self.server.asked.append(f"{self.command} {self.path}")
         path = unquote(self.path.partition("?")[0])
         if found := re.fullmatch(r"/cdn/(.+?)/([0-9a-f]{40})/(.+)", path):
             assert "Authorization" not in self.headers, "a token is for the hub alone"
@@ -132,29 +130,19 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def _send(self, file: str, content: bytes, headers: dict[str, str]) -> None:
-        start = int((self.headers.get("Range") or "bytes=0-")[6:].partition("-")[0])
-        if start:
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        cut = self.server.cuts > 0 and len(content) > 1000
-        self.server.cuts -= cut
         if self.command == "GET":
             self.server.fetched.append(file)
-        self._answer(206 if start else 200, content[start:], headers, cut=cut)
+        self._answer(200, content, headers)
 
     def _answer(
-        self,
-        status: int,
-        body: bytes = b"",
-        headers: dict[str, str] | None = None,
-        cut: bool = False,
+        self, status: int, body: bytes = b"", headers: dict[str, str] | None = None
     ) -> None:
         self.send_response(status)
-        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
+        for name, value in {**dict(headers), "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body[: len(body) // 2] if cut else body)
-        self.close_connection = self.close_connection or cut
+            self.wfile.write(body)
 
 
 def _tag(content: bytes) -> str:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tools import compare_runs
 from tools.compare_runs import main
 
 
@@ -77,21 +76,3 @@ def test_the_tolerance_of_two_frameworks_is_wider_and_with_none_the_last_bit_cou
     assert said(capsys, one, other)[0] == 0
     code, text = said(capsys, one, other, "--tolerance", tolerance)
     assert code == 1 and expected in text and "step 3" in text
-
-
-def test_a_folder_that_cannot_be_read_is_found_before_anything_is_trained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run_config(*_: Any) -> Path:
-        raise AssertionError("trained")
-
-    monkeypatch.setattr(compare_runs, "run_config", run_config)
-    config = tmp_path / "config.yaml"
-    config.write_text("output_dir: out\n")
-    earlier = tmp_path / "comparison" / "layers.tsv"
-    earlier.parent.mkdir()
-    earlier.write_text("of an earlier comparison")
-    words = [str(config), str(tmp_path / "absent"), "--layers", "--output", str(earlier.parent)]
-    assert main(words) == 2
-    assert earlier.read_text() == "of an earlier comparison"
-    assert "absent" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,8 +22,7 @@ from common.launcher.supervisor import Job, Outcome
 from common.run_config import load_config
 from common.run_folder import owned_folder
 from tests.cluster_tables import table_1, write_tutorial_table
-from tests.run_scripts import clean_environment
-from tools import launch
+from tools import launch, launch_container
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml")
@@ -131,20 +131,13 @@ def test_a_table_of_ascends_on_a_machine_without_one(jobs, tmp_path, monkeypatch
     assert distribute(words=[*words, "device=cpu"]) == 7 and cause not in capsys.readouterr().err
 
 
-def test_full_streams_do_not_prevent_the_start_but_fail_a_dry_run(jobs, monkeypatch) -> None:
-    """Output of a dry run is all that it is for."""
+def test_full_streams_do_not_prevent_the_start(jobs, monkeypatch) -> None:
     # a flush at the end would fail too
     with Path("/dev/full").open("w") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
         patch.setattr(sys, "stderr", full)
         assert distribute(words=[*TRAIN, "parallel.pipeline_stage=2"]) == 7
     assert len(jobs) == 1
-    with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(
-            [sys.executable, launch.__file__, "distribute", *TRAIN],
-            env=clean_environment(DRY_RUN="1"), stdout=full, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-    assert (done.returncode, done.stderr) == (1, "error: [Errno 28] No space left on device\n")
 
 
 def test_no_pinning(jobs: list[Job]) -> None:
@@ -343,3 +336,31 @@ def test_ranks_on_a_cpu_have_no_devices(device, named, monkeypatch, capsys) -> N
     assert f": {named}; of 4 in all" in said and said.count("OMP_NUM_THREADS") == 1
     assert "# rank 3: logs in " in said
     assert "; as rank 2 with\nRANK_ID=3 DEVICE_ID=1 RANK=3 LOCAL_RANK=1\n" in said
+
+
+def test_docker_gets_source_data_and_command(tmp_path, monkeypatch) -> None:
+    """OneFlow's own line, with the words that its seed shows."""
+    docker, wheel = tmp_path / "docker", tmp_path / "a wheel.whl"
+    docker.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$0.words"\nexit 7\n')
+    docker.chmod(0o755)
+    wheel.touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    words = f"--src {tmp_path} --py 3.7 --image gpt2:dev --extra-mount /usr:/data --devices nvidia"
+    command = "cd x; bash examples/pretrain_345M.sh"
+    more = ["--no-interactive", "--wheel", str(wheel), "--cmd", command]
+    assert launch_container.main([*words.split(), *more]) == 7
+    given = (tmp_path / "docker.words").read_text().splitlines()
+    assert given[:2] == ["run", "--rm"] and "-it" not in given
+    assert given[-4:] == ["gpt2:dev", "bash", "-c", f"pip install '{wheel}' && {command}"]
+    assert given[given.index("-w") + 1] == str(tmp_path)
+    mounts = [word for before, word in pairwise(given) if before == "-v"]
+    assert mounts == [f"{tmp_path}:{tmp_path}", "/usr:/data", f"{tmp_path}:{tmp_path}:ro"]
+    assert given[given.index("--gpus") + 1] == "all"
+
+
+def test_an_ascend_is_passed_on_device_by_device(monkeypatch, capsys) -> None:
+    there = [Path("/dev/davinci10"), Path("/dev/davinci2")]
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: there)
+    assert launch_container.main(["--image", "x", "--devices", "ascend", "--dry-run"]) == 0
+    wanted = "--device /dev/davinci2 --device /dev/davinci10 --device /dev/davinci_manager"
+    assert wanted in capsys.readouterr().out

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.dataset import GPTDataset, IndexedDataset
+from common.dataset import GPTDataset, IndexedDataset, IndexedWriter
 from common.dataset.metadata import read_metadata
 from common.dataset.mindrecord import MindRecordSamples
+from tools import merge_datasets
 from tools.preprocess_data import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,3 +145,38 @@ def test_mindrecord_holds_the_windows_of_the_pair(tmp_path, run, splits) -> None
         assert metadata and metadata.tokenizer_sha256 == pair.data.metadata().tokenizer_sha256
     # no pair and no temporary file is left
     assert len(list((tmp_path / "out").iterdir())) == 2 * (2 * splits + 1)
+
+
+# ---- merge_datasets ----
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    for number, name in enumerate(("b", "a"), 1):
+        with IndexedWriter(tmp_path / "pairs" / name, np.uint16) as writer:
+            writer.append(np.full(3 * number, number), np.full(number, 3))
+    return tmp_path / "pairs"
+
+
+def merge(output: Path, *inputs: Path) -> int:
+    words = ["--input", *inputs, "--output-prefix", output]
+    return merge_datasets.main([str(word) for word in words])
+
+
+def test_pairs_follow_one_another_as_named(pairs: Path, tmp_path, capsys) -> None:
+    # as a pattern of a shell names them, each with both of its files
+    names = [pairs / name for name in ("b.bin", "b.idx", "a.bin", "a.idx")]
+    assert merge(tmp_path / "out", *names) == 0
+    assert IndexedDataset(tmp_path / "out").tokens.tolist() == [1] * 3 + [2] * 6
+    assert capsys.readouterr().err.endswith("out.bin/.idx: 3 documents, 9 tokens of 2 inputs\n")
+    assert merge(tmp_path / "sorted.bin", pairs) == 0
+    assert IndexedDataset(tmp_path / "sorted").tokens.tolist() == [2] * 6 + [1] * 3
+    written = {path.name for path in tmp_path.glob("*.*")}
+    assert written == {"out.bin", "out.idx", "sorted.bin", "sorted.idx"}
+
+
+def test_a_broken_pair_is_named_and_nothing_is_left(pairs: Path, tmp_path, capsys) -> None:
+    (pairs / "a.bin").write_bytes(b"12")
+    assert merge(tmp_path / "out", pairs) == 2
+    assert "a.bin: is smaller (cut short?) than a.idx says" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
