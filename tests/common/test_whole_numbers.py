@@ -13,7 +13,7 @@ from common.cluster.rank_environment import given_port, parse_master
 from common.errors import ConfigError
 from common.launcher.host_list import divide
 from common.modelarts.job import find_places
-from common.whole_numbers import argument, rank_names, spans, whole_number
+from common.whole_numbers import argument, whole_number
 
 NONE = ["", "٣٣٣٣", "３３", "3_3", "+3", "-3", " 3", "3 ", "3\n", "3.0", "0x3", "²", "9" * 19]
 SLURM = {
@@ -76,10 +76,3 @@ def test_ranks_of_a_list_of_hosts() -> None:
     """Half of the ranks, of a size that no memory holds as a list."""
     with pytest.raises(ConfigError, match=r"for the ranks \[0,5\) of 999999998"):
         divide(("a", "b"), range(5), rank_size=999_999_998, table=(), master=None, port=29500)
-
-
-def test_names_of_ranks_and_spans_of_numbers() -> None:
-    named = [rank_names(ranks) for ranks in ([3], [0, 1, 2], [5, 0, 1, 8, 9], [])]
-    assert named == ["rank 3", "ranks 0-2", "ranks 0-1, 5, 8-9", "ranks none"]
-    shown = [spans(numbers, least=3) for numbers in ([0, 1], [4, 5, 6, 9], [], [7])]
-    assert shown == ["0, 1", "4-6, 9", "", "7"]
