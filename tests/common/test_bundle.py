@@ -10,36 +10,34 @@ from common.bundle import Cleaner, write_bundle
 from common.errors import ConfigError, StorageError
 
 SECRETS = {
-    "HF_TOKEN=hf_abcdefghijklmnopqrst": "hf_abc",
-    "swanlab:\n  api_key: two words 'and' more": "two words",
-    'args: {"password": "hunter2", "rate": 1}': "hunter2",
-    "python train.py --api-key k1l2m3 --steps 3": "k1l2m3",
-    "git clone https://me:pa55@git.example.org/x": "pa55",
-    "Authorization: Bearer abc.def.ghi": "abc.def",
-    "wandb: logged in with sk-proj-0123456789abcdefghij": "sk-proj",
-    "aws AKIAIOSFODNN7EXAMPLE": "AKIAIO",
-    "export MY_SECRET='x y z'": "x y z",
-    "redis_passwd = topsecret": "topsecret",
-    "GET /x?token=t0k&step=3": "t0k",
+    "HF_TOKEN=hf_abcdefghijklmnopqrst": "HF_TOKEN=(hidden)",
+    "swanlab:\n  api_key: two words 'and' more": "swanlab:\n  api_key: (hidden)",
+    'args: {"password": "hunter2", "rate": 1}': 'args: {"password": "(hidden)", "rate": 1}',
+    "python train.py --api-key k1l2m3 --steps 3": "python train.py --api-key (hidden) --steps 3",
+    "git clone https://me:pa55@git.example.org/x": "git clone https://(hidden)@git.example.org/x",
+    "Authorization: Bearer abc.def.ghi": "Authorization: (hidden)",
+    "wandb: logged in with sk-proj-0123456789abcdefghij": "wandb: logged in with (hidden)",
+    "aws AKIAIOSFODNN7EXAMPLE": "aws (hidden)",
+    "export MY_SECRET='x y z'": "export MY_SECRET='(hidden)'",
+    "redis_passwd = topsecret": "redis_passwd = (hidden)",
+    "PLAIN=user:abc1@host:80": "PLAIN=(hidden)@host:80",
+    "PLAIN=http=u:abc1@host,https=v:abc2@host": "PLAIN=http=(hidden)@host,https=(hidden)@host",
+    "PLAIN=Authorization: Bearer abc1": "PLAIN=Authorization: Bearer (hidden)",
+    "PLAIN=https://host/f?sig=abc1&v=2": "PLAIN=https://host/f?sig=(hidden)&v=2",
 }
+OTHERS = (
+    "step 3 loss 2.25, tokens/s: 1234, tokens: 5e9, max_tokens=100",
+    "data:\n  tokenizer: gpt2\n  keyboard: 3\n  seq_length: 1024",
+    "12:30:45 torch 2.13.0, CANN 8.0.RC1: ok",
+    "listening on 127.0.0.1:29500 and 0.0.0.0",
+    "PLAIN=git@github.com:organisation/name",
+    "PLAIN=/usr/bin:/opt/python@3.11/bin:/bin",
+)
 
 
-@pytest.mark.parametrize("line", SECRETS)
-def test_a_secret_is_hidden(line: str) -> None:
-    cleaned = Cleaner().clean(line)
-    assert SECRETS[line] not in cleaned and "(hidden)" in cleaned
-
-
-def test_other_values_stay() -> None:
-    for line in (
-        "step 3 loss 2.25, tokens/s: 1234, tokens: 5e9, max_tokens=100",
-        "data:\n  tokenizer: gpt2\n  keyboard: 3\n  seq_length: 1024",
-        "12:30:45 torch 2.13.0, CANN 8.0.RC1: ok",
-        "listening on 127.0.0.1:29500 and 0.0.0.0",
-        "PLAIN=git@github.com:organisation/name",
-        "PLAIN=/usr/bin:/opt/python@3.11/bin:/bin",
-    ):
-        assert Cleaner().clean(line) == line
+@pytest.mark.parametrize(("line", "shown"), [*SECRETS.items(), *zip(OTHERS, OTHERS, strict=True)])
+def test_a_secret_is_hidden_and_other_values_stay(line: str, shown: str) -> None:
+    assert Cleaner().clean(line) == shown
 
 
 def test_an_address_has_one_name_everywhere() -> None:
@@ -140,16 +138,3 @@ def test_names_of_secrets_are_whole_words() -> None:
     for names, said in ((NAMES_OF_SECRETS, "(hidden)"), (HARMLESS, "x")):
         for name in names.split():
             assert Cleaner().clean(f"{name}=x") == f"{name}={said}"
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        ("user:abc1@host:80", "(hidden)@host:80"),
-        ("http=u:abc1@host,https=v:abc2@host", "http=(hidden)@host,https=(hidden)@host"),
-        ("Authorization: Bearer abc1", "Authorization: Bearer (hidden)"),
-        ("https://host/f?sig=abc1&v=2", "https://host/f?sig=(hidden)&v=2"),
-    ],
-)
-def test_credentials_inside_a_value_are_hidden(value: str, shown: str) -> None:
-    assert Cleaner().clean(f"PLAIN={value}") == f"PLAIN={shown}"

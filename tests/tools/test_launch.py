@@ -228,16 +228,6 @@ def test_version_0_reaches_the_ranks_as_1(jobs: list[Job], samples: Path) -> Non
     assert jobs[0].hosts is not None and [host.address for host in jobs[0].hosts.all] == servers
 
 
-def test_one_process(jobs: list[Job]) -> None:
-    assert launch.main(["standalone", CONFIG, "3", "predict", "predict.prompt=x"]) == 7
-    (child,) = jobs[0].children
-    found = child.environment["DEVICE_ID"], child.environment["RANK_SIZE"]
-    assert (child.log_folder, *found) == ("mf_standalone", "3", "1")
-    words = ("--run_mode", "predict", "context.device_id=3", "predict.prompt=x")
-    assert child.command[-4:] == words
-    assert jobs[0].follow
-
-
 def test_over_ssh_each_host_is_a_rank_that_tells_no_progress(jobs: list[Job]) -> None:
     words = ["none", CONFIG, "[0,4)", "train"]
     assert distribute("--hosts", "me@a,b", "--ssh", words=words) == 7
