@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import unquote
 
 GOOD_TOKEN = "hf_good"
@@ -134,9 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.fetched.append(file)
         self._answer(200, content, headers)
 
-    def _answer(
-        self, status: int, body: bytes = b"", headers: dict[str, str] | None = None
-    ) -> None:
+    def _answer(self, status: int, body: bytes = b"", headers: Any = ()) -> None:
         self.send_response(status)
         for name, value in {**dict(headers), "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
