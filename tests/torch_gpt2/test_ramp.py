@@ -13,12 +13,13 @@ from common.config.load import build_config
 from common.dataset import open_samples
 from common.resolve.derive import resolve_config
 from common.training.start import Start
+from tests.layouts import TORCH_NUMERICS
 from tests.tiny import SGD, require_same_bits, rows_of, tiny_run, train_here
 from torch_gpt2.device import select_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.model import GPT2
 
-RAMP = [4, 4, 24]
+RAMP = TORCH_NUMERICS["ramp"]["train__rampup_batch_size"]
 SIZES = [4, 4, 4, 8, 8, 12, 12, 12]
 """By hand: 8 samples for each of three increments, and the full batch beyond 24."""
 STEPS = [[0, 4], [12, 8], [25, 12]]
