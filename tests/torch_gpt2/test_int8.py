@@ -2,7 +2,6 @@
 model against transformers' with rounded inputs, and what is refused.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,11 @@ from common.inputs import make_run
 from common.parallel.run import Run
 from common.quantization.integers import to_integers
 from common.systems.own_folder import write_project
-from common.systems.weights import Weight, Weights
 from common.training.export import export
 from common.training.opened_checkpoint import Checkpoint
 from common.training.start import where_to_start
-from common.weights.names import parameter_shapes
 from common.weights.quantized import LayerScheme
+from tests.common.systems.tiny_weights import as_weights, random_arrays
 from tests.reference import hugging_face_model
 from tests.tiny import tiny_config
 from torch_gpt2.device import select_device
@@ -44,14 +42,10 @@ def config_at(folder: Path, **more: Any) -> Run:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One model in float32 and in 8 bits."""
     root = tmp_path_factory.mktemp("int8")
-    rng, model = np.random.default_rng(0), config_at(root).model
-    tensors = {}
-    for name, shape in parameter_shapes(model).items():
-        values = rng.normal(0, 0.3, shape).astype(np.float32)
-        tensors[name] = Weight(dtype="float32", shape=shape, load=partial(np.asarray, values))
-    weights = Weights(path=root, format="torch_gpt2", model=model, tensors=tensors)
+    model = config_at(root).model
+    arrays = {name: array * np.float32(0.3) for name, array in random_arrays(model).items()}
     (root / "float32").mkdir()
-    write_project(root / "float32", weights, None)
+    write_project(root / "float32", as_weights(model, arrays), None)
     convert(root / "float32", root / "int8", target_format="torch_gpt2", dtype="int8")
     return {"float32": root / "float32", "int8": root / "int8"}
 
