@@ -86,7 +86,8 @@ class Matrix:
             changes["data__train"] = str(runs / "packed_text_document")
         changes |= here.settings
         if here.settings.get("engine") == "deepspeed":
-            changes["deepspeed__config_file"] = str(runs / "ds_config.json")
+            file = "ds_zero.json" if "parallel__zero_stage" in changes else "ds_whole.json"
+            changes["deepspeed__config_file"] = str(runs / file)
         return self.job(runs / layout / numerics, corpus, ranks=here.ranks, **changes)
 
     def cases(self) -> list[Any]:
@@ -209,7 +210,6 @@ TORCH_NUMERICS: dict[str, Settings] = {
     | {"quantization": {"weights": "abs_max", "weight_bits": 4, "activation_bits": 4}},
     "quantized by token": FEW_BITS
     | {"quantization": {"activations": "dynamic", "weight_bits": 4, "activation_bits": 4}},
-    "float": FEW_BITS,
     "fp8": {"precision": "fp8", "train__max_steps": 6, "watched": "emulated_float8"},
     "float8 head": {
         "precision": {"compute": "bfloat16", "float8_head": True},

@@ -253,21 +253,6 @@ def test_bias_corrections_are_exact(config: Callable[..., Run], without_adam_ker
         assert torch.allclose(weight.detach().cpu(), wanted, rtol=1e-6, atol=0.0), number
 
 
-def test_kernels_that_config_yaml_names(
-    config: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def kernels() -> tuple[str, str]:
-        engine = Engine(config("none", "npu"), select_device("npu"))
-        engine.begin(StartOfRun())
-        return engine.kernels()["optimizer"], engine.kernels()["attention"]
-
-    fused = "AdamW by a kernel per tensor (aclnnApplyAdamWV2)", "scaled_dot_product_attention"
-    assert kernels() == fused
-    monkeypatch.setattr(TorchDevice, "adam_kernel", False)
-    monkeypatch.setattr(torch.npu, "get_device_name", lambda *_: "Ascend910A")
-    assert kernels() == ("AdamW over lists of tensors", "written out"), "within torch's function"
-
-
 def test_where_adam_s_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is there, computes what AdamW does, and the device is not the first Ascend 910."""
     from torch_npu import adamw

@@ -49,7 +49,8 @@ def runs(
 ) -> Path:
     """folder / layout / numerics on two NPUs; "one" is one process on the CPU."""
     folder = tmp_path_factory.mktemp("npus")
-    (folder / "ds_config.json").write_text("{}")
+    for name in ("ds_zero.json", "ds_whole.json"):
+        (folder / name).write_text("{}")
     variables = npu_variables | {"ASCEND_HOME_PATH": str(folder)}  # DeepSpeed asks where CANN is
     rows = chosen_rows(request)
     jobs = [NPU.case(folder, corpus_prefix, *row) for row in rows]

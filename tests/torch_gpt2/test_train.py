@@ -291,8 +291,8 @@ def test_training_begins_at_the_shared_initial_weights(start: Any) -> None:
     """Not at their rounding: the float32 copies of bfloat16 weights are filled from the generator
     itself.
     """
-    kinds = {"parameters": "bfloat16", "compute": "bfloat16"}
-    folder = start("run", steps=1, precision=kinds, optimizer={"learning_rate": 1e-30})
+    precision = PRECISIONS["bf16 weights"]
+    folder = start("run", steps=1, optimizer={"learning_rate": 1e-30}, **precision)
     name, model = "h.0.mlp.c_fc.weight", load_config(folder / "config.yaml").model
     saved = tensors_of(folder)[f"model.safetensors/{name}"]
     assert saved.tobytes() == initial_rows(model, 1234, name, saved.shape).tobytes()

@@ -20,15 +20,13 @@ from common.inputs import make_run
 from common.training.export import export
 from common.training.metrics import read_metrics
 from tests.layouts import (
-    PIPELINE,
     RECOMPUTE,
-    SEQUENCE,
     SPLIT,
     TENSOR,
     TOLERANCE,
     TORCH,
     TORCH_NUMERICS,
-    ZERO,
+    Layout,
 )
 from tests.ranks import end_ranks, run_ranks, start_ranks
 from tests.tiny import manifest_of, params_of, require_equal, require_same_bits, rows_of, train_here
@@ -41,29 +39,18 @@ ADAMW: dict[str, Any] = {
 }
 DROPS = {"model__dropout": 0.1}
 RAMP = TORCH_NUMERICS["ramp"]
-PLACES: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "dp2": (2, {}),
-    "tp2": (2, TENSOR),
-    "tp2 recomputed": (2, TENSOR | RECOMPUTE),
-    "tp4": (4, {"parallel__model_parallel": 4}),
-    "pp2 dp2": (4, PIPELINE),
-    "zero3 on 2": (2, SPLIT),
-    "zero3 on 4": (4, SPLIT),
-    "zero3 tp2": (4, SEQUENCE | SPLIT),
-    "dp2 tp2 pp2": (8, TENSOR | PIPELINE),
-    "parameter server": (2, {"parallel__strategy": "parameter_server"}),
-    "deepspeed zero2": (2, {"engine": "deepspeed", "parallel__zero_stage": 2}),
-    "deepspeed zero3": (2, {"engine": "deepspeed"} | SPLIT),
-    "deepspeed zero1 pp2": (2, {"engine": "deepspeed"} | ZERO | PIPELINE),
-    "deepspeed tp2 pp2": (4, {"engine": "deepspeed"} | TENSOR | PIPELINE),
+PLACES = TORCH.layouts | {
+    "one": Layout(1, {}),
+    "tp2 recomputed": Layout(2, TENSOR | RECOMPUTE),
+    "zero3 on 2": Layout(2, SPLIT),
+    "zero3 on 4": Layout(4, SPLIT),
 }
-CHANGES = ("one", "tp4", "pp2 dp2", "zero3 on 2")
+CHANGES = ("one", "tp4", "dp2 pp2", "zero3 on 2")
 SAVED: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     "dp2 tp2 pp2": (ADAMW, CHANGES, ()),
-    "zero3 on 4": (ADAMW, ("one", "pp2 dp2"), ("tp4", "zero3 on 2")),
-    "zero3 tp2": (ADAMW, ("tp4", "zero3 on 2"), ("one", "pp2 dp2")),
-    "deepspeed zero2": (ADAMW, ("one", "zero3 on 2"), ("tp4", "pp2 dp2")),
+    "zero3 on 4": (ADAMW, ("one", "dp2 pp2"), ("tp4", "zero3 on 2")),
+    "zero3 tp2": (ADAMW, ("tp4", "zero3 on 2"), ("one", "dp2 pp2")),
+    "deepspeed zero2": (ADAMW, ("one", "zero3 on 2"), ("tp4", "dp2 pp2")),
     "deepspeed zero3": (ADAMW | DROPS, (), ()),
     "deepspeed zero1 pp2": (ADAMW | DROPS | TORCH_NUMERICS["fp16 weights"], (), ()),
     "deepspeed tp2 pp2": (ADAMW, ("one",), ()),
@@ -107,11 +94,10 @@ def folder(
     def add(
         name: str, place: str, numerics: dict[str, Any], steps: int, saved: str = "", every: int = 4
     ) -> None:
-        ranks, settings = PLACES[place]
         resume = {"checkpoint__resume": str(half_of(folder / saved))} if saved else {}
-        changes = {**numerics, **settings, **resume, "train__max_steps": steps, "ranks": ranks}
-        changes["checkpoint__interval"] = every
-        jobs.append(TORCH.job(folder / name, corpus_prefix, **changes))
+        changes = numerics | PLACES[place].settings | resume | {"ranks": PLACES[place].ranks}
+        lengths = {"train__max_steps": steps, "checkpoint__interval": every}
+        jobs.append(TORCH.job(folder / name, corpus_prefix, **changes, **lengths))
 
     chosen = params_of(request, "saved", "resumed")
     for saved, (numerics, suite, campaign) in SAVED.items():

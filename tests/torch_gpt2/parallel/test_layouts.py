@@ -16,12 +16,10 @@ from common.run_config import load_config
 from common.training.metrics import read_metrics
 from tests.layouts import (
     CLIP,
-    QUANTIZED,
     STEPS,
     TOLERANCE,
     TORCH,
     chosen_rows,
-    figures,
     require_seen_faults,
 )
 from tests.packed_corpus import write_packed_corpus
@@ -49,10 +47,10 @@ def grouped_allreduce(tensors, average=None, name=None, compression=None, op=Non
     return copies
 """
 """A stand-in with the functions that its manual documents: it is seldom installed."""
-# small enough for this model that buckets fill up and ZeRO-3 cuts every parameter. The Ascend
-# ModelZoo's scripts scale gradients before they are summed.
+# small enough for this model that buckets fill up and ZeRO-3 cuts every parameter
 BUCKETS = {"reduce_bucket_size": 2000, "stage3_param_persistence_threshold": 0}
-DEEPSPEED = {"zero_optimization": BUCKETS, "prescale_gradients": True}
+# as the Ascend ModelZoo's scripts do, and ZeRO-2 cannot
+WHOLE = {"prescale_gradients": True}
 EVALUATED = ("uneven", "dp2 tp2", "zero3 tp2", "dp2 pp2")
 
 
@@ -66,7 +64,8 @@ def runs(
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "torch.py").write_text(HOROVOD)
-    (folder / "ds_config.json").write_text(json.dumps(DEEPSPEED))
+    (folder / "ds_zero.json").write_text(json.dumps({"zero_optimization": BUCKETS}))
+    (folder / "ds_whole.json").write_text(json.dumps(WHOLE))
     write_packed_corpus(folder)
     reduced = {"precision": {"reduction": "bfloat16"}, "train__max_steps": 1}
     jobs = [TORCH.job(folder / "dp2" / "reduced", corpus_prefix, ranks=2, **reduced)]
@@ -93,7 +92,6 @@ def test_a_layout_trains_as_one_process(runs: Path, layout: str, numerics: str) 
 @pytest.mark.parametrize("layout", ["one"])
 @pytest.mark.parametrize("numerics", ["plain", "clip", "fp16", "O2", "outliers"])
 def test_the_numerics_do_what_their_names_say(runs: Path, layout: str, numerics: str) -> None:
-    """What a lost micro batch would change is far beyond the bounds."""
     rows = rows_of(runs / layout / numerics)
     skipped = [row["skipped"] for row in rows]
     if numerics == "clip":
@@ -108,14 +106,6 @@ def test_the_numerics_do_what_their_names_say(runs: Path, layout: str, numerics:
         up, down = [0.0, 1 / 3, 2 / 3], [1 - number / 7 for number in range(7)]
         assert made == pytest.approx([0.05 * share for share in (up + down)[: len(made)]])
         assert len(made) > 4, "a warm-up counts updates"
-
-
-@pytest.mark.parametrize("layout", ["one"])
-@pytest.mark.parametrize("numerics", ["float"])
-def test_few_bits_change_the_results(runs: Path, layout: str, numerics: str) -> None:
-    plain = figures(runs / layout / numerics)
-    for each in ("quantized", "quantized by token"):
-        assert figures(runs / layout / each) != pytest.approx(plain, rel=100 * QUANTIZED)
 
 
 @pytest.mark.parametrize("layout", ["one"])
