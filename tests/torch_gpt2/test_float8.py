@@ -37,14 +37,9 @@ def emulated() -> Iterator[None]:
 
 
 def run(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
-    wide: dict[str, Any] = {
-        "model__hidden_size": 64,
-        "model__seq_length": 32,
-        "train": {"max_steps": 40, "micro_batch_size": 8},
-        "optimizer": {"learning_rate": 0.001},
-        "data__split": "100,0,0",
-    }
-    return tiny_run(folder, corpus, **(wide | changes))
+    wide: dict[str, Any] = {"model__hidden_size": 64, "model__seq_length": 32}
+    wide |= {"train": {"max_steps": 40, "micro_batch_size": 8}, "data__split": "100,0,0"}
+    return tiny_run(folder, corpus, **wide, optimizer={"learning_rate": 0.001}, **changes)
 
 
 def rounded(x: Tensor, kind: torch.dtype, dim: int | None) -> Tensor:

@@ -180,14 +180,12 @@ def test_150_random_cases_equal_transformers(narrow: GPT2) -> None:
             "early_stopping": [True, False, "never"][int(random.integers(3))],
             "repetition_penalty": float(random.choice([1.0, 1.0, 1.3])),
         }
-        if settings["repetition_penalty"] != 1.0:
-            lengths = [int(random.integers(1, 9))]  # padding would count as a repetition
-        else:
-            lengths = random.integers(1, 9, int(random.integers(1, 4))).tolist()
-        least = int(random.choice([0, 0, min(3, new_tokens)]))
+        # padding would count as a repetition
+        most = 2 if settings["repetition_penalty"] != 1.0 else 4
+        lengths = random.integers(1, 9, int(random.integers(1, most)))
+        settings["min_new_tokens"] = int(random.choice([0, 0, min(3, new_tokens)]))
         returned = int(random.integers(1, beams + 1))
         rows = [random.integers(0, FEW, length).tolist() for length in lengths]
-        settings["min_new_tokens"] = least
         found = beams_of(narrow, rows, new_tokens, ends=ends, num_sequences=returned, **settings)
         tokens, said = continued_by_transformers(
             net, rows, new_tokens, ends, 0, num_return_sequences=returned, **settings

@@ -205,16 +205,11 @@ def peaks(config: RunConfig) -> dict[str, int]:
     ],
 )
 def test_the_peak_of_a_step(
-    precision: Any,
-    recompute: str,
-    layers: int | None,
-    tokens: int,
-    micro_batches: int,
+    precision: Any, recompute: str, layers: int | None, tokens: int, micro_batches: int
 ) -> None:
     """Within 5 % of the most bytes of live tensors, followed through a step in which no tensor has
     contents. Where most blocks recompute, the plan may be 8 % above them.
     """
-
     many = {"num_layers": 6, "vocab_size": 1024} if layers else {}
     train = {"recompute": recompute, "recompute_layers": layers}
     train |= {"micro_batch_size": tokens // 512, "accumulation_steps": micro_batches}
@@ -226,6 +221,14 @@ def test_the_peak_of_a_step(
         assert measured < planned < 1.08 * measured
     else:
         assert planned == pytest.approx(measured, rel=0.05)
+
+
+def test_uneven_stages_hold_their_layers() -> None:
+    """Both hold the tied table, the first one positions, the last one the last norm."""
+    config = make(2, parallel={"pipeline_stage": 2, "stage_layers": [1, 3]})
+    first, last = (stage.memory.weights for stage in make_plan(config).stages)
+    block = 12 * 48**2 + 13 * 48
+    assert last - first == 4 * (2 * block + 2 * 48 - 40 * 48)
 
 
 class Messages(TorchDispatchMode):
@@ -266,13 +269,11 @@ def test_fully_sharded_state_and_messages(zero: int, shards: int, precision: str
     stage 3 for every pass.
     """
     for micro_batches in (1, 3):
-        train = {"accumulation_steps": micro_batches}
-        layout = {"zero_stage": zero, "shard_size": shards}
         config = make(
             4,
-            train=train,
+            train={"accumulation_steps": micro_batches},
             precision=PRECISIONS[precision],
-            parallel=layout,
+            parallel={"zero_stage": zero, "shard_size": shards},
             model={"hidden_size": 42, "num_heads": 3},
         )
         stage = make_plan(config).stages[0]
@@ -290,13 +291,12 @@ def test_fully_sharded_state_and_messages(zero: int, shards: int, precision: str
         assert gathers == ((1 + 2 * 4) * micro_batches if zero == 3 else 1 + 4)
         copies = sum("allreduce" in name for name in messages.calls)
         assert copies == (0 if shards == 4 else 1 + 4)
-        assert stage.memory.weights == sum(
-            parameter.to_local().nbytes for parameter in model.parameters()
-        )
-        gradients = sum(parameter.grad.to_local().nbytes for parameter in model.parameters())
+        parameters = [*model.parameters()]
+        assert stage.memory.weights == sum(each.to_local().nbytes for each in parameters)
         if zero > 1 or micro_batches == 1:
+            gradients = sum(each.grad.to_local().nbytes for each in parameters)
             assert stage.memory.gradients == gradients
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer = torch.optim.AdamW(parameters, fused=True)
         optimizer.step()
         state = [value for each in optimizer.state.values() for value in each.values()]
         held = sum(getattr(value, "to_local", lambda v=value: v)().nbytes for value in state)
@@ -317,11 +317,8 @@ def test_tensor_parallel_activations_and_messages(sequence: bool, recompute: str
     assert dist.group.WORLD is not None
     with torch.device("meta"):
         model = GPT2(config.model, config.precision, config.vocab_rows)
-    split_model(
-        model,
-        TensorGroup(group=dist.group.WORLD, rank=0, size=4, sequence=sequence),
-        select_device("cpu"),
-    )
+    group = TensorGroup(group=dist.group.WORLD, rank=0, size=4, sequence=sequence)
+    split_model(model, group, select_device("cpu"))
     set_recompute(model, recompute)
     model.to_empty(device="cpu")
     ids = torch.zeros(3, 40, dtype=torch.int64)
