@@ -8,7 +8,7 @@ import importlib.util
 import shutil
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,13 @@ from torch_gpt2 import checkpoint, products
 from torch_gpt2.device import TorchDevice, check_support, select_device
 from torch_gpt2.parallel.world import World
 from torch_gpt2.products import Product, use_fastest_products
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    yield
+    products._set_onednn(False)
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def test_cpu() -> None:
@@ -67,15 +74,11 @@ def test_rounded_products_of_float32_are_said(
     module = SimpleNamespace(is_bf16_supported=lambda **_: name != "Ascend910")
     kind = "npu" if name.startswith("Ascend") else "cuda"
     device = TorchDevice(kind=kind, index=0, name=name, module=module)
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # type: ignore[attr-defined]
-    try:
-        for precision, said in (("float32", words), ("fp16", "")):
-            caplog.clear()
-            check_support(tiny_config(device="auto", precision=precision), device)
-            assert said in caplog.text and bool(caplog.text) is bool(said)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = False
-        torch.backends.mkldnn.matmul.fp32_precision = "none"  # type: ignore[attr-defined]
+    products._set_onednn(True)
+    for precision, said in (("float32", words), ("fp16", "")):
+        caplog.clear()
+        check_support(tiny_config(device="auto", precision=precision), device)
+        assert said in caplog.text and bool(caplog.text) is bool(said)
 
 
 def test_each_process_has_its_device() -> None:
@@ -92,10 +95,7 @@ def test_each_process_has_its_device() -> None:
 def test_a_gpu_compiles_where_triton_can_build(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    gpu, npu = (
-        TorchDevice(kind=kind, index=0, name=kind, module=SimpleNamespace())
-        for kind in ("cuda", "npu")
-    )
+    gpu, npu = (replace(select_device("cpu"), kind=kind) for kind in ("cuda", "npu"))
     found = {"triton": object(), "gcc": "/usr/bin/gcc"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found.get(name))
     monkeypatch.setattr(shutil, "which", lambda name: found.get(name))
@@ -179,24 +179,8 @@ def test_products_equal_float64(
         assert difference <= unit * expected.abs().max()
 
 
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    yield
-    products._set_onednn(False)
-
-
 def uses_onednn() -> bool:
     return bool(torch.backends.mkldnn.matmul.fp32_precision == "bf16")  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TwoRanks(World):
-    """A world whose other rank answers ``other``."""
-
-    other: float = 1.0
-
-    def sum(self, *values: float) -> list[float]:
-        return [value + self.other for value in values]
 
 
 @pytest.mark.parametrize(
@@ -205,8 +189,10 @@ class TwoRanks(World):
 def test_all_ranks_must_find_it_faster(
     monkeypatch: pytest.MonkeyPatch, gain: float, other: float, chosen: bool
 ) -> None:
+    """other: what the other one of two says."""
     monkeypatch.setattr(products, "_gain", lambda: gain)
-    use_fastest_products(select_device("cpu"), TwoRanks(size=2, other=other))
+    monkeypatch.setattr(World, "sum", lambda _, *values: [value + other for value in values])
+    use_fastest_products(select_device("cpu"), World(size=2))
     assert uses_onednn() is chosen
 
 

@@ -206,16 +206,6 @@ def test_padded_ids_are_never_chosen(model: GPT2) -> None:
     assert max(ours(model, [[1, 2, 3]], strategy="sampling", temperature=50.0)[0]) < 101
 
 
-def test_a_cpu_without_onednn_generates_the_same(
-    model: GPT2, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = theirs(model, prompts())
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert ours(model, prompts(), 3) == expected
-    narrow = random_model(precision=PrecisionConfig(compute="bfloat16"))
-    assert len(ours(narrow, [[1, 2, 3]], new_tokens=4)[0]) == 4
-
-
 @pytest.mark.parametrize(
     ("device", "window"), [(CPU, None), (CPU, POSITIONS), (ACCELERATOR, None), (ACCELERATOR, 20)]
 )

@@ -193,7 +193,6 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_resumes_bit_for_
 def test_ranks_that_would_train_different_things_refuse(
     tmp_path: Path, corpus_prefix: Path
 ) -> None:
-    """So they do where rank 0 decides that a run is in the way."""
     ours, theirs = (
         TORCH.job(tmp_path / "run", corpus_prefix, optimizer__learning_rate=rate)
         for rate in (0.3, 0.2)
@@ -203,10 +202,3 @@ def test_ranks_that_would_train_different_things_refuse(
     for text in printed:
         assert "rank 1 differs from rank 0 in optimizer.learning_rate: 0.2 and 0.3" in text
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    (tmp_path / "run" / "checkpoints" / "step_00000001").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "step_00000001" / "manifest.json").touch()
-    never = TORCH.job(tmp_path / "run", corpus_prefix, checkpoint__resume="never")
-    codes, printed = end_ranks(start_ranks(2, [never]))
-    assert codes == [2, 2]
-    for text in printed:
-        assert "holds a run and checkpoint.resume=never" in text
