@@ -16,7 +16,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = (
     "tests/torch_gpt2/parallel",
-    "tests/torch_gpt2/deepspeed",
     *(
         f"tests/torch_gpt2/test_{name}.py"
         for name in ("engine", "int8", "loss", "model", "npu", "train")

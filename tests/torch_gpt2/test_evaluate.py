@@ -175,30 +175,31 @@ BAD: list[tuple[str, bytes, str, str]] = [
     ("text", b"Hello", "", "holds a single token"),
     ("text", b'{"text": "a b"}\n{"text": \n', "", "line 2, column 10"),
     ("text", b"some text", "data.tokenizer=null", "data.tokenizer is not given"),
-    ("text", b"some text", "output_dir={file}.absent", "no whole checkpoint here"),
+    ("text", b"some text", "output_dir={folder}/absent", "no whole checkpoint here"),
     ("lambada", b"some text", "", "is plain text; LAMBADA is read from JSON Lines"),
-    ("text", b"some text", "data.tokenizer.vocab_file={file}.json", "files it was trained with"),
+    (
+        "text",
+        b"some text",
+        "data.tokenizer.vocab_file={folder}/swapped.json",
+        "files it was trained with",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("task", "content", "word", "message"), BAD)
 def test_bad_input_is_one_message_and_exit_code_2(
     trained: Path,
     tmp_path: Path,
     gpt2_vocab_files: tuple[Path, Path],
     capsys: pytest.CaptureFixture[str],
-    task: str,
-    content: bytes,
-    word: str,
-    message: str,
 ) -> None:
-    file = tmp_path / ("input.jsonl" if content.startswith(b"{") else "input.txt")
-    file.write_bytes(content)
-    if "vocab_file" in word:  # two tokens have changed places
-        vocabulary = json.loads(gpt2_vocab_files[0].read_text(encoding="utf-8"))
-        vocabulary["!"], vocabulary["#"] = vocabulary["#"], vocabulary["!"]
-        Path(f"{file}.json").write_text(json.dumps(vocabulary))
-    given = [word.format(file=file)] if word else []
-    assert evaluate(trained, f"evaluation.task={task}", f"evaluation.file={file}", *given) == 2
-    error = capsys.readouterr().err.strip()
-    assert message in error and error.startswith("error: ") and len(error.splitlines()) == 1
+    vocabulary = json.loads(gpt2_vocab_files[0].read_text(encoding="utf-8"))
+    vocabulary["!"], vocabulary["#"] = vocabulary["#"], vocabulary["!"]
+    (tmp_path / "swapped.json").write_text(json.dumps(vocabulary))
+    for task, content, word, message in BAD:
+        file = tmp_path / ("input.jsonl" if content.startswith(b"{") else "input.txt")
+        file.write_bytes(content)
+        words = [f"evaluation.task={task}", f"evaluation.file={file}"]
+        words += [word.format(folder=tmp_path)] if word else []
+        assert evaluate(trained, *words) == 2
+        [error] = capsys.readouterr().err.strip().splitlines()
+        assert error.startswith("error: ") and message in error

@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -43,13 +44,8 @@ def start(corpus_prefix: Path, tmp_path: Path) -> Any:
     """Start a run of 20 tiny steps under ``tmp_path / name``; returns its folder."""
 
     def run(name: str, steps: int = 20, **changes: Any) -> Path:
-        usual: dict[str, Any] = {
-            "model__hidden_size": 16,
-            "model__num_heads": 2,
-            "model__dropout": 0.1,
-            "train__max_steps": steps,
-            "optimizer": ADAMW,
-        }
+        small = {"model__hidden_size": 16, "model__num_heads": 2, "model__dropout": 0.1}
+        usual: dict[str, Any] = small | {"train__max_steps": steps, "optimizer": ADAMW}
         return train_here(tiny_run(tmp_path / name, corpus_prefix, **(usual | changes)))
 
     return run
@@ -237,18 +233,12 @@ def test_a_changed_precision_or_loss_scale_is_obeyed_on_resume(start: Any) -> No
         assert rows[-2]["loss_scale"] == scale
 
 
-def test_going_back_and_being_killed_resumes_from_there(
-    start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_going_back_and_being_killed_resumes_from_there(start: Any) -> None:
     folder = start("run", steps=8, checkpoint__interval=4, checkpoint__keep=0)
-
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("common.training.session.train_loop", killed)
-    with pytest.raises(KeyboardInterrupt):
-        start("run", steps=10, checkpoint__resume=str(folder / "checkpoints" / "step_00000004"))
-    monkeypatch.undo()
+    older = str(folder / "checkpoints" / "step_00000004")
+    killed = patch("common.training.session.train_loop", side_effect=KeyboardInterrupt)
+    with killed, pytest.raises(KeyboardInterrupt):
+        start("run", steps=10, checkpoint__resume=older)
     start("run", steps=10)
     assert [row["step"] for row in rows_of(folder)] == list(range(1, 11))
 
