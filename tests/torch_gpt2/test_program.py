@@ -36,18 +36,6 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[GPT2LMHeadModel, P
     return net, folder
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["cache", "no cache"])
-def written(
-    oracle: tuple[GPT2LMHeadModel, Path],
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Path:
-    folder = tmp_path_factory.mktemp("pt2")
-    with open_hugging_face(oracle[1]) as weights:
-        write_program(folder, weights, cache=request.param)
-    return folder / FILE
-
-
 _STRANGER = """
 import json, sys, torch
 program = torch.export.load(sys.argv[1]).module()
@@ -94,14 +82,17 @@ def test_plain_torch_runs_it(oracle: tuple[GPT2LMHeadModel, Path], tmp_path: Pat
             assert np.abs(np.array(logits) - expected).max() < TOLERANCE
 
 
-def test_greedy_tokens_equal_those_of_transformers(
-    oracle: tuple[GPT2LMHeadModel, Path], written: Path
+def test_greedy_tokens_without_a_cache_equal_those_of_transformers(
+    oracle: tuple[GPT2LMHeadModel, Path], tmp_path: Path
 ) -> None:
-    """Rows of different lengths, the longer one up to the last position."""
+    """Rows of different lengths, the longer one up to the last position; with a cache:
+    tests/gpt2_toolkit. A damaged file is one message.
+    """
     net, source = oracle
     with open_hugging_face(source) as weights:
-        program = ProgramModel(written, weights.model)
-    decoder = ExportedDecoder(program, POSITIONS, rows=2)
+        model = weights.model
+        write_program(tmp_path, weights, cache=False)
+    decoder = ExportedDecoder(ProgramModel(tmp_path / FILE, model), POSITIONS, rows=2)
     random = np.random.default_rng(1)
     prompts = [
         Prompt(text="", ids=random.integers(0, VOCABULARY, length).tolist(), new_tokens=new)
@@ -115,16 +106,8 @@ def test_greedy_tokens_equal_those_of_transformers(
             do_sample=False, eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
         assert each.tokens == expected[0, ids.shape[1] :].tolist()
-
-
-def test_a_damaged_program_is_one_message(
-    oracle: tuple[GPT2LMHeadModel, Path], written: Path, tmp_path: Path
-) -> None:
-    content = written.read_bytes()
-    for damaged in (b"", content[:100], content[: len(content) // 2], content[:-1]):
+    content = (tmp_path / FILE).read_bytes()
+    for damaged in (b"", content[:100], content[:-1]):
         (tmp_path / FILE).write_bytes(damaged)
-        with (
-            open_hugging_face(oracle[1]) as weights,
-            pytest.raises(ConfigError, match=r"torch .* cannot open it .* export it again"),
-        ):
-            ProgramModel(tmp_path / FILE, weights.model)
+        with pytest.raises(ConfigError, match=r"torch .* cannot open it .* export it again"):
+            ProgramModel(tmp_path / FILE, model)

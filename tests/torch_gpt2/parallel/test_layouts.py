@@ -12,7 +12,6 @@ import pytest
 from common.config.load import build_config
 from common.errors import ConfigError
 from common.inputs import make_run
-from common.run_config import load_config
 from common.training.metrics import read_metrics
 from tests.layouts import (
     CLIP,
@@ -25,7 +24,6 @@ from tests.layouts import (
 from tests.packed_corpus import write_packed_corpus
 from tests.ranks import run_ranks
 from tests.tiny import params_of, rows_of, some_but_not_all
-from torch_gpt2.evaluate import evaluate
 from torch_gpt2.train import train
 
 pytestmark = pytest.mark.long
@@ -118,28 +116,6 @@ def test_ranks_evaluate_a_checkpoint_together(
     found = json.loads((runs / name / "eval" / "evaluation.json").read_text())
     assert found["tokens"] == expected["validation_tokens"]
     assert found["validation_loss"] == pytest.approx(expected["validation_loss"], rel=TOLERANCE)
-
-
-@pytest.mark.parametrize(("layout", "numerics"), [("one", "plain"), ("dp2", "plain")])
-def test_a_blend_is_validated_as_its_parts_are_by_themselves(
-    runs: Path, corpus_prefix: Path, layout: str, numerics: str
-) -> None:
-    """10 windows of 251 and 99: 7 and 3. The loss is the mean over all tokens."""
-    run = runs / layout / numerics
-    *_, row = read_metrics(run / "metrics.jsonl")
-    total = 0.0
-    for name, windows in (("random_text_document", 7), ("other", 3)):
-        words = [f"data.train={corpus_prefix.with_name(name)}", f"validation.max_samples={windows}"]
-        words += ["parallel.data_parallel=null", "train.accumulation_steps=null"]
-        evaluate(*make_run(load_config(run / "config.yaml", words), "eval"))
-        found = json.loads((run / "evaluation.json").read_text())
-        assert found["tokens"] == row[f"validation_tokens/{name}"] == windows * 16
-        loss, perplexity = found["validation_loss"], found["validation_perplexity"]
-        assert row[f"validation_loss/{name}"] == pytest.approx(loss, rel=TOLERANCE)
-        assert row[f"validation_perplexity/{name}"] == pytest.approx(perplexity, rel=2e-5)
-        total += loss * found["tokens"]
-    assert row["validation_tokens"] == 160
-    assert row["validation_loss"] == pytest.approx(total / 160, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(("layout", "numerics"), [("dp2", "plain")])
