@@ -19,11 +19,11 @@ from common.parallel.run import Run
 from common.planner.plan import describe_plan, make_plan, time_of
 from common.resolve.derive import resolve_mode
 from common.run_config import load_config
-from tests.torch_gpt2.test_planner import make, peaks
+from tests.torch_gpt2.test_planner import build as planned, make, peaks
 from torch_gpt2 import offload
 from torch_gpt2.compilation import compile_model
 from torch_gpt2.device import check_support, select_device
-from torch_gpt2.model import GPT2, round_linear_layers, set_packing, set_recompute
+from torch_gpt2.model import GPT2
 from torch_gpt2.offload import HostMemory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,12 +32,7 @@ MODES = ("none", "selective", "full")
 
 def build(config: Run, memory: HostMemory | None) -> GPT2:
     torch.manual_seed(0)
-    model = GPT2(config.model, config.precision, config.vocab_rows)
-    set_recompute(model, config.train.recompute)
-    set_packing(model, config, select_device("cpu"))
-    model.to(getattr(torch, config.precision.parameters))
-    if config.rounds_weights_once:
-        round_linear_layers(model)
+    model = planned(config)
     model.host_memory = memory
     return model
 

@@ -81,17 +81,20 @@ def kept_bytes(model: nn.Module, run: Callable[[], Tensor], others: Sequence[Ten
     return sum(kept[storage].untyped_storage().nbytes() for storage in kept.keys() - known)
 
 
-def saved_bytes(config: RunConfig) -> int:
-    """Bytes that autograd keeps of the loss of one micro batch."""
+def build(config: Any) -> GPT2:
     model = GPT2(config.model, config.precision, config.vocab_rows)
     set_recompute(model, config.train.recompute, config.train.recompute_layers)
     set_packing(model, config, select_device("cpu"))
     model.to(getattr(torch, config.precision.parameters))
     if config.rounds_weights_once:
         round_linear_layers(model)
-    ids = torch.zeros(
-        config.train.micro_batch_size or 0, config.model.seq_length, dtype=torch.int64
-    )
+    return model
+
+
+def saved_bytes(config: Any) -> int:
+    """Bytes that autograd keeps of the loss of one micro batch."""
+    model = build(config)
+    ids = torch.zeros(config.train.micro_batch_size, config.model.seq_length, dtype=torch.int64)
     loss_sum = compile_model([model], config) if config.train.compile is True else model.loss_sum
     return kept_bytes(model, lambda: loss_sum(ids, ids))
 
