@@ -49,18 +49,13 @@ PRECISIONS: dict[str, Any] = {
 }
 
 
-def make(ranks: int = 1, **sections: Any) -> RunConfig:
+def make(ranks: int = 1, **sections: Any) -> Any:
     """Sections are added to those of a small run."""
-    tree: dict[str, Any] = {
-        "output_dir": "nowhere",
-        "model": {"num_layers": 4, "hidden_size": 48, "num_heads": 4, "seq_length": 40}
-        | {"vocab_size": 1001},
-        "train": {"micro_batch_size": 3},
-        "optimizer": {"learning_rate": 0.1},
-    }
+    sizes = {"num_layers": 4, "hidden_size": 48, "num_heads": 4, "seq_length": 40}
+    tree: dict[str, Any] = {"output_dir": "nowhere", "optimizer": {"learning_rate": 0.1}}
+    tree |= {"model": sizes | {"vocab_size": 1001}, "train": {"micro_batch_size": 3}}
     for name, values in sections.items():
-        merges = isinstance(values, dict) and name in tree
-        tree[name] = {**tree[name], **values} if merges else values
+        tree[name] = tree[name] | values if name in tree else values
     return resolve_config(build_config(tree), world_size=ranks)
 
 

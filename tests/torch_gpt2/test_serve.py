@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -341,10 +342,7 @@ def test_models_health_metrics_and_page(server: Server) -> None:
     assert after["gpt2_generated_tokens_total"] - before["gpt2_generated_tokens_total"] == 4
     assert after["gpt2_prompt_tokens_total"] - before["gpt2_prompt_tokens_total"] == 2
     for name in ("first_token", "token", "request"):
-        start = f"gpt2_{name}_seconds_b"
-        buckets = [value for key, value in after.items() if key.startswith(start)]
-        assert buckets == sorted(buckets) and len(buckets) == 19
-        assert buckets[-1] == after[f"gpt2_{name}_seconds_count"] > 0
+        assert after[f"gpt2_{name}_seconds_count"] > 0
     status, headers, _ = server.call("GET", "/")
     assert status == 200 and headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in headers["content-security-policy"]
@@ -357,12 +355,15 @@ def metrics(server: Server) -> dict[str, float]:
     return {name: float(value) for name, value in pairs}
 
 
-def test_a_full_queue_and_an_engine_that_fails(
-    tmp_path: Path, model: GPT2, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The engine does not run at first. Then the queue's jobs end; then the model fails."""
+@pytest.fixture
+def make(tmp_path: Path, model: GPT2, tokenizer: Tokenizer) -> Callable[..., Server]:
+    """Make servers whose engine does not run yet."""
+    return partial(Server, tmp_path, model, tokenizer)
+
+
+def test_a_full_queue_and_an_engine_that_fails(make: Callable[..., Server]) -> None:
     serve = {"slots": 1, "max_waiting": 2}
-    with Server(tmp_path, model, tokenizer, serve=serve) as server, ThreadPoolExecutor(2) as pool:
+    with make(serve=serve) as server, ThreadPoolExecutor(2) as pool:
         fields = {"prompt": "a", "max_tokens": 3, "temperature": 0}
         waiting = [pool.submit(server.complete, **fields) for _ in range(2)]
         wait_until(lambda: server.engine.waiting == 2)
@@ -379,8 +380,8 @@ def test_a_full_queue_and_an_engine_that_fails(
         assert server.call("GET", "/health")[0] == 503
 
 
-def test_a_key_guards_all_but_health(tmp_path: Path, model: GPT2, tokenizer: Tokenizer) -> None:
-    with Server(tmp_path, model, tokenizer, key="secret-1") as server:
+def test_a_key_guards_all_but_health(make: Callable[..., Server]) -> None:
+    with make(key="secret-1") as server:
         for path in ("/", "/v1/models", "/metrics", "/nowhere"):
             status, headers, _ = server.call("GET", path)
             assert status == 401 and headers["www-authenticate"].startswith("Basic")
@@ -392,10 +393,9 @@ def test_a_key_guards_all_but_health(tmp_path: Path, model: GPT2, tokenizer: Tok
         assert server.call("GET", "/", Authorization=browser)[0] == 200
 
 
-def test_slow_clients_are_given_up(tmp_path: Path, model: GPT2, tokenizer: Tokenizer) -> None:
+def test_slow_clients_are_given_up(make: Callable[..., Server]) -> None:
     """A head and a body that do not come, and an answer that takes too long."""
-    serve = {"read_timeout": 0.3, "request_timeout": 0.6}
-    with Server(tmp_path, model, tokenizer, serve=serve) as server:
+    with make(serve={"read_timeout": 0.3, "request_timeout": 0.6}) as server:
         with connect(server, b"POST /v1/comp") as client:
             assert client.recv(100) == b""
         with connect(server, HEAD + b"Content-Length: 20\r\n\r\n{") as client:
@@ -407,10 +407,8 @@ def test_slow_clients_are_given_up(tmp_path: Path, model: GPT2, tokenizer: Token
         wait_until(lambda: server.engine.counts.cancelled == 2)
 
 
-def test_a_text_outgrows_the_model_where_that_is_chosen(
-    tmp_path: Path, model: GPT2, tokenizer: Tokenizer
-) -> None:
-    with Server(tmp_path, model, tokenizer, predict={"window": 20}) as server:
+def test_a_text_outgrows_the_model_where_that_is_chosen(make: Callable[..., Server]) -> None:
+    with make(predict={"window": 20}) as server:
         server.work.start()
         found = server.complete(prompt="To be, or not", max_tokens=100, temperature=0)
         assert found["choices"][0]["text"] == server.expected("To be, or not", 100, 1, 0)[0][0]
