@@ -181,6 +181,15 @@ def test_the_end_of_text_equals_transformers(model: GPT2, least: int) -> None:
     assert {len(row) for row in whole} == {30}
 
 
+def test_a_sequence_depends_only_on_seed_prompt_and_number(model: GPT2) -> None:
+    """float32. Other batches, other neighbours of other lengths, more sequences: the same."""
+    words = {"strategy": "sampling", "temperature": 1.5, "top_p": 0.95}
+    expected = ours(model, prompts(), 1, num_sequences=3, **words)
+    assert len({tuple(row) for row in expected}) == 12
+    assert ours(model, prompts(), 5, num_sequences=3, **words) == expected
+    assert ours(model, prompts(), 8, **words) == expected[::3]
+
+
 @pytest.mark.parametrize(("types", "tolerance"), [("bfloat16", 2e-2), ("float16", 2e-3)])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_narrow_types_give_the_model_s_own_logits(types: str, tolerance: float, batch: int) -> None:
