@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-import torch_gpt2.train
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.dataset import open_samples
-from common.inputs import make_run
 from common.parallel.run import Run
 from common.planner import room
 from common.planner.fitting import Fitting
@@ -34,13 +32,8 @@ SIZES = [4, 4, 4, 8, 8, 12, 12, 12]
 """By hand: 8 samples for each of three increments, and the full batch beyond 24."""
 STEPS = [[0, 4], [12, 8], [25, 12]]
 """Sizes of RAMP by their first samples."""
-
-
-BY_SAMPLES = {
-    "optimizer__warmup_steps": None,
-    "optimizer__warmup_samples": 16,
-    "optimizer__decay_samples": 64,
-}
+BY_SAMPLES: dict[str, Any] = {"optimizer__warmup_steps": None}
+BY_SAMPLES |= {"optimizer__warmup_samples": 16, "optimizer__decay_samples": 64}
 
 
 def make_tree(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
@@ -130,11 +123,8 @@ def test_lengths_count_the_growing_batches(start: Any, tmp_path: Path, corpus_pr
     assert steps(1000, train__max_tokens=64 * 16 + 15) == 8
 
 
-AUTO: dict[str, Any] = {
-    "train__max_steps": 3,
-    "train__micro_batch_size": "auto",
-    "train__rampup_batch_size": None,
-}
+AUTO: dict[str, Any] = {"train__max_steps": 3, "train__micro_batch_size": "auto"}
+AUTO |= {"train__rampup_batch_size": None, "optimizer__decay_steps": 6}
 
 
 def written(**changes: Any) -> RunConfig:
@@ -176,44 +166,40 @@ def test_the_choices_divide_every_batch_and_keep_a_pipeline_busy(
     assert [run.train.micro_batch_size for run in reversed(tried)] == wanted
 
 
-def train_auto(folder: Path, corpus: Path, **changes: Any) -> Any:
-    """Train, and return the section train that the run folder holds."""
-    keys = {**AUTO, "optimizer__decay_steps": 6, **changes}
-    torch_gpt2.train.train(*make_run(build_config(make_tree(folder, corpus, **keys))))
-    return load_config(folder / "config.yaml").train
-
-
-def test_a_run_takes_the_choice_for_the_memory_that_is_there(
-    memory: Any, corpus_prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_takes_the_choice_for_the_memory_that_is_there(memory: Any, start: Any) -> None:
     """Losses and norms equal those of another micro batch: float32 sums in another order, 1e-6."""
     memory(peak(4))
-    found = train_auto(tmp_path / "auto", corpus_prefix)
+    run = start("auto", **AUTO)
+    config, measured = (
+        load_config(run / "config.yaml"),
+        json.loads((run / "memory.json").read_text()),
+    )
+    found = config.train
     assert (found.micro_batch_size, found.accumulation_steps, found.global_batch_size) == (4, 3, 12)
-    assert load_config(tmp_path / "auto" / "config.yaml").validation.micro_batch_size == 4
-    measured = json.loads((tmp_path / "auto" / "memory.json").read_text())
-    steps = [row["step_time"] for row in rows_of(tmp_path / "auto")]
+    assert config.validation.micro_batch_size == 4
+    steps = [row["step_time"] for row in rows_of(run)]
     assert min(steps) <= measured["step_seconds"] <= max(steps) and measured["name"]
     memory(peak(12))
-    assert train_auto(tmp_path / "auto", corpus_prefix, train__max_steps=6).micro_batch_size == 12
-    train_auto(tmp_path / "one", corpus_prefix, train__max_steps=6, train__micro_batch_size=1)
+    start("auto", **AUTO | {"train__max_steps": 6})
+    assert load_config(run / "config.yaml").train.micro_batch_size == 12
+    one = start("one", **AUTO | {"train__max_steps": 6, "train__micro_batch_size": 1})
     for key in ("loss", "grad_norm"):
-        auto, one = ([row[key] for row in rows_of(tmp_path / name)] for name in ("auto", "one"))
-        assert auto == [pytest.approx(value, rel=1e-6) for value in one]
+        auto, wanted = ([row[key] for row in rows_of(each)] for each in (run, one))
+        assert auto == pytest.approx(wanted, rel=1e-6)
 
 
-def test_a_run_recomputes_what_it_must(memory: Any, corpus_prefix: Path, tmp_path: Path) -> None:
+def test_a_run_recomputes_what_it_must(memory: Any, start: Any) -> None:
     """The losses are those of a run that recomputes nothing, bit for bit."""
-    big: dict[str, Any] = {"train__micro_batch_size": 12, "train__recompute": "auto"}
+    big = AUTO | {"train__micro_batch_size": 12, "train__recompute": "auto"}
     memory(peak(12) - 1)
-    found = train_auto(tmp_path / "auto", corpus_prefix, **big)
+    run = start("auto", **big)
+    found = load_config(run / "config.yaml").train
     chosen = found.recompute, found.recompute_layers, found.micro_batch_size
     assert chosen == ("selective", 1, 12)
     memory(2 * peak(12))
-    assert train_auto(tmp_path / "none", corpus_prefix, **big).recompute == "none"
-    for key in ("loss", "grad_norm"):
-        auto, none = ([row[key] for row in rows_of(tmp_path / name)] for name in ("auto", "none"))
-        assert auto == none and len(auto) == 3
+    none = start("none", **big)
+    assert load_config(none / "config.yaml").train.recompute == "none"
+    require_same_bits(run, none)
 
 
 @pytest.mark.long
