@@ -120,13 +120,13 @@ SCALED = {"loss_scale": {"mode": "static", "initial": 1024.0}, "optimizer__clip_
 
 
 LOOPS: dict[str, dict[str, Any]] = {
-    "sgd": {},
-    "sgd, clip on some steps": {"optimizer__clip_grad": 1.0},
-    "sgd, decay": {"optimizer__weight_decay": 0.1},
-    "adamw, cosine": {"optimizer": ADAMW},
-    "adam, l2": {"optimizer": ADAM},
+    "sgd-no-clip": {},
+    "sgd-clip-on-some-steps": {"optimizer__clip_grad": 1.0},
+    "sgd-decay": {"optimizer__weight_decay": 0.1},
+    "adamw-cosine": {"optimizer": ADAMW},
+    "adam-l2": {"optimizer": ADAM},
     "recompute": {"train__recompute": "full"},
-    "loss scale": SCALED,
+    "loss-scale": SCALED,
 }
 
 
@@ -366,7 +366,7 @@ def test_a_compiled_run_equals_an_eager_one_without_a_break(
         ({"name": "adamw"}, 2, {"parameters": "float16", "compute": "float16"}),
         ({"name": "sgd", "momentum": 0.9}, 1, "float32"),
     ],
-    ids=str,
+    ids=["adamw-float16", "sgd-float32"],
 )
 def test_a_snapshot_holds_what_was_when_it_was_taken(
     optimizer: dict[str, Any], parts: int, precision: Any
