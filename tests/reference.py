@@ -60,6 +60,7 @@ def hugging_face_model(config: ModelConfig, tensors: dict[str, torch.Tensor]) ->
             n_embd=config.hidden_size,
             n_head=config.num_heads,
             n_positions=config.max_positions,
+            n_inner=config.ffn_hidden_size,
             vocab_size=config.vocab_size,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
