@@ -117,7 +117,7 @@ def test_hccl_waits_as_long_as_the_run(process: Process, monkeypatch: pytest.Mon
         monkeypatch.delenv("HCCL_EXEC_TIMEOUT", raising=False)
         if given:
             monkeypatch.setenv("HCCL_EXEC_TIMEOUT", given)
-        opened = world.open_world(tiny_config(ranks=3), process, select_device("cpu"))
+        opened = world.open_world(tiny_config(), process, select_device("cpu"))
         with pytest.raises(ConfigError, match="enough"), opened:
             pass
         assert os.environ["HCCL_EXEC_TIMEOUT"] == found
