@@ -1,21 +1,31 @@
-"""--run_mode serve as a user starts it: the line that says where, and signals."""
+"""--run_mode serve as a user starts it: the line that says where, signals, and many clients."""
 
+import collections
 import http.client
 import json
+import os
+import random
 import re
 import signal
+import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
+from common.inference.load import load_model
 from run_gpt2 import main
-from tests.run_scripts import start_program
+from tests.run_scripts import start_program, wait_until
 from tests.tiny import tiny_run, train_here
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install '.[serve]'")
+CLIENTS = 200
+SECONDS = float(os.environ.get("GPT2_LOAD_SECONDS", "60"))
+WORDS = ["To be", "or not to be", "that is the question", "O Romeo", "the king", "and yet"]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +50,7 @@ def config(
 
 
 class Served:
-    """The process, and a stream of it that has begun."""
+    """The process, and requests to it."""
 
     def __init__(self, config: Path, *words: str, **variables: str) -> None:
         self.child = start_program(
@@ -55,21 +65,30 @@ class Served:
         assert found is not None, line
         self.port = int(found[1])
 
-    def post(self, **fields: Any) -> http.client.HTTPResponse:
+    def request(self, fields: Any) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        headers = {"Content-Type": "application/json", "Authorization": "Bearer secret-of-mine"}
-        body = json.dumps({"prompt": "To be", "logit_bias": {"50256": -100}} | fields)
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        headers["Authorization"] = "Bearer secret-of-mine"
+        body = fields if isinstance(fields, bytes) else json.dumps(fields)
         connection.request("POST", "/v1/completions", body, headers)
-        response = connection.getresponse()
-        assert response.status == 200
-        return response
+        return connection
+
+    def post(self, fields: Any) -> http.client.HTTPResponse:
+        return self.request(fields).getresponse()
 
     def stream(self, max_tokens: int) -> http.client.HTTPResponse:
-        response = self.post(max_tokens=max_tokens, stream=True)
-        assert response.readline().startswith(b"data: ")
+        """Return one that has begun."""
+        fields = {"prompt": "To be", "logit_bias": {"50256": -100}, "max_tokens": max_tokens}
+        response = self.post(fields | {"stream": True})
+        assert response.status == 200 and response.readline().startswith(b"data: ")
         return response
 
-    def end(self) -> tuple[int, str, str]:
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+            return str(answer.read().decode())
+
+    def end(self, number: signal.Signals) -> tuple[int, str, str]:
+        self.child.send_signal(number)
         out, error = self.child.communicate(timeout=60)
         return self.child.returncode, out, error
 
@@ -79,32 +98,20 @@ def events(response: http.client.HTTPResponse) -> list[Any]:
     return [line if line == b"[DONE]" else json.loads(line) for line in lines]
 
 
-def test_requests_at_work_end_before_the_server_does(config: Path) -> None:
-    """SIGTERM while a stream has hundreds of tokens left; the key is asked for and not shown."""
-    served = Served(config, GPT2_API_KEY="secret-of-mine")
-    response = served.stream(200)
-    served.child.send_signal(signal.SIGTERM)
-    found = events(response)
-    code, out, error = served.end()
+def test_requests_at_work_have_a_time_to_end(config: Path) -> None:
+    """Ctrl-C during two streams. The one that is not done by then tells its client; the key is
+    asked for and not shown.
+    """
+    served = Served(config, "serve.drain_timeout=3", GPT2_API_KEY="secret-of-mine")
+    short, long = served.stream(30), served.stream(1_000_000)
+    code, out, error = served.end(signal.SIGINT)
+    found = events(short)
     assert found[-1] == b"[DONE]" and found[-2]["choices"][0]["finish_reason"] == "length"
-    assert code == 143 and "every request is answered" in error
-    assert re.search(r"POST /v1/completions 200 [\d.]+ s prompt_tokens=2 tokens=200", out)
-    assert "To be" not in out and "secret-of-mine" not in out + error and "Traceback" not in error
-
-
-def test_a_drain_has_a_limit(config: Path) -> None:
-    """Ctrl-C; what is not done is told to the client."""
-    served = Served(
-        config, "serve.drain_timeout=0.3", "serve.log_prompts=true", GPT2_API_KEY="secret-of-mine"
-    )
-    response = served.stream(1_000_000)
-    began = time.monotonic()
-    served.child.send_signal(signal.SIGINT)
-    found = events(response)
-    code, out, error = served.end()
-    assert time.monotonic() - began < 10
+    found = events(long)
     assert found[-1]["error"]["type"] == "server_error" and b"[DONE]" not in found
-    assert code == 130 and "were given up" in error and 'prompts=["To be"]' in out
+    assert code == 130 and "were given up" in error and "Traceback" not in error
+    assert re.search(r"POST /v1/completions 200 [\d.]+ s prompt_tokens=2 tokens=30", out)
+    assert "To be" not in out and "secret-of-mine" not in out + error
 
 
 @pytest.mark.long
@@ -114,13 +121,129 @@ def test_an_export_says_what_its_checkpoint_says(config: Path) -> None:
     folder, words = config.parent / "tiny", ["--config", str(config), "--run_mode", "export"]
     words += ["export.format=onnx", "predict.window=null", "export.check=false"]
     assert main(words) == 0
-    found = []
-    for path in (folder, folder / "onnx"):
-        served = Served(config, f"checkpoint.load={path}", "predict.window=null")
-        answer = json.loads(served.post(max_tokens=20, temperature=0, model="tiny").read())
-        found.append(answer["choices"][0]["text"])
-        maps = Path(f"/proc/{served.child.pid}/maps").read_text()
-        assert ("libtorch" in maps) == (path == folder)
-        served.child.send_signal(signal.SIGTERM)
-        assert served.end()[0] == 143
-    assert found[0] == found[1] != ""
+    keys = ("predict.window=null", "serve.log_prompts=true")
+    served = Served(config, f"checkpoint.load={folder / 'onnx'}", *keys)
+    fields = {"prompt": "To be", "max_tokens": 20, "temperature": 0, "model": "tiny"}
+    answer = json.loads(served.post(fields).read())["choices"][0]["text"]
+    assert "libtorch" not in Path(f"/proc/{served.child.pid}/maps").read_text()
+    code, out, error = served.end(signal.SIGTERM)
+    assert code == 143 and "every request is answered" in error and 'prompts=["To be"]' in out
+    [expected] = load_model(folder).generate(["To be"], max_new_tokens=20)
+    assert answer == expected.text != ""
+
+
+class Crowd:
+    """Clients in threads. ``seen``: how often each thing happened."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        self.seen: collections.Counter[str] = collections.Counter()
+        self.texts: dict[str, set[str]] = collections.defaultdict(set)
+        self.wrong: list[str] = []
+        self.deadline = time.monotonic() + SECONDS
+        self._lock = threading.Lock()
+
+    def client(self, number: int) -> None:
+        dice = random.Random(number)
+        kinds = (self.whole, self.stream, self.leave, self.bad)
+        while time.monotonic() < self.deadline:
+            kind = dice.choices(kinds, weights=(30, 30, 15, 15))[0]
+            try:
+                found = kind(dice)
+            except (ConnectionError, TimeoutError) as error:
+                found = f"{kind.__name__}: {type(error).__name__}"
+            with self._lock:
+                self.seen[found] += 1
+
+    def fields(self, dice: random.Random) -> dict[str, Any]:
+        prompt = " ".join(dice.choices(WORDS, k=dice.randint(1, 3)))
+        fields = {"prompt": prompt, "max_tokens": dice.randint(1, 12), "temperature": 0}
+        return fields | {"logit_bias": {"50256": -100}}
+
+    def ask(self, fields: Any) -> tuple[int, str]:
+        with self.served.post(fields) as response:
+            body = response.read().decode()
+            busy = response.status == 429 and response.headers["retry-after"] == "1"
+            self.check(response.status in (200, 400) or busy, body)
+        return response.status, body
+
+    def keep(self, fields: dict[str, Any], texts: list[str]) -> None:
+        with self._lock:
+            self.texts[json.dumps(fields, sort_keys=True)].add(json.dumps(texts))
+
+    def whole(self, dice: random.Random) -> str:
+        fields = self.fields(dice)
+        if dice.random() < 0.3:
+            fields |= {"n": dice.randint(1, 4), "temperature": 1.0, "seed": dice.randint(0, 9)}
+        status, body = self.ask(fields)
+        if status == 200:
+            tree = json.loads(body)
+            wanted = fields.get("n", 1) * fields["max_tokens"]
+            self.check(tree["usage"]["completion_tokens"] == wanted, body)
+            self.keep(fields, [each["text"] for each in tree["choices"]])
+        return f"whole: {status}"
+
+    def stream(self, dice: random.Random) -> str:
+        fields = self.fields(dice)
+        status, body = self.ask(fields | {"stream": True})
+        if status == 200:
+            lines = [line for line in body.split("\n") if line.startswith("data: ")]
+            self.check(lines[-1] == "data: [DONE]", body[-300:])
+            pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]]
+            self.keep(fields, ["".join(pieces)])
+        return f"stream: {status}"
+
+    def leave(self, dice: random.Random) -> str:
+        fields = self.fields(dice) | {"stream": dice.random() < 0.5, "n": dice.randint(1, 8)}
+        self.served.request(fields).close()
+        return "left"
+
+    def bad(self, dice: random.Random) -> str:
+        wrong: list[Any] = [
+            {"prompt": 5}, {"temperature": -1}, {"n": 0}, {"promt": "a"}, {"max_tokens": 10**6},
+            b"[]", b"{", b"\xff", b"[" * 50_000, {"prompt": [[]]}, {"logit_bias": {"x": 1000}},
+        ]  # fmt: skip
+        status, body = self.ask(dice.choice(wrong))
+        self.check(status == 400 and "Traceback" not in body, body)
+        return "bad: 400"
+
+    def check(self, is_right: bool, found: str) -> None:
+        if not is_right:
+            self.wrong.append(found[:500])
+
+
+@pytest.mark.campaign
+def test_a_crowd_of_clients(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every answer is whole, equal requests get equal texts whatever their neighbours, memory stays
+    flat, and in the end nothing is left over. GPT2_LOAD_SECONDS=300 makes five minutes of it.
+    """
+    served = Served(config, "predict.window=null", "serve.read_timeout=3")
+    process = psutil.Process(served.child.pid)
+    threading.Thread(target=served.child.stdout.read, daemon=True).start()  # type: ignore[union-attr]
+    crowd = Crowd(served)
+    threads = [
+        threading.Thread(target=crowd.client, args=(number,), daemon=True)
+        for number in range(CLIENTS)
+    ]
+    for thread in threads:
+        thread.start()
+    memory, alive = [], 0
+    while time.monotonic() < crowd.deadline:
+        time.sleep(SECONDS / 20)
+        memory.append(process.memory_info().rss / 2**20)
+        alive += '"ok"' in served.get("/health")
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    idle = {"gpt2_running_sequences 0.0", "gpt2_waiting_sequences 0.0"}
+    wait_until(lambda: idle <= {*served.get("/metrics").splitlines()}, "nothing is left over")
+    served.child.send_signal(signal.SIGTERM)
+    assert served.child.wait(40) == 143
+    assert served.child.stderr is not None and "Traceback" not in served.child.stderr.read()
+    with capsys.disabled():
+        print(f"\n{CLIENTS} clients, {SECONDS:g} s: {dict(sorted(crowd.seen.items()))}")
+        print(f"memory MiB {[round(each) for each in memory]}")
+    assert crowd.wrong == []
+    assert all(len(texts) == 1 for texts in crowd.texts.values())
+    assert alive == len(memory) and crowd.seen["whole: 200"] > 50 and crowd.seen["left"] > 50
+    assert max(memory[-5:]) < 1.03 * max(memory[4:10]) + 5
