@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +66,14 @@ class Served:
         assert found is not None, line
         self.port = int(found[1])
 
-    def request(self, fields: Any) -> http.client.HTTPConnection:
+    def request(self, fields: dict[str, Any]) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         headers = {"Content-Type": "application/json", "Connection": "close"}
         headers["Authorization"] = "Bearer secret-of-mine"
-        body = fields if isinstance(fields, bytes) else json.dumps(fields)
-        connection.request("POST", "/v1/completions", body, headers)
+        connection.request("POST", "/v1/completions", json.dumps(fields), headers)
         return connection
 
-    def post(self, fields: Any) -> http.client.HTTPResponse:
+    def post(self, fields: dict[str, Any]) -> http.client.HTTPResponse:
         return self.request(fields).getresponse()
 
     def stream(self, max_tokens: int) -> http.client.HTTPResponse:
@@ -132,86 +132,6 @@ def test_an_export_says_what_its_checkpoint_says(config: Path) -> None:
     assert answer == expected.text != ""
 
 
-class Crowd:
-    """Clients in threads. ``seen``: how often each thing happened."""
-
-    def __init__(self, served: Served) -> None:
-        self.served = served
-        self.seen: collections.Counter[str] = collections.Counter()
-        self.texts: dict[str, set[str]] = collections.defaultdict(set)
-        self.wrong: list[str] = []
-        self.deadline = time.monotonic() + SECONDS
-        self._lock = threading.Lock()
-
-    def client(self, number: int) -> None:
-        dice = random.Random(number)
-        kinds = (self.whole, self.stream, self.leave, self.bad)
-        while time.monotonic() < self.deadline:
-            kind = dice.choices(kinds, weights=(30, 30, 15, 15))[0]
-            try:
-                found = kind(dice)
-            except (ConnectionError, TimeoutError) as error:
-                found = f"{kind.__name__}: {type(error).__name__}"
-            with self._lock:
-                self.seen[found] += 1
-
-    def fields(self, dice: random.Random) -> dict[str, Any]:
-        prompt = " ".join(dice.choices(WORDS, k=dice.randint(1, 3)))
-        fields = {"prompt": prompt, "max_tokens": dice.randint(1, 12), "temperature": 0}
-        return fields | {"logit_bias": {"50256": -100}}
-
-    def ask(self, fields: Any) -> tuple[int, str]:
-        with self.served.post(fields) as response:
-            body = response.read().decode()
-            busy = response.status == 429 and response.headers["retry-after"] == "1"
-            self.check(response.status in (200, 400) or busy, body)
-        return response.status, body
-
-    def keep(self, fields: dict[str, Any], texts: list[str]) -> None:
-        with self._lock:
-            self.texts[json.dumps(fields, sort_keys=True)].add(json.dumps(texts))
-
-    def whole(self, dice: random.Random) -> str:
-        fields = self.fields(dice)
-        if dice.random() < 0.3:
-            fields |= {"n": dice.randint(1, 4), "temperature": 1.0, "seed": dice.randint(0, 9)}
-        status, body = self.ask(fields)
-        if status == 200:
-            tree = json.loads(body)
-            wanted = fields.get("n", 1) * fields["max_tokens"]
-            self.check(tree["usage"]["completion_tokens"] == wanted, body)
-            self.keep(fields, [each["text"] for each in tree["choices"]])
-        return f"whole: {status}"
-
-    def stream(self, dice: random.Random) -> str:
-        fields = self.fields(dice)
-        status, body = self.ask(fields | {"stream": True})
-        if status == 200:
-            lines = [line for line in body.split("\n") if line.startswith("data: ")]
-            self.check(lines[-1] == "data: [DONE]", body[-300:])
-            pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]]
-            self.keep(fields, ["".join(pieces)])
-        return f"stream: {status}"
-
-    def leave(self, dice: random.Random) -> str:
-        fields = self.fields(dice) | {"stream": dice.random() < 0.5, "n": dice.randint(1, 8)}
-        self.served.request(fields).close()
-        return "left"
-
-    def bad(self, dice: random.Random) -> str:
-        wrong: list[Any] = [
-            {"prompt": 5}, {"temperature": -1}, {"n": 0}, {"promt": "a"}, {"max_tokens": 10**6},
-            b"[]", b"{", b"\xff", b"[" * 50_000, {"prompt": [[]]}, {"logit_bias": {"x": 1000}},
-        ]  # fmt: skip
-        status, body = self.ask(dice.choice(wrong))
-        self.check(status == 400 and "Traceback" not in body, body)
-        return "bad: 400"
-
-    def check(self, is_right: bool, found: str) -> None:
-        if not is_right:
-            self.wrong.append(found[:500])
-
-
 @pytest.mark.campaign
 def test_a_crowd_of_clients(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every answer is whole, equal requests get equal texts whatever their neighbours, memory stays
@@ -220,30 +140,56 @@ def test_a_crowd_of_clients(config: Path, capsys: pytest.CaptureFixture[str]) ->
     served = Served(config, "predict.window=null", "serve.read_timeout=3")
     process = psutil.Process(served.child.pid)
     threading.Thread(target=served.child.stdout.read, daemon=True).start()  # type: ignore[union-attr]
-    crowd = Crowd(served)
-    threads = [
-        threading.Thread(target=crowd.client, args=(number,), daemon=True)
-        for number in range(CLIENTS)
-    ]
-    for thread in threads:
-        thread.start()
-    memory, alive = [], 0
-    while time.monotonic() < crowd.deadline:
-        time.sleep(SECONDS / 20)
-        memory.append(process.memory_info().rss / 2**20)
-        alive += '"ok"' in served.get("/health")
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    deadline = time.monotonic() + SECONDS
+    texts: dict[str, set[str]] = collections.defaultdict(set)
+
+    def be_client(number: int) -> collections.Counter[str]:
+        """Ask, stream or leave before the answer until the time is over. Return how often."""
+        dice, seen = random.Random(number), collections.Counter[str]()
+        while time.monotonic() < deadline:
+            tokens, prompt = (
+                dice.randint(1, 12),
+                " ".join(dice.choices(WORDS, k=dice.randint(1, 3))),
+            )
+            fields = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
+            fields |= {"logit_bias": {"50256": -100}}
+            if dice.random() < 0.2:
+                served.request(fields | {"n": 8}).close()
+                seen["left"] += 1
+                continue
+            streamed = dice.random() < 0.5
+            response = served.post(fields | {"stream": streamed})
+            if response.status == 200 and streamed:
+                *pieces, done = events(response)
+                assert done == b"[DONE]"
+                text = "".join(piece["choices"][0]["text"] for piece in pieces)
+            elif response.status == 200:
+                tree = json.loads(response.read())
+                assert tree["usage"]["completion_tokens"] == tokens
+                text = tree["choices"][0]["text"]
+            else:
+                assert response.status == 429 and response.headers["retry-after"] == "1"
+            seen[f"stream={streamed}: {response.status}"] += 1
+            if response.status == 200:
+                texts[json.dumps(fields)].add(text)
+        return seen
+
+    memory = []
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        clients = [pool.submit(be_client, number) for number in range(CLIENTS)]
+        while time.monotonic() < deadline:
+            time.sleep(SECONDS / 20)
+            memory.append(process.memory_info().rss / 2**20)
+            assert '"ok"' in served.get("/health")
+        seen = sum((client.result(60) for client in clients), collections.Counter[str]())
     idle = {"gpt2_running_sequences 0.0", "gpt2_waiting_sequences 0.0"}
     wait_until(lambda: idle <= {*served.get("/metrics").splitlines()}, "nothing is left over")
     served.child.send_signal(signal.SIGTERM)
     assert served.child.wait(40) == 143
     assert served.child.stderr is not None and "Traceback" not in served.child.stderr.read()
     with capsys.disabled():
-        print(f"\n{CLIENTS} clients, {SECONDS:g} s: {dict(sorted(crowd.seen.items()))}")
+        print(f"\n{CLIENTS} clients, {SECONDS:g} s: {dict(sorted(seen.items()))}")
         print(f"memory MiB {[round(each) for each in memory]}")
-    assert crowd.wrong == []
-    assert all(len(texts) == 1 for texts in crowd.texts.values())
-    assert alive == len(memory) and crowd.seen["whole: 200"] > 50 and crowd.seen["left"] > 50
+    assert all(len(found) == 1 for found in texts.values())
+    assert seen["stream=False: 200"] > 50 and seen["left"] > 50
     assert max(memory[-5:]) < 1.03 * max(memory[4:10]) + 5

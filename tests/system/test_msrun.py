@@ -1,5 +1,5 @@
-"""The launchers themselves start a script that asks who it is. mpirun's, srun's and horovodrun's
-variables: tests/common/cluster/test_environment.py.
+"""msrun itself starts a script that asks who it is. The variables of other launchers:
+tests/common/cluster/test_environment.py. torchrun trains in test_restarts.py.
 """
 
 import shutil
@@ -25,34 +25,18 @@ sys.stdout.write(
 """
 
 
-def said_by(folder: Path, *words: str) -> str:
-    """Start the script under a launcher, and return what its ranks print."""
-    (folder / "who.py").write_text(WHO)
-    done = subprocess.run(
-        [*words, "who.py"], cwd=folder, env=clean_environment(GPT2_ROOT=str(ROOT)),
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
-def test_torchrun(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    port = free_port()
-    words = f"-m torch.distributed.run --nproc-per-node 2 --master-port {port}".split()
-    assert sorted(said_by(tmp_path, sys.executable, *words).splitlines()) == [
-        f"0/2 0/2 None 127.0.0.1:{port} torchrun",
-        f"1/2 1/2 None 127.0.0.1:{port} torchrun",
-    ]
-
-
 def test_msrun(tmp_path: Path) -> None:
     pytest.importorskip("mindspore")
     program = shutil.which("msrun", path=str(Path(sys.executable).parent))
     assert program, "msrun is part of mindspore"
+    (tmp_path / "who.py").write_text(WHO)
     port = free_port()
     words = ["--worker_num=2", "--local_worker_num=2", "--log_dir=logs", "--join=True"]
-    said_by(tmp_path, program, *words, f"--master_port={port}")
+    done = subprocess.run(
+        [program, *words, f"--master_port={port}", "who.py"], cwd=tmp_path, capture_output=True,
+        env=clean_environment(GPT2_ROOT=str(ROOT)), text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
     logs = {path.stem: path.read_text().strip() for path in (tmp_path / "logs").glob("*.log")}
     assert logs == {
         "worker_0": f"0/2 0/2 0 127.0.0.1:{port} msrun",
