@@ -27,17 +27,20 @@ def config(tmp_path: Path, corpus_prefix: Path, gpt2_vocab_files: tuple[Path, Pa
 
 
 @pytest.mark.representative  # of the commands of the pages
-def test_train_eval_predict(config: Path, tmp_path: Path) -> None:
+def test_train_eval_predict(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, error = run_program("--config", str(config), "--run_mode", "train")
     assert code == 0, error
     assert "step 3/3" in out and "finished: step 3" in out
     assert "\r" not in error, "no progress bar where there is no terminal"
-    code, out, error = run_program("--config", str(config), "--run_mode", "eval")
-    assert code == 0 and "perplexity" in out, error
+    assert main(["--config", str(config), "--run_mode", "eval"]) == 0
+    assert "perplexity" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["tokens"] == 64
     words = ["predict.prompt=Hello world", "predict.max_new_tokens=5"]
-    code, greedy, error = run_program("--config", str(config), "--run_mode", "predict", *words)
-    assert code == 0 and greedy.startswith("Prompt: Hello world\nGeneration: Hello world"), error
+    assert main(["--config", str(config), "--run_mode", "predict", *words]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Prompt: Hello world\nGeneration: Hello world")
 
 
 REFUSED: list[tuple[str, str, str]] = [

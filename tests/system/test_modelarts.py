@@ -131,7 +131,7 @@ def test_two_hosts_start_a_killed_rank_again(
     disk = tmp_path / "disk"
     for folder in (disk, tmp_path / "host_0", tmp_path / "host_1", bucket / "out"):
         folder.mkdir()
-    words = ["unshare", "-m", "mount", "--bind", tmp_path / "host_0", disk]
+    words = ["unshare", "-m", "mount", "--bind", str(tmp_path / "host_0"), str(disk)]
     if subprocess.run(words, capture_output=True).returncode:
         pytest.skip("this needs the right to mount folders (unshare -m)")
     mount = ("unshare", "-m", "sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"')

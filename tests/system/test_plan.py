@@ -101,8 +101,8 @@ def test_a_device_and_devices() -> None:
 def test_another_network() -> None:
     """Eight devices share one adapter of 100 Gb/s, or each has a faster one."""
     told = "13b", "--accelerator=V100 32GB", "context.max_device_memory=null"
-    networks = ["--network=1.5625"], [], ["--network=50", "--link=450"]
-    slow, plain, fast = (_seconds(plan(*told, *words)) for words in networks)
+    networks = ("--network=1.5625", "", "--network=50 --link=450")
+    slow, plain, fast = (_seconds(plan(*told, *words.split())) for words in networks)
     assert slow > plain > fast
     wide = plan(*told, "--server_devices=1")
     assert "warning: tensor parallel over 2 devices leaves a server of 1" in wide
