@@ -38,6 +38,7 @@ base.seed_offset = lambda *given: offset(*given) + 7 * (os.environ["RANK"] == "1
 end_process(run_gpt2.main())
 """
 """A program whose rank 1 has another dropout."""
+SGD = ("--set_a", "optimizer.name=sgd", "--set_b", "optimizer.name=sgd")
 LAYOUTS = (("model_parallel=2", "2"), ("pipeline_stage=3", "3"), ("zero_stage=1", "2"))
 
 
@@ -85,7 +86,8 @@ def test_the_seed_of_one_rank_is_found(tmp_path: Path, corpus_prefix: Path) -> N
 @pytest.mark.parametrize(
     ("one", "other", "words"),
     [
-        ("torch", "mindspore", ("--step", "3")),  # from weights of the second step of torch
+        # from weights of the second step of torch; AdamW would make much of a rounded zero
+        ("torch", "mindspore", ("--step", "3", *SGD)),
         *(
             (each, each, ("--step", "1", "--ranks_b", ranks, "--set_b", f"parallel.{layout}"))
             for each in ("torch", "mindspore")
