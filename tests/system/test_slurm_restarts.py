@@ -39,17 +39,18 @@ def test_a_job_resumes_from_the_newest_checkpoint(
     again, or a launcher on each node starts the ranks again. Losses are those of one process that
     nobody kills.
     """
-    for name in ("scripts", "tools", "common"):
-        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    program, launcher = tmp_path / "run_gpt2.py", tmp_path / "scripts" / "run_distribute.sh"
     rank = "RANK" if restarts else "SLURM_PROCID"
-    (tmp_path / "run_gpt2.py").write_text(FAULTS.replace('environ["RANK"]', f'environ["{rank}"]'))
+    program.write_text(FAULTS.replace('environ["RANK"]', f'environ["{rank}"]'))
+    launcher.write_text(f'exec bash {ROOT}/scripts/run_distribute.sh --program {program} "$@"\n')
     faults = tmp_path / "faults.json"
     faults.write_text(json.dumps([{"rank": 1, "step": 8, "signal": 9}]))
     keys = {"train__max_steps": 12, "checkpoint__interval": 5, "model__dropout": 0}
     run, alone = tmp_path / "run", tmp_path / "alone"
     words = [*restarts, CONFIG, "train", *run_words(run, corpus_prefix, **keys)]
     code, text = submit(tmp_path, *words, FAULTS=str(faults))
-    assert json.loads(faults.read_text()) == [] and pids_with(str(run)) == []
+    assert json.loads(faults.read_text()) == [] and pids_with(str(run)) == [], text
     if restarts:
         assert "hosts by the step of Slurm: 2, this is number 1, rank 0 is on localhost" in text
         assert (run / "mf_parallel1" / "mindformer.log.1").exists()
