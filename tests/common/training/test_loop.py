@@ -1,6 +1,5 @@
 """The loop with an engine of a few lines that takes several steps at once, as a data sink does."""
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +12,9 @@ from common.checkpoint.folders import find_checkpoint, whole_checkpoints
 from common.checkpoint.manifest import read_manifest
 from common.checkpoint.state import TrainState
 from common.dataset import Batch
-from common.resolve.derive import resolve_config
-from common.run_config import load_config
-from common.training.loop import perplexity
 from common.training.metrics import read_metrics
 from common.training.outliers import NO_LIMITS
 from common.training.steps import Steps
-from common.weights.names import flops_per_token
 from tests.common.training.scripted import Scripted, batches, start
 from tests.tiny import require_equal, rows_of
 
@@ -175,15 +170,3 @@ def test_an_engine_is_told_limits_only_to_skip_and_from_the_steps_before(tmp_pat
     assert limits[9].loss == pytest.approx(
         (last := 1 / np.arange(2, 10)).mean() + 2 * last.std(ddof=1), rel=1e-6
     )
-
-
-def test_gpt2_flops_per_token_are_the_published_figure() -> None:
-    """0.855 GFLOP a token for 124M at 1024 (6 (N - positions) + 12 L h T)."""
-    root = Path(__file__).resolve().parents[3]
-    model = resolve_config(load_config(root / "configs" / "gpt2" / "run_gpt2_124m.yaml")).model
-    assert flops_per_token(model) == pytest.approx(0.855e9, rel=1e-3)
-
-
-def test_perplexity() -> None:
-    assert perplexity(math.log(42.0)) == pytest.approx(42.0)
-    assert perplexity(1e6) == math.inf
