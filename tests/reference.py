@@ -16,9 +16,9 @@ MERGES = ["h e", "l l", "he ll", "hell o", "Ġ t"]
 
 
 def write_vocabulary(folder: Path, merges: list[str]) -> Path:
-    """Vocabulary of 262 tokens, under OpenAI's names, the merges without a header."""
+    """Vocabulary of 257 tokens and one a merge, under OpenAI's names, the merges without a header."""
     folder.mkdir()
-    tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES), "<|endoftext|>"]
+    tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
     (folder / "encoder.json").write_text(
         json.dumps({token: number for number, token in enumerate(tokens)})
     )
