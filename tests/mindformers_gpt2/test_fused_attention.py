@@ -14,11 +14,7 @@ from common.parallel.sharding import initial_values
 from mindformers_gpt2 import model as modeling
 from mindformers_gpt2.checkpoint import fill_weights
 from mindformers_gpt2.device import MindSporeDevice, open_device
-from mindformers_gpt2.model import (
-    FusedAttention,
-    build_model,
-    takes_fused_attention,
-)
+from mindformers_gpt2.model import FusedAttention, build_model, takes_fused_attention
 from tests.mindformers_gpt2.test_model import make_config
 
 
@@ -33,14 +29,7 @@ class DocumentedKernel(nn.Cell):
         self.heads, self.scale, self.mode = head_num, scale_value, sparse_mode
 
     def construct(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        real_shift: Any,
-        drop_mask: Any,
-        padding_mask: Any,
-        attn_mask: Any,
+        self, q: Any, k: Any, v: Any, shift: Any, drop: Any, pad: Any, attn_mask: Any
     ) -> Any:
         length = q.shape[2]
         assert q.shape[1] == self.heads
@@ -99,14 +88,8 @@ def test_it_computes_what_attention_written_out_does(
     ],
 )
 def test_where_it_is_taken(changes: dict[str, Any], name: str, expected: bool) -> None:
-    config = make_config(
-        **{
-            "precision": {"compute": "float16"},
-            "model__num_heads": 2,
-            "model__dropout": 0.0,
-            **changes,
-        }
-    )
+    usual = {"precision": {"compute": "float16"}, "model__num_heads": 2, "model__dropout": 0.0}
+    config = make_config(**(usual | changes))
     npu = MindSporeDevice(kind="npu", index=0, name=name)
     assert takes_fused_attention(config, npu) is expected
     assert not takes_fused_attention(config, MindSporeDevice(kind="cpu", index=0, name="a CPU"))

@@ -14,7 +14,6 @@ from mindspore import ops
 
 from common.dataset import Batch
 from common.parallel.learning_rate import learning_rate
-from common.parallel.operator_plan import operator_strategies, splits_vocabulary
 from common.parallel.run import Run
 from common.parallel.sharding import initial_values
 from common.training.start import Start
@@ -23,12 +22,8 @@ from mindformers_gpt2.data import inputs_and_targets
 from mindformers_gpt2.device import MindSporeDevice, open_device
 from mindformers_gpt2.engine import Engine
 from mindformers_gpt2.model import GPT2
-from mindformers_gpt2.semi_auto.network import (
-    TrainingGraph,
-    build_network,
-    build_step,
-)
-from tests.tiny import tiny_config
+from mindformers_gpt2.semi_auto.network import TrainingGraph, build_network, build_step
+from tests.tiny import SGD, tiny_config
 
 CPU = MindSporeDevice(kind="cpu", index=0, name="")
 
@@ -109,14 +104,9 @@ def test_a_step_is_that_of_the_engine_of_one_device() -> None:
     changes: dict[str, Any] = {
         "parallel": {},
         "train": {"max_steps": 6, "micro_batch_size": 2, "sink_size": 6},
-        "optimizer": {
-            "name": "sgd",
-            "learning_rate": 0.3,
-            "momentum": 0.9,
-            "weight_decay": 0.1,
-            "clip_grad": 2.0,
-            "warmup_steps": 2,
-        },
+        "optimizer": SGD
+        | {"learning_rate": 0.3, "weight_decay": 0.1, "clip_grad": 2.0, "warmup_steps": 2}
+        | {"schedule": "cosine"},
         "loss_scale": {"mode": "dynamic", "initial": 2.0**123, "factor": 2.0**60},
         "precision": {"parameters": "float32", "compute": "float32"},
     }
@@ -175,13 +165,3 @@ def test_every_operator_has_a_strategy(sequence_parallel: bool) -> None:
     assert block.attn.c_proj.matmul.in_strategy == ((2, 2), (1, 2))
     assert block.add.in_strategy == (((4, 1), (4, 1)) if sequence_parallel else ((2, 1), (2, 1)))
     assert [part.pipeline_stage for part in (network.h[0], block, network.head)] == [0, 1, 1]
-
-
-def test_strategies_divide_what_they_split() -> None:
-    config = make_config(parallel__vocab_emb_dp=True, parallel__pipeline_stage=1)
-    assert not splits_vocabulary(config)
-    plan = operator_strategies(config)
-    assert plan["wte.gather"].inputs == ((1, 1), (4, 1)) and plan["head.matmul"].inputs == (
-        (8, 1),
-        (1, 1),
-    )
