@@ -2,8 +2,6 @@
 
 import random
 
-import pytest
-
 from common.generation.stop_strings import GrowingText, StopText
 from common.tokenizer.streams import ByteStream
 
@@ -45,26 +43,6 @@ def test_random_texts_in_random_pieces() -> None:
         assert shown + reader.push("", final=True) == expected
         stopped += stop is not None
     assert 500 < stopped < 1500
-
-
-@pytest.mark.parametrize(
-    ("stops", "pieces", "shown", "found"),
-    [
-        (["\n\n"], ["one.", "\n", "\ntwo"], ["one.", "", ""], "\n\n"),  # over two tokens
-        (["."], ["one. two", " three"], ["one", ""], "."),  # within a token
-        (["abcd", "bc"], ["a", "b", "c"], ["", "", "a"], "bc"),
-        (["ab", "cab"], ["x", "ca", "b"], ["x", "", ""], "cab"),
-        (["END"], ["THE", " EN"], ["TH", "E "], None),
-    ],
-)
-def test_text_that_each_piece_shows(
-    stops: list[str], pieces: list[str], shown: list[str], found: str | None
-) -> None:
-    reader = StopText(stops)
-    assert [reader.push(piece) for piece in pieces] == shown
-    assert reader.found == found
-    # what was held back belongs to the text where nothing follows
-    assert reader.push("", final=True) == ("EN" if found is None else "")
 
 
 def test_a_sequence_of_bytes_is_read_once_and_shows_whole_characters() -> None:
