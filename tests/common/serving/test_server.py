@@ -26,15 +26,10 @@ def test_an_address_that_is_taken_or_not_here() -> None:
         assert (listener.getsockname()[0], listener.proto) == ("127.0.0.1", socket.IPPROTO_TCP)
 
 
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        *((host, True) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost", "LocalHost.")),
-        *((host, False) for host in ("0.0.0.0", "::", "10.0.0.1", "example", "localhost..")),
-    ],
-)
-def test_addresses_that_only_this_machine_reaches(host: str, expected: bool) -> None:
-    assert is_loopback(host) is expected
+def test_addresses_that_only_this_machine_reaches() -> None:
+    own = ("127.0.0.1", "127.9.9.9", "::1", "localhost", "LocalHost.")
+    others = ("0.0.0.0", "::", "10.0.0.1", "example", "localhost..")
+    assert [host for host in (*own, *others) if is_loopback(host)] == [*own]
 
 
 def test_the_key_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
