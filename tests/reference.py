@@ -16,7 +16,7 @@ MERGES = ["h e", "l l", "he ll", "hell o", "Ġ t"]
 
 
 def write_vocabulary(folder: Path, merges: list[str]) -> Path:
-    """Vocabulary of 257 tokens and one a merge, under OpenAI's names, the merges without a header."""
+    """A vocabulary of bytes and merges under OpenAI's names, the merges without a header."""
     folder.mkdir()
     tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
     (folder / "encoder.json").write_text(

@@ -97,23 +97,17 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], int]] = {
         {"learning_rate": 0.003, "warmup_steps": 20, "weight_decay": 0.1, "clip_grad": 1.5},
         200,
     ),
-    "sgd": (
-        {
-            "name": "sgd",
-            "learning_rate": 0.1,
-            "momentum": 0.9,
-            "warmup_steps": 20,
-            "clip_grad": 0.0,
-        },
-        200,
-    ),
+    "sgd": (SGD | {"schedule": "cosine", "warmup_steps": 20}, 200),
 }
 """Section optimizer, and steps."""
-MARKS = dict.fromkeys(("adamw", "sgd"), pytest.mark.campaign)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=MARKS.get(name, ())) for name in OPTIMIZERS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.campaign if steps > 20 else ())
+        for name, (_, steps) in OPTIMIZERS.items()
+    ],
 )
 def test_runs_of_the_same_config_are_equal(tmp_path: Path, corpus_prefix: Path, name: str) -> None:
     """With accumulation 2, schedules, and clips that act on some steps."""

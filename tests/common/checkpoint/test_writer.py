@@ -225,7 +225,8 @@ def die(of, before):
 
 if rank == dying:
     os.fsync, os.replace = die("fsync", os.fsync), die("rename", os.replace)
-CheckpointWriter(folder, active=False, asynchronous=False, patience=1.0).save(part(10, rank))
+patience = 1.0 if dying else 60.0  # where rank 1 dies, rank 0 waits for its part in vain
+CheckpointWriter(folder, active=False, asynchronous=False, patience=patience).save(part(10, rank))
 """
 
 

@@ -9,7 +9,6 @@ import pytest
 from common.config.schema import PredictConfig
 from common.errors import ConfigError
 from common.generation.logit_rules import LogitRules, bad_words_ids, sequence_biases
-from common.generation.sampling import as_record, score_token
 from common.tokenizer import Framing
 
 VOCABULARY, END = 12, 11
@@ -94,15 +93,6 @@ def test_presence_and_frequency_by_openais_formula() -> None:
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
-def test_the_scores_are_of_the_models_own_distribution() -> None:
-    logits = np.log(np.array([0.1, 0.4, 0.2, 0.2, 0.1], np.float32)) + 5
-    scored = score_token(logits, 2, 3)
-    assert (scored.id, [each for each, _ in scored.top]) == (2, [1, 2, 3])
-    values = [scored.logprob, *(value for _, value in scored.top)]
-    np.testing.assert_allclose(values, np.log([0.2, 0.4, 0.2, 0.2]), rtol=1e-6)
-    assert score_token(logits, 0, 0).top == [] and len(score_token(logits, 0, 99).top) == 5
-
-
 class Words:
     """A tokenizer of words and of spaces in front of them, as byte-level ones have them."""
 
@@ -159,15 +149,6 @@ def test_words_become_ids_as_they_are_written_and_behind_a_space() -> None:
 def test_ids_and_texts_outside_the_vocabulary(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sequence_biases(settings(**changes), WORDS)
-
-
-def test_a_record_names_a_part_of_a_character_by_its_bytes() -> None:
-    found = as_record(score_token(np.zeros(9, np.float32), 7, 1), WORDS)
-    value = pytest.approx(-np.log(9))
-    assert found == {
-        "id": 7, "token": "bytes:\\xc3", "logprob": value,
-        "top": [{"id": 0, "token": "bad", "logprob": value}],
-    }  # fmt: skip
 
 
 def test_an_end_among_bad_words_is_chosen_as_by_transformers() -> None:
