@@ -1,4 +1,4 @@
-"""Rows and figures of the tasks against counts and formulas by hand."""
+"""Rows and figures of the tasks against counts and formulas by hand, and WikiText's spelling."""
 
 import json
 import math
@@ -13,6 +13,7 @@ from common.evaluation import lambada, text
 from common.evaluation.corpus import RowTask, read_evaluation_file
 from common.evaluation.rows import RowScores
 from common.evaluation.task import open_task
+from common.evaluation.text import detokenize_wikitext
 from common.parallel.run import Run
 from common.tokenizer.base import Framing, Ids, PackedIds
 from tests.tiny import tiny_config
@@ -215,3 +216,23 @@ def test_settings_that_would_be_ignored_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         open_task(make_config(tmp_path, **settings))
+
+
+@pytest.mark.parametrize(
+    ("spelt", "expected"),
+    [
+        (" \n = = Description = = \n \n The claws", "\n== Description ==\n\nThe claws"),
+        ("\n = = = Range = = = \n", "\n=== Range ===\n"),
+        ("known as \" H. americanus \" , 60 cm ( 24 in ) long ; it", 'known as "H. americanus", 60'
+            ' cm (24 in) long; it'),
+        ("1 @,@ 000 @-@ 2 @.@ 5 g at 5 ° C . Why ? No : [ sic ] ! So", "1,000-2.5 g at 5°C. Why?"
+            " No: [sic]! So"),
+        ("The dogs ' bowl", "The dogs' bowl"),
+        ("Tom 's bowl", "Tom's bowl"),
+        ("it said ' yes ' twice", "it said 'yes' twice"),
+        ("a { b } c", "a {b} c"),
+        ("an ordinary line, with (nothing) to mend", "an ordinary line, with (nothing) to mend"),
+    ],
+)  # fmt: skip
+def test_wikitext(spelt: str, expected: str) -> None:
+    assert detokenize_wikitext(spelt) == expected

@@ -23,11 +23,10 @@ from common.config.schema import RunConfig
 from common.errors import CheckpointError
 from common.inputs import make_run
 from common.resolve.derive import resolve_mode
-from common.tokenizer import load_tokenizer
-from common.training.export import export, put_tokenizer_files
+from common.training.export import export
 from common.training.opened_checkpoint import Checkpoint
 from common.weights.names import parameter_shapes
-from tests.tiny import tiny_config, tiny_run
+from tests.tiny import tiny_run
 
 ROOT = Path(__file__).resolve().parents[3]
 LARGE = {"model__num_layers": 8, "model__hidden_size": 512}
@@ -201,7 +200,7 @@ def test_a_tokenizer_goes_along_by_the_names_of_a_folder(
     write_parts(tmp_path)
     folder = tmp_path / "vocabulary"
     folder.mkdir()
-    beside = ("added_tokens.json", "generation_config.json")
+    beside = ("added_tokens.json", "tokenizer_config.json", "generation_config.json")
     for name in ("encoder.json", "vocab.bpe", "other.txt", *beside):
         (folder / name).write_text(f"content of {name}")
     here = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"} | {
@@ -236,24 +235,3 @@ def test_a_checkpoint_to_resume_is_not_the_one_exported(
     to_export(config_of(tmp_path, checkpoint={"resume": "elsewhere"}))
     remark = f"checkpoint.resume=elsewhere is for training; the weights are those of {checkpoint}"
     assert remark in caplog.text
-
-
-def test_case_added_tokens_and_ends_of_a_tokenizer_stay(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    target.mkdir()
-    marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    (source / "vocab.txt").write_text("\n".join([*marks, "Hello", "hello"]))
-    (source / "tokenizer_config.json").write_text('{"do_lower_case": false}')
-    (source / "added_tokens.json").write_text('{"<|user|>": 7}')
-    (source / "special_tokens_map.json").write_text('{"bos_token": "<|never|>"}')
-    (source / "config.json").write_text('{"eos_token_id": [3, 7], "vocab_size": 8}')
-    config = tiny_config(model__vocab_size=8, data__tokenizer=str(source))
-    assert put_tokenizer_files(target, config)
-    (target / "manifest.json").write_text(
-        json.dumps({"config": {"model": config.model.model_dump()}})
-    )
-    before, after = load_tokenizer(None, source), load_tokenizer(None, target)
-    assert after.encode("Hello hello").tolist() == before.encode("Hello hello").tolist() == [5, 6]
-    assert after.encode("hello<|user|>", True).tolist() == [6, 7]
-    assert (after.ends, after.sha256, after.vocab_size) == ((3, 7), before.sha256, 8)

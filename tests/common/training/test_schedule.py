@@ -1,14 +1,17 @@
-"""Rates of 30 updates beside Megatron's and transformers' schedulers; text and warnings."""
+"""Rates of 30 updates and the loss scale beside Megatron's and transformers'; text and warnings."""
 
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common.checkpoint.state import TrainState
+from common.config.schema import LossScaleConfig
 from common.parallel.learning_rate import describe_schedule, learning_rate, schedule_warnings
 from common.parallel.run import Run
 from common.training.engine import Schedule
+from common.training.loss_scale import LossScale, clip_factor
 from tests.tiny import tiny_config
 
 UPDATES = 30
@@ -169,3 +172,39 @@ def test_warnings(steps: int, optimizer: dict[str, Any], expected: str | None) -
     run = make_run({"max_steps": steps}, **optimizer)
     found = [*schedule_warnings(run)]
     assert len(found) == (expected is not None) and (expected or "") in "".join(found)
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 4])
+def test_hysteresis_is_megatrons(hysteresis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 random verdicts beside Megatron-Core's scaler, which would make its tensors on CUDA."""
+    theirs_of = pytest.importorskip("megatron.core.optimizer.grad_scaler").DynamicGradScaler
+    torch = pytest.importorskip("torch")
+    make = torch.tensor
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "tensor", lambda values, dtype, device: make(values, dtype=dtype))
+        theirs = theirs_of(2.0**8, 0.25, 2.0, 0.5, 4, hysteresis)
+    ours = LossScale(
+        LossScaleConfig(
+            mode="dynamic", initial=2.0**8, window=4, minimum=0.25, hysteresis=hysteresis
+        )
+    )
+    seen = set()
+    for finite in np.random.default_rng(hysteresis).random(300) < 0.75:
+        ours.update(bool(finite))
+        theirs.update(not finite)
+        assert ours.value == theirs.scale.item()
+        seen.add(ours.value)
+    assert len(seen) > 5
+
+
+def test_a_scale_that_stays() -> None:
+    static = LossScale(LossScaleConfig(mode="static", initial=128.0))
+    static.update(False)
+    assert static.value == 128.0
+    assert LossScale(LossScaleConfig(mode="none")).value == 1.0
+
+
+def test_the_clip_only_lowers_gradients() -> None:
+    assert [clip_factor(norm, 2.0) for norm in (0.0, 1.0, 1.9)] == [1.0] * 3
+    assert clip_factor(8.0, 2.0) == pytest.approx(0.25, rel=1e-6)
+    assert clip_factor(8.0, 0.0) == 1.0
