@@ -134,6 +134,14 @@ def test_logits_are_those_of_torch_for_any_batch_and_length(
         assert found.shape == (batch, length, VOCABULARY) and found.dtype == np.float32
         assert np.abs(expected).max() > 1
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    record, files = json.loads((exported / "export.json").read_text()), fingerprints(exported)
+    del files["export.json"]
+    assert {name: file["sha256"] for name, file in record["files"].items()} == files
+    assert record["checkpoint"] == str(run_folder / "checkpoints" / "step_00000001")
+    assert record["model"] == make_config(run_folder).model.model_dump()
+    assert record["mindspore"] == ms.__version__ and set(record["dynamic"]) == {"batch", "length"}
+    modes = {path.stat().st_mode & 0o777 for path in exported.iterdir()}
+    assert len(modes) == 1  # as the umask has it, export.json as well as MindSpore's
 
 
 GENERATE = """
@@ -197,18 +205,6 @@ def test_load_model_runs_it(exported: Path, tokenizer: Path, model: LanguageMode
         # float32 added in another order, of log-probabilities of up to 20
         assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
         assert found.greedy.tolist() == wanted.greedy.tolist()
-
-
-def test_the_record_says_what_is_there(run_folder: Path, exported: Path) -> None:
-    record = json.loads((exported / "export.json").read_text())
-    found = fingerprints(exported)
-    del found["export.json"]
-    assert {name: file["sha256"] for name, file in record["files"].items()} == found
-    assert record["checkpoint"] == str(run_folder / "checkpoints" / "step_00000001")
-    assert record["model"] == make_config(run_folder).model.model_dump()
-    assert record["mindspore"] == ms.__version__ and set(record["dynamic"]) == {"batch", "length"}
-    modes = {path.stat().st_mode & 0o777 for path in exported.iterdir()}
-    assert len(modes) == 1  # as the umask has it, export.json as well as MindSpore's
 
 
 def test_float16_of_a_fixed_batch_in_two_parts_from_pynative(
