@@ -110,29 +110,21 @@ def test_documents_of_a_jsonl_begin_with_the_end_of_text(tmp_path: Path) -> None
 
 
 def test_a_part_of_a_text_has_no_figures_of_the_whole(tmp_path: Path) -> None:
-    task = open_text(tmp_path, "a.txt", "x" * 30, max_samples=2)
-    record = task.result(scores([8.0, 8.0], [0, 0])).record
-    assert record["scored_tokens"] == 16 and record["loss"] == 1.0 and record["whole"] is False
-    assert [record[key] for key in ("word_perplexity", "adjusted_perplexity", "token_ratio")] == [
-        None
-    ] * 3
-    whole = open_text(tmp_path, "a.txt", "x" * 17, max_samples=2)
-    assert whole.result(scores([8.0, 8.0], [0, 0])).record["whole"] is True
-
-
-def test_bits_a_byte_of_a_part_count_the_bytes_of_its_tokens(tmp_path: Path) -> None:
-    """Windows of 8 targets each, behind a first token that is not scored; a character of two bytes
-    among them.
+    """Bits a byte count the bytes of its tokens: windows of 8 targets each, behind a first token
+    that is not scored; a character of two bytes among them.
     """
-    task = open_text(tmp_path, "a.txt", "a" + "aaaé" * 9, max_samples=2)
-    result = task.result(scores([8.0, 8.0], [0, 0]))
-    assert (
-        result.record["bits_per_byte"] == pytest.approx(16 / math.log(2) / 20)
-        and result.record["scored_bytes"] == 20
-    )
-    assert any("bits per byte" in line for line in result.lines)
+    part = scores([8.0, 8.0], [0, 0])
+    result = open_text(tmp_path, "a.txt", "a" + "aaaé" * 9, max_samples=2).result(part)
+    record = result.record
+    assert record["scored_tokens"] == 16 and record["loss"] == 1.0 and record["whole"] is False
+    names = ("word_perplexity", "adjusted_perplexity", "token_ratio")
+    assert [record[key] for key in names] == [None] * 3
+    assert record["bits_per_byte"] == pytest.approx(16 / math.log(2) / 20)
+    assert record["scored_bytes"] == 20 and any("bits per byte" in line for line in result.lines)
     changed = open_text(tmp_path, "a.txt", "x" * 30, max_samples=2, detokenize="wikitext")
-    assert changed.result(scores([8.0, 8.0], [0, 0])).record["bits_per_byte"] is None
+    assert changed.result(part).record["bits_per_byte"] is None
+    whole = open_text(tmp_path, "a.txt", "x" * 17, max_samples=2)
+    assert whole.result(part).record["whole"] is True
 
 
 def test_last_words(tmp_path: Path) -> None:

@@ -77,22 +77,16 @@ def test_megatron(lines: Any) -> None:
     seconds = (1.0 + 2.0 + 2.0) / 3
     parameters = 50257 * 1024 + 24 * (12 * 1024**2 + 13 * 1024) + 2 * 1024
     tera = (6 * parameters + 12 * 24 * 1024 * 1024) * 8192 / seconds / 1e12
-    parts = [
-        (" iteration {:8d}/{:8d} |", (3, 500000)),
-        (" consumed samples: {:12d} |", (24,)),
-        (" consumed tokens: {:12d} |", (24 * 1024,)),
-        (" elapsed time per iteration (ms): {:.1f} |", (seconds * 1000,)),
-        (" learning rate: {:.3E} |", (1.5e-4,)),
-        (" global batch size: {:5d} |", (8,)),
-        (" {}: {:.6E} |", ("lm loss", 4.5)),
-        (" loss scale: {:.1f} |", (65536,)),
-        (" grad norm: {:.3f} |", (1.25,)),
-        (" number of skipped iterations: {:3d} |", (1,)),
-        (" number of nan iterations: {:3d} |", (1,)),
-        (" samples per second: {:.3f} |", (8 / seconds,)),
-        (" TFLOPs: {:.2f} |", (tera,)),
-    ]
-    expected = "".join(form.format(*values) for form, values in parts)
+    form = (
+        " iteration {:8d}/{:8d} | consumed samples: {:12d} | consumed tokens: {:12d} |"
+        " elapsed time per iteration (ms): {:.1f} | learning rate: {:.3E} |"
+        " global batch size: {:5d} | lm loss: {:.6E} | loss scale: {:.1f} | grad norm: {:.3f} |"
+        " number of skipped iterations: {:3d} | number of nan iterations: {:3d} |"
+        " samples per second: {:.3f} | TFLOPs: {:.2f} |"
+    )
+    speed = (8 / seconds, tera)
+    steps = (3, 500000, 24, 24 * 1024, seconds * 1000, 1.5e-4, 8)
+    expected = form.format(*steps, 4.5, 65536, 1.25, 1, 1, *speed)
     assert found == ["steps: 3 loss: 4.0000 iter time (s): 1.667 samples/sec: 4.800", expected]
 
 
