@@ -36,7 +36,7 @@ from common.systems.table import FORMATS, detect  # noqa: E402
 from common.systems.weights import Weights  # noqa: E402
 from common.tensor_files.containers import open_tensors  # noqa: E402
 from common.training.opened_checkpoint import Checkpoint  # noqa: E402
-from tests.common.systems.tiny_weights import as_weights, random_arrays, refused  # noqa: E402
+from tests.common.systems.tiny_weights import Evil, as_weights, random_arrays, refused  # noqa: E402
 from tests.reference import hugging_face_model  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 
@@ -220,11 +220,6 @@ def test_types_are_rounded_as_torch_does(source: Path, tmp_path: Path, dtype: st
     found = transformers.GPT2LMHeadModel.from_pretrained(folder).state_dict()
     expected = theirs().to(getattr(torch, dtype)).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch executed",)
 
 
 def config(**changes: Any) -> Callable[[Path], object]:

@@ -79,7 +79,6 @@ def test_the_library_reads_back_what_was_meant(source: Path, tmp_path: Path, dty
     assert {name: fields[name] for name in sizes} == sizes
     assert fields["tokenizer.ggml.tokens"] == TOKENS
     assert fields["tokenizer.ggml.merges"] == ["a b"]
-    assert fields["tokenizer.ggml.eos_token_id"] == 257
     with open_hugging_face(source) as weights:
         expected = {name: weight.load() for name, weight in weights.tensors.items()}
     stored = {tensor.name: tensor for tensor in reader.tensors}
@@ -280,14 +279,8 @@ def test_llama_cpp_answers(tmp_path: Path, gpt2_vocab_files: tuple[Path, Path]) 
         with torch.no_grad():
             expected = model.logits(model(torch.tensor([asked["known"][kind]])))[0].numpy()
         answer = found["kinds"][kind]
-        difference = np.abs(np.array(answer["logits"]) - expected)
-        same = [*np.equal(answer["greedy"], tokens[kind]), False].index(False)
-        print(
-            f"llama.cpp {kind}: logits differ by {difference.max():.3g} (deviation"
-            f" {np.sqrt((difference**2).mean()):.3g}) of {np.abs(expected).max():.3g};"
-            f" the first {same} of {NEW} greedy tokens are equal"
-        )
-        assert difference.max() < BOUNDS[kind] * np.abs(expected).max()
+        difference = np.abs(np.array(answer["logits"]) - expected).max()
+        assert difference < BOUNDS[kind] * np.abs(expected).max(), (kind, difference)
     assert found["texts"] == {text: text for text in TEXTS}
     answers = {
         "by": LLAMA_CPP,

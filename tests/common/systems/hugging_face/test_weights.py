@@ -227,7 +227,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "TensorFlow": (
         {"pytorch_model.bin": None, "tf_model.h5": b""},
         r"for TensorFlow only; .*from_tf=True"),
-    "another model": ({"config.json": b'{"model_type": "gptj"}'}, "the models here are GPT-2"),
+    "another model": (
+        {"config.json": json.dumps(SIZES | {"model_type": "gptj"}).encode()},
+        "model_type='gptj'; the models here are GPT-2"),
     "no config": ({"config.json": None}, "its weights lack config.json"),
     "DeepSpeed": (
         {"pytorch_model.bin": None, "latest": b"global_step5",
