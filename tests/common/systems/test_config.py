@@ -4,7 +4,6 @@ follow them.
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from pathlib import Path
@@ -27,6 +26,7 @@ from tools import convert_config
 ORIGINALS = Path(__file__).parent / "originals"
 SINGLE_CARD = ORIGINALS / "fleetx" / "pretrain_gpt_345M_single_card.yaml"
 PRESETS = Path(__file__).parents[3] / "configs" / "gpt2"
+NEUTRAL = Path(__file__).with_name("neutral.yaml")
 OURS = {
     "data.train", "data.tokenizer", "output_dir", "logging", "validation", "checkpoint", "device",
     "predict",
@@ -84,36 +84,6 @@ def test_mindformers_smallest_and_largest_run_are_the_presets(name, devices) -> 
     assert ("parallel.parallel_mode" in found) == (devices == 128)  # where it is by itself
 
 
-NEUTRAL: dict[str, Any] = {
-    "context": {
-        "mode": 0, "device_target": "Ascend", "enable_graph_kernel": False,
-        "graph_kernel_flags": "--enable_parallel_fusion=true", "max_call_depth": 10000,
-        "max_device_memory": "30GB", "save_graphs": False, "save_graphs_path": "./graph",
-        "device_id": 0,
-    },
-    "parallel": {
-        "gradients_mean": True, "loss_repeated_mean": True, "enable_alltoall": False,
-        "full_batch": True, "search_mode": "sharding_propagation",
-        "enable_parallel_optimizer": True,
-        "strategy_ckpt_config": {"save_file": "./s.ckpt", "only_trainable_params": False},
-    },
-    "parallel_config": {
-        "expert_parallel": 1, "context_parallel": 1, "use_seq_parallel": True,
-        "micro_batch_num": 4, "vocab_emb_dp": True, "gradient_aggregation_group": 4,
-    },
-    "micro_batch_interleave_num": 1,
-    "recompute_config": {
-        "recompute": True, "select_comm_recompute": False,
-        "parallel_optimizer_comm_recompute": True, "mp_comm_recompute": False,
-        "recompute_slice_activation": True,
-    },
-    "swap_config": {"swap": False},
-}  # fmt: skip
-"""Sections of MindFormers' files that say how a device is used, and keys that tune it: no result
-depends on them.
-"""
-
-
 @pytest.mark.parametrize(
     ("words", "graph", "layout"),
     [
@@ -126,7 +96,7 @@ depends on them.
 def test_keys_that_change_no_result_pass_everywhere(words, graph, layout, tmp_path) -> None:
     """On every backend and device, in both modes of the context, on one device and several."""
     text = (ORIGINALS / "mindformers_r1.yaml").read_text()
-    tree = yaml.safe_load(text) | copy.deepcopy(NEUTRAL)
+    tree = yaml.safe_load(text) | yaml.safe_load(NEUTRAL.read_text())
     tree["context"]["mode"] = graph
     tree["parallel"]["parallel_mode"] = 3 if graph else 1
     names = ("data_parallel", "model_parallel", "pipeline_stage")

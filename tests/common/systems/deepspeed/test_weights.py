@@ -1,6 +1,4 @@
-"""Checkpoints that DeepSpeed itself has written, against the tensors in its processes and its tool
-zero_to_fp32.
-"""
+"""Checkpoints that DeepSpeed itself has written, against the tensors in its processes."""
 
 import os
 import re
@@ -124,18 +122,6 @@ def test_a_checkpoint_is_what_its_processes_had(saved: Path, case: str) -> None:
     assert (run["engine"]["loss_scale"]["mode"], run["engine"]["loss_scale"]["value"]) == scale
 
 
-def test_float32_weights_are_those_of_deepspeeds_own_tool(saved: Path) -> None:
-    theirs = torch.load(saved / f"{WHOLE}.zero_to_fp32.pt")
-    with FORMATS["deepspeed"].open(saved / WHOLE) as found:
-        for name, ours in (
-            ("embedding.position_embeddings.weight", "wpe.weight"),
-            ("encoder.layers.2.mlp.dense_4h_to_h.weight", "h.2.mlp.c_proj.weight"),
-            ("encoder.final_layernorm.bias", "ln_f.bias"),
-        ):
-            array = theirs[f"language_model.{name}"].detach().numpy()
-            np.testing.assert_array_equal(found.tensors[ours].load(), array)
-
-
 @pytest.mark.parametrize("target", ["torch_gpt2", "megatron"])
 def test_a_run_goes_to_other_formats(saved: Path, tmp_path: Path, target: str) -> None:
     """The whole run, and both hold the same bits."""
@@ -208,8 +194,6 @@ BAD: dict[str, tuple[str, str, Callable[[Path], object]]] = {
         (PIPELINE, "layer_04-model_00-model_states.pt",
          lambda file: [each.unlink() for each in file.parent.glob("layer_04*")]),
     f"missing {SECOND}": (WHOLE, SECOND, Path.unlink),
-    f"{SECOND}: not a whole file of torch.save":
-        (WHOLE, SECOND, lambda file: os.truncate(file, file.stat().st_size - 200)),
     r"mp_rank_01_model_states.pt: global_steps is 4, and mp_rank_00_model_states.pt says 3":
         (PIPELINE, "mp_rank_01_model_states.pt", changed(lambda tree: tree.update(global_steps=4))),
     r"unexpected layers\.2\.rotary\.inv_freq": (
@@ -221,9 +205,6 @@ BAD: dict[str, tuple[str, str, Callable[[Path], object]]] = {
         (STAGES, "zero_pp_rank_0_mp_rank_01_optim_states.pt", changed(add_update)),
     f"{FIRST}: ZeRO-3, whose weights lie in pieces": (
         WHOLE, FIRST, changed(lambda tree: tree["optimizer_state_dict"].update(zero_stage=3))),
-    r"word_embeddings.weight is \[29, 8\], the model's is \[29, 16\]": (
-        WHOLE, "mp_rank_00_model_states.pt",
-        changed(lambda tree: setattr(tree["args"], "hidden_size", 16))),
 }  # fmt: skip
 
 

@@ -25,21 +25,7 @@ from tests.common.systems.tiny_weights import Evil, refused, require_arrays  # n
 
 FIXTURE = Path(__file__).parents[2] / "tensor_files" / "data" / "fleetx"
 PARTS = Path(__file__).parent / "data"
-YAML = """\
-_base_: ./pretrain_gpt_base.yaml
-Global: {local_batch_size: 8}
-Model:
-  vocab_size: 11
-  hidden_size: 8
-  num_layers: 1
-  num_attention_heads: 2
-  ffn_hidden_size:
-  hidden_dropout_prob: 0.1
-  attention_probs_dropout_prob: 0.2
-  max_position_embeddings: 5
-  type_vocab_size: 16
-  initializer_range: 0.02
-"""
+YAML = (PARTS / "pretrain_gpt.yaml").read_text()
 
 
 def copy(folder: Path) -> Path:

@@ -19,25 +19,30 @@ from common.config.resolved import as_run
 from common.errors import ConfigError
 from common.parallel.run import Run
 from common.resolve.derive import resolve_config
-from common.systems.mindformers.read import open_mindformers
+from common.systems.mindformers.read import NAME_MAPS, open_mindformers
 from common.systems.mindformers.write import epoch_and_step, write_mindformers, write_rank_file
 from common.systems.own_folder import open_project, write_project
 from common.systems.run_state import MODEL_YAML, NO_SCALE, new_run
 from common.systems.weights import checked_model
 from common.tensor_files.containers import open_tensors
 from common.weights.names import parameter_shapes
-from tests.common.systems.test_name_map import MINDFORMERS
 from tests.common.systems.tiny_weights import as_weights, random_arrays
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "seq_length": 8, "vocab_size": 101}
 PARTS = {"": "", ".exp_avg": "adam_m.", ".exp_avg_sq": "adam_v."}
 
 
+NAMES = Path(__file__).with_name("names.txt").read_text().splitlines()
+"""Lines with MindFormers' name and shape of a parameter, T if it is transposed, and our name. From
+its sources r0.6 to r1.5.
+"""
+
+
 def theirs(ours: str) -> tuple[str, bool]:
     """Return MindFormers' name of a parameter, and whether it is transposed there."""
     block = re.match(r"h\.(\d+)\.", ours)
     of_block_1 = re.sub(r"^h\.\d+", "h.1", ours)
-    line = next(line for line in MINDFORMERS.splitlines() if line.endswith(f"| {of_block_1}"))
+    line = next(line for line in NAMES if line.endswith(f"| {of_block_1}"))
     name = line.split()[0]
     return name.replace("blocks.1.", f"blocks.{block[1]}.") if block else name, " T |" in line
 
@@ -99,6 +104,25 @@ def test_files_of_a_growing_batch_are_named_by_samples() -> None:
     places = [epoch_and_step(config, 13, TrainState(step=step)) for step in range(1, 8)]
     assert places == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1)]
     assert epoch_and_step(config, 0, TrainState(step=3)) == (3, 1)
+
+
+@pytest.mark.parametrize("release", ["mindformers", "mindformers_r0.3"])
+def test_mindformers_has_these_names(release: str) -> None:
+    """r0.3 put two names under another prefix, and not the embeddings."""
+    parameters, (name_map,) = random_arrays(config_of().model), NAME_MAPS[release]
+    found = {
+        row.theirs: row.pack([parameters[name] for name in row.ours], MODEL["num_heads"])
+        for row in name_map.rows(MODEL["num_layers"])
+    }
+    assert len(found) == 16 * 2 + 4
+    for line in NAMES:
+        (name, shape, *transposed), (ours,) = (part.split() for part in line.split(" | "))
+        if release == "mindformers_r0.3":
+            name = name.replace("backbone.blocks", "gpt2.backbone.transformer.encoder.blocks")
+            name = name.replace("backbone.layernorm.", "gpt2.backbone.layernorm.")
+        assert found[name].shape == tuple(map(int, shape.split("x")))
+        expected = parameters[ours].T if transposed else parameters[ours]
+        np.testing.assert_array_equal(found[name], expected)
 
 
 def network_of_mindformers(ms: ModuleType) -> Any:

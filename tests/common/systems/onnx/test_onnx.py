@@ -23,7 +23,14 @@ from common.generation.exported import ExportedDecoder
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
 from common.systems.hugging_face.weights import open_hugging_face
-from common.systems.onnx.folder import DATA_FILE, GRAPH_FILE, OnnxModel, OnnxSlots, write_onnx
+from common.systems.onnx.folder import (
+    DATA_FILE,
+    GRAPH_FILE,
+    OnnxModel,
+    OnnxSlots,
+    logits,
+    write_onnx,
+)
 from common.systems.onnx.model import BLOCK, quantize_blocks
 from common.systems.weights import Weight, Weights
 from tests.mixed_load import prompts, run
@@ -73,11 +80,6 @@ def logits_of(net: GPT2LMHeadModel, ids: np.ndarray) -> np.ndarray:
         return net(torch.from_numpy(ids)).logits.numpy()
 
 
-def whole(folder: Path, ids: np.ndarray) -> np.ndarray:
-    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    return OnnxModel(folder / GRAPH_FILE).run(ids, np.ones_like(ids), positions)
-
-
 def random_ids(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, VOCABULARY, shape)
 
@@ -91,7 +93,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(
     onnx.checker.check_model(str(folder / GRAPH_FILE), full_check=True)
     for shape in ((1, 1), (3, 9), (2, POSITIONS)):
         ids = random_ids(*shape)
-        assert np.abs(whole(folder, ids) - logits_of(net, ids)).max() < TOLERANCE
+        assert np.abs(logits(folder, None, ids) - logits_of(net, ids)).max() < TOLERANCE
     decoder = ExportedDecoder(OnnxModel(folder / GRAPH_FILE), POSITIONS, rows=2)
     prompts = [Prompt(text="", ids=list(map(int, random_ids(n))), new_tokens=12) for n in (5, 11)]
     settings = PredictConfig(stop_at_end_of_text=False)
@@ -169,9 +171,9 @@ def test_smaller_weights_compute_what_they_stand_for(
 
     meant = write(tmp_path / "meant", oracle[1], change=rough)
     ids = random_ids(2, 11)
-    expected, rounded = whole(meant, ids), whole(small, ids)
+    expected, rounded = logits(meant, None, ids), logits(small, None, ids)
     (small / GRAPH_FILE).write_bytes(graph.SerializeToString())
-    assert np.abs(whole(small, ids) - expected).max() < TOLERANCE
+    assert np.abs(logits(small, None, ids) - expected).max() < TOLERANCE
     assert np.abs(rounded - expected).max() < 0.05 * np.abs(expected).max()
     sizes = [(folder / DATA_FILE).stat().st_size for folder in (small, meant)]
     assert sizes[0] < {"float16": 0.6, "int8": 0.4, "int4": 0.3}[dtype] * sizes[1]
@@ -272,7 +274,7 @@ def test_optimum_generates_what_transformers_does(
     found, given = json.loads(done.stdout), {"attention_mask": torch.from_numpy(mask)}
     with torch.no_grad():
         positions = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
-        logits = net(torch.from_numpy(ids), position_ids=positions, **given).logits.numpy()
-    assert np.abs(np.array(found["logits"]) - logits)[mask == 1].max() < TOLERANCE
+        expected = net(torch.from_numpy(ids), position_ids=positions, **given).logits.numpy()
+    assert np.abs(np.array(found["logits"]) - expected)[mask == 1].max() < TOLERANCE
     for rows, each in zip(found["rows"], cases, strict=True):
         assert rows == net.generate(torch.from_numpy(ids), **given, **each).tolist()
