@@ -2,8 +2,6 @@
 rank asks for. Runs that begin with them have equal losses.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Command lines of Megatron, OneFlow and GPT2-Chinese, and scripts with them, in our words."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import tempfile

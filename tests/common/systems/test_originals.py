@@ -2,8 +2,6 @@
 messages.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from common.config.load import build_config, flatten
 from common.dialects.megatron import DEEPSPEED, DEEPSPEED_DEFAULTS
@@ -29,31 +28,7 @@ from common.weights.names import count_parameters
 from tools import convert_config
 
 ORIGINALS = Path(__file__).parent / "originals"
-NATIVE = ["engine=native"]
-
-FIGURES: dict[str, tuple[list[str], int, tuple[int, int, int], tuple[int, int, int], float]] = {
-    # file: (overrides, parameters, data x tensor x pipeline, micro x accumulation -> windows, rate)
-    "mindformers_r0.3/run_gpt2_13b.yaml": (
-        [], 12_848_143_360, (4, 2, 4), (2, 24, 192), 5e-5),
-    "mindformers_r0.3/run_gpt2.yaml": ([], 124_439_808, (8, 1, 1), (8, 1, 64), 1e-4),
-    "mindformers_r0.3/run_gpt2_52b.yaml": ([], 51_966_533_632, (8, 1, 16), (2, 64, 1024), 5e-5),
-    "mindformers_r1.yaml": ([], 124_439_808, (8, 1, 1), (8, 1, 64), 1e-4),
-    "modelzoo/train_345M.sh": (NATIVE, 354_823_168, (4, 1, 2), (4, 1, 16), 1.5e-4),
-    "megatron/train_gpt3_345m.sh": ([], 354_823_168, (2, 2, 2), (4, 4, 32), 6e-4),
-    "oneflow/pretrain_345M.sh": ([], 354_823_168, (1, 1, 1), (8, 1, 8), 1.5e-4),
-    "oneflow/distribute_pretrain_4n8d_2x4x4_512_2304x24.sh": (
-        [], 1_650_057_984, (2, 4, 4), (8, 32, 512), 1.5e-4),
-    "fleetx/pretrain_gpt_345M_single_card.yaml": ([], 354_871_296, (1, 1, 1), (8, 1, 8), 5e-5),
-    "fleetx/eval_gpt_345M_single_card.yaml": ([], 354_871_296, (1, 1, 1), (8, 1, 8), 5e-5),
-    "fleetx/inference_gpt_345M_single_card.yaml": ([], 354_871_296, (1, 1, 1), (8, 1, 8), 5e-5),
-    "fleetx/pretrain_gpt_345M_mp8_qat.yaml": (
-        [], 354_871_296, (1, 8, 1), (1, 8, 8), 5e-5),
-    "fleetx/pretrain_gpt_1.3B_dp8.yaml": ([], 1_313_722_368, (8, 1, 1), (8, 1, 64), 5e-5),
-    "fleetx/pretrain_gpt_6.7B_sharding16.yaml": ([], 6_654_402_560, (16, 1, 1), (8, 1, 128), 5e-5),
-    "fleetx/pretrain_gpt_175B_mp8_pp16.yaml": (
-        [], 174_603_264_000, (1, 8, 16), (1, 1536, 1536), 5e-5),
-}  # fmt: skip
-"""The originals' own numbers; PaddleFleetX counts its padded vocabulary."""
+FIGURES = yaml.safe_load((ORIGINALS / "figures.yaml").read_text())
 
 SMALLEST = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1"
@@ -79,8 +54,8 @@ def test_figures_and_the_file_of_ours_that_convert_config_writes(
     found = resolve_config(config, world_size=ranks)
     parallel, train = found.parallel, found.train
     assert count_parameters(found.model) == parameters
-    assert (parallel.data_parallel, parallel.model_parallel, parallel.pipeline_stage) == layout
-    sizes = (train.micro_batch_size, train.accumulation_steps, train.global_batch_size)
+    assert [parallel.data_parallel, parallel.model_parallel, parallel.pipeline_stage] == layout
+    sizes = [train.micro_batch_size, train.accumulation_steps, train.global_batch_size]
     assert sizes == batch and found.optimizer.learning_rate == rate
     system = re.split("[/_]", name)[0].replace("modelzoo", "megatron")
     command = ["--from", system, str(source), *words, "--output", str(own)]

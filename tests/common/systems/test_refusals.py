@@ -1,7 +1,5 @@
 """What other systems' files and flags are refused for, one row of refusals.yaml each."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shlex

@@ -8,8 +8,6 @@ A key of ours whose 0 is not a quantity says so in its description. Each key of 
 such a key has a row for 0.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Weights of tiny models in memory, and conversions that must be refused."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Mapping

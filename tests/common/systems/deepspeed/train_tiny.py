@@ -4,8 +4,6 @@
 FOLDER/CASE.rank_N.pt gets the rank's parameters and optimizer by DeepSpeed's own interfaces.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

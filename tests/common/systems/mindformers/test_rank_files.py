@@ -2,8 +2,6 @@
 `.ckpt` comes from the YAML beside it.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -2,8 +2,6 @@
 then sets of slices that are not whole.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import pickle
