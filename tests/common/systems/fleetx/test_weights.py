@@ -25,7 +25,7 @@ from tests.common.systems.tiny_weights import Evil, refused, require_arrays  # n
 
 FIXTURE = Path(__file__).parents[2] / "tensor_files" / "data" / "fleetx"
 PARTS = Path(__file__).parent / "data"
-YAML = (PARTS / "pretrain_gpt.yaml").read_text()
+YAML = Path(__file__).with_name("pretrain_gpt.yaml").read_text()
 
 
 def copy(folder: Path) -> Path:

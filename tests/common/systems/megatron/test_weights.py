@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 
 from common.config.schema import ModelConfig  # noqa: E402
 from common.conversion.convert import convert  # noqa: E402
+from common.errors import CheckpointError  # noqa: E402
 from common.systems.megatron.write import write_megatron  # noqa: E402
 from common.systems.table import FORMATS, detect  # noqa: E402
 from tests.common.conversion.test_convert import random_weights  # noqa: E402
@@ -311,6 +312,10 @@ def test_a_run_of_megatron_core_resumes(tmp_path: Path, core: Any) -> None:
             averages, squares = 3 * (1 - 0.9**2) * values, 9 * (1 - 0.999**2) * values**2
             near(found.moments[f"{name}.exp_avg"].load(), averages, rtol=1e-5, err_msg=name)
             near(found.moments[f"{name}.exp_avg_sq"].load(), squares, rtol=1e-4, err_msg=name)
+    resave(folder / FILE, lambda saved: saved["optimizer"].update(grad_scaler=[1]))
+    message = f"{FILE}: its counters or its loss scale are not numbers"
+    with pytest.raises(CheckpointError, match=message):
+        FORMATS["megatron_core"].open(tmp_path / "in").__enter__()
 
 
 def test_transformer_engine_holds_the_norms_and_its_scales(tmp_path: Path) -> None:
