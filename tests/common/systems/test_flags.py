@@ -98,6 +98,7 @@ def test_a_dropout_that_is_left_out_is_megatrons() -> None:
     opened = open_flags("megatron", f"{BASES['megatron']} {FIVE} --hidden-dropout 0".split())
     assert "  attention_dropout: 0.1  # not given: as in Megatron\n" in opened.yaml
     assert "beta1" not in opened.yaml and "weight_decay: 0.01" in opened.yaml
+    assert not opened.ours.without_effect, "flags that were not given are not listed"
     model = resolve_config(opened.config).model
     assert (model.hidden_dropout, model.embedding_dropout, model.attention_dropout) == (0, 0, 0.1)
 

@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 
 from common.config.schema import ModelConfig  # noqa: E402
 from common.conversion.convert import convert  # noqa: E402
-from common.errors import CheckpointError  # noqa: E402
+from common.errors import ConfigError  # noqa: E402
 from common.systems.megatron.write import write_megatron  # noqa: E402
 from common.systems.table import FORMATS, detect  # noqa: E402
 from tests.common.conversion.test_convert import random_weights  # noqa: E402
@@ -314,7 +314,7 @@ def test_a_run_of_megatron_core_resumes(tmp_path: Path, core: Any) -> None:
             near(found.moments[f"{name}.exp_avg_sq"].load(), squares, rtol=1e-4, err_msg=name)
     resave(folder / FILE, lambda saved: saved["optimizer"].update(grad_scaler=[1]))
     message = f"{FILE}: its counters or its loss scale are not numbers"
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(ConfigError, match=message):
         FORMATS["megatron_core"].open(tmp_path / "in").__enter__()
 
 
