@@ -210,11 +210,12 @@ def groups_of(model: Any) -> list[dict[str, Any]]:
 
 
 def half_run(form: str) -> dict[str, Any]:
-    scale = {"mode": "none"}
+    """Return a run; without scales and without its precision it is in float32."""
+    scale: dict[str, Any] = {"mode": "none"}
+    config: dict[str, Any] = {"optimizer": {"name": "adamw", "decay_steps": 9}}
     if form == "float16":
         scale = {"mode": "dynamic", "value": 512.0, "finite_steps": 3, "overflows": 1}
-    config: dict[str, Any] = {"optimizer": {"name": "adamw", "decay_steps": 9}}
-    config |= {"precision": {"compute": form}, "loss_scale": {"hysteresis": 4}}
+        config |= {"precision": {"compute": form}, "loss_scale": {"hysteresis": 4}}
     state = {
         "step": 5, "consumed_samples": 20, "sample_hash": "ab", "skipped_steps": 1,
         "skipped_in_a_row": 0, "updated_samples": 24,
