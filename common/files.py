@@ -210,7 +210,7 @@ def put_in_place(folder: Path, target: Path) -> None:
 
 
 def clean_up(parent: Path, names: str) -> None:
-    """Clean up after a killed writer of files and folders with these names (a glob).
+    """Clean up after a killed writer of folders with these names (a glob).
 
     A folder whose replacement is missing is restored. .NAME.tmp and the files .NAME.*.tmp are
     removed.
@@ -243,31 +243,14 @@ def whole_folder(folder: Path, *, what: str, remedy: str) -> Iterator[Path]:
     """Yield a folder to fill, which is renamed to ``folder`` at the end; an older one stays until
     then.
 
-    Raises StorageError with ``remedy`` if the disk fails, and if another process fills a folder of
-    this name.
+    Raises StorageError with ``remedy`` if the disk fails.
     """
-    temporary = folder.with_name(f".{folder.name}.tmp")
     try:
-        temporary.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(temporary, os.O_RDONLY)
-        try:
-            with suppress(OSError):  # a file system without locks gives none
-                if not take_lock(descriptor):
-                    raise StorageError("another process is writing there")
-            try:
-                _put_back(folder.parent, glob.escape(folder.name))
-                for leftover in temporary.iterdir():
-                    _remove(leftover)
-                yield temporary
-                fsync_folder(temporary)
-                put_in_place(temporary, folder)
-            # after a signal too; without an error it has its name by now, and one of this name
-            # belongs to the next writer
-            except BaseException:
-                shutil.rmtree(temporary, ignore_errors=True)
-                raise
-        finally:
-            os.close(descriptor)
+        _put_back(folder.parent, glob.escape(folder.name))
+        with temporary_folder(folder) as temporary:
+            yield temporary
+            fsync_folder(temporary)
+            put_in_place(temporary, folder)
     except (OSError, StorageError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise StorageError(f"{folder}: {what} could not be written: {reason}; {remedy}") from error

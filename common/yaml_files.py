@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +151,21 @@ class _Plain:
     def __init__(self, lines: dict[KeyPath, int] | None, is_text: IsText | None) -> None:
         self._lines = {} if lines is None else lines
         self._is_text = is_text or (lambda *_: False)
-        self._seen = 0
+        self._seen = self._depth = 0
 
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
-        self._count(node)
-        _check_depth(len(path), node)
+        self._seen += 1
+        if self._seen > MAX_YAML_NODES:
+            raise MalformedError(
+                f"more than {MAX_YAML_NODES:,} values once aliases are followed", *_line(node)
+            )
+        _check_depth(self._depth, node)
+        self._depth += 1
+        found = self._content(node, path)
+        self._depth -= 1
+        return found
+
+    def _content(self, node: yaml.Node, path: KeyPath) -> Any:
         tag = node.tag.replace("tag:yaml.org,2002:", "!!")
         if isinstance(node, yaml.MappingNode) and tag == "!!map":
             return self._mapping(node, path)
@@ -167,17 +177,10 @@ class _Plain:
             tag = "!!str"
         return _read_scalar(node, tag)
 
-    def _count(self, node: yaml.Node) -> None:
-        self._seen += 1
-        if self._seen > MAX_YAML_NODES:
-            raise MalformedError(
-                f"more than {MAX_YAML_NODES:,} values once aliases are followed", *_line(node)
-            )
-
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         found: dict[str, Any] = {}
         own: dict[str, int] = {}
-        for key, _ in node.value:
+        for key, child in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise MalformedError("a key is a list or a mapping; expected text", *_line(key))
             name = _read_scalar(key, "!!str")
@@ -188,31 +191,21 @@ class _Plain:
                     *_line(key),
                 )
             own[name] = key.start_mark.line + 1
-        merged = [pair for pair in self._merged(node, len(path)) if pair[0].value not in own]
-        for key, child in (*merged, *node.value):
+            if _is_merge(key):
+                # of several mappings the first wins
+                several = isinstance(child, yaml.SequenceNode)
+                for part in reversed(child.value) if several else [child]:
+                    if not isinstance(part, yaml.MappingNode):
+                        raise MalformedError(
+                            "<<: expected a mapping, or a list of them", *_line(key)
+                        )
+                    found |= self.value(part, path)
+        for key, child in node.value:
             if not _is_merge(key):
                 here = (*path, key.value)
                 self._lines[here] = key.start_mark.line + 1
                 found[key.value] = self.value(child, here)
         return found
-
-    def _merged(
-        self, node: yaml.MappingNode, depth: int
-    ) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
-        """Yield the pairs that the merge key of a mapping brings in, of which a later one wins."""
-        _check_depth(depth, node)
-        for merge, child in node.value:
-            if not _is_merge(merge):
-                continue
-            is_list = isinstance(child, yaml.SequenceNode)
-            for part in reversed(child.value) if is_list else [child]:
-                if not isinstance(part, yaml.MappingNode):
-                    raise MalformedError("<<: expected a mapping, or a list of them", *_line(merge))
-                yield from self._merged(part, depth + 1)
-                for key, value in part.value:
-                    self._count(merge)
-                    if isinstance(key, yaml.ScalarNode) and not _is_merge(key):
-                        yield key, value
 
 
 def _check_depth(depth: int, place: yaml.Node | yaml.Event) -> None:

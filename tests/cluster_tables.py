@@ -29,14 +29,10 @@ def table_1(*servers: tuple[str, Devices], **more: str) -> dict[str, Any]:
 
 def table_0(job: str, *pods: tuple[str, str, Devices]) -> dict[str, Any]:
     """ModelArts' table of version 0, its pods in the order given."""
-    group = {
-        "group_name": job,
-        "device_count": str(sum(len(own) for _, _, own in pods)),
-        "instance_count": str(len(pods)),
-        "instance_list": [
-            {"pod_name": pod, "server_id": server, "devices": own} for pod, server, own in pods
-        ],
-    }
+    listed = [{"pod_name": pod, "server_id": server, "devices": own} for pod, server, own in pods]
+    count = sum(len(own) for _, _, own in pods)
+    group = {"group_name": job, "device_count": str(count), "instance_count": str(len(pods))}
+    group["instance_list"] = listed
     return {"status": "completed", "group_count": "1", "group_list": [group]}
 
 
@@ -49,36 +45,26 @@ def table_2() -> dict[str, Any]:
         found = {"addr_type": "IPV4", "addr": f"172.16.{layer}.{last}", "ports": list(ports)}
         return found | ({} if plane is None else {"plane_id": plane})
 
-    ranks = []
-    for rank in range(4):
-        pod, local = divmod(rank, 2)
+    def levels(pod: int, local: int) -> list[dict[str, Any]]:
         near = {
-            "net_layer": 0,
-            "net_instance_id": f"az0-rack0-pod{pod}",
-            "net_type": "TOPO_FILE_DESC",
-            "net_attr": "",
-            "rank_addr_list": [address(pod, 10 + 18 * local, "1/0")],
+            "net_layer": 0, "net_instance_id": f"az0-rack0-pod{pod}", "net_type": "TOPO_FILE_DESC",
+            "net_attr": "", "rank_addr_list": [address(pod, 10 + 18 * local, "1/0")],
+        }  # fmt: skip
+        planes = [
+            address(pod, 15 + 18 * local, "0/4", "0/5", plane=f"plane{2 * local}"),
+            address(pod, 5 + 18 * local, "1/5", "1/6", plane=f"plane{2 * local + 1}"),
+        ]
+        far = {"net_layer": 1, "net_instance_id": "az0", "net_type": "CLOS", "net_attr": ""}
+        return [near, far | {"rank_addr_list": planes}]
+
+    ranks = [
+        {
+            "rank_id": rank, "local_id": rank % 2, "device_id": rank % 2,
+            "device_port": 16666 + rank, "host_port": 60001 + rank,
+            "level_list": levels(*divmod(rank, 2)),
         }
-        far = {
-            "net_layer": 1,
-            "net_instance_id": "az0",
-            "net_type": "CLOS",
-            "net_attr": "",
-            "rank_addr_list": [
-                address(pod, 15 + 18 * local, "0/4", "0/5", plane=f"plane{2 * local}"),
-                address(pod, 5 + 18 * local, "1/5", "1/6", plane=f"plane{2 * local + 1}"),
-            ],
-        }
-        ranks.append(
-            {
-                "rank_id": rank,
-                "local_id": local,
-                "device_id": local,
-                "device_port": 16666 + rank,
-                "host_port": 60001 + rank,
-                "level_list": [near, far],
-            }
-        )
+        for rank in range(4)
+    ]  # fmt: skip
     return {"status": "completed", "version": "2.0", "rank_count": 4, "rank_list": ranks}
 
 
@@ -88,21 +74,14 @@ def tutorial_servers(
     """Server s is 10.155.111.(140+s); rank s * count + d is its device first_device + d, with four
     networks of devices, as in MindFormers' tutorial.
     """
-    return [
-        (
-            f"10.155.111.{140 + server}",
-            [
-                device | {"device_id": str(first_device + number)}
-                for number, device in enumerate(
-                    devices(
-                        [f"192.{d % 4 + 1}.27.{6 + 2 * server + d // 4}" for d in range(count)],
-                        first_rank=server * count,
-                    )
-                )
-            ],
-        )
-        for server in range(servers)
-    ]
+    found = []
+    for server in range(servers):
+        addresses = [f"192.{d % 4 + 1}.27.{6 + 2 * server + d // 4}" for d in range(count)]
+        own = devices(addresses, first_rank=server * count)
+        for number, device in enumerate(own):
+            device["device_id"] = str(first_device + number)
+        found.append((f"10.155.111.{140 + server}", own))
+    return found
 
 
 def write_tutorial_table(
@@ -138,15 +117,10 @@ def write_samples(folder: Path) -> None:
     super_pod = devices([f"10.0.{2 + d % 2}.{41 + d // 2}" for d in range(16)], first_rank=0)
     for number, device in enumerate(super_pod):
         device["super_device_id"] = str(113246208 + 262144 * (number // 2) + 65537 * (number % 2))
-    merged = [
-        (
-            f"90.90.66.{64 + 2 * n}",
-            devices(
-                [f"192.100.{61 + d % 4}.{14 + 2 * n + d // 4}" for d in range(8)], first_rank=8 * n
-            ),
-        )
-        for n in range(2)
-    ]
+    merged = []
+    for n in range(2):
+        own = [f"192.100.{61 + d % 4}.{14 + 2 * n + d // 4}" for d in range(8)]
+        merged.append((f"90.90.66.{64 + 2 * n}", devices(own, first_rank=8 * n)))
     tables = {
         "v0_modelarts_cce_1x1": table_0(
             "job-arm-d", ("job-mindspore-0", "192.168.6.101", devices(["192.1.244.169"]))
@@ -166,10 +140,9 @@ def write_samples(folder: Path) -> None:
     for name, table in tables.items():
         (folder / f"{name}.json").write_text(json.dumps(table, indent=2))
     eight = [f"192.168.{10 * (d % 4 + 1)}.{21 + d // 4}" for d in range(8)]
+    mask = "255.255.255.0"
     for name, lines in {
-        "hccn_paddle_8p": [
-            f"address_{d}={address}\nnetmask_{d}=255.255.255.0" for d, address in enumerate(eight)
-        ],
+        "hccn_paddle_8p": [f"address_{d}={one}\nnetmask_{d}={mask}" for d, one in enumerate(eight)],
         "hccn_hixl_gap": ["address_1=192.168.1.11"],
         "hccn_hixl_mixed": ["address_0=192.168.1.10", "IPv6address_0=121::101"],
     }.items():

@@ -22,7 +22,6 @@ from tests.cluster_tables import write_samples
 from tests.run_scripts import OF_LAUNCHERS
 
 ROOT = Path(__file__).resolve().parents[1]
-CHINESE = ROOT / "tests" / "chinese_novel.json"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,23 +47,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave long tests to the whole suite. The commands of the pages take minutes, so they start
     first, then the other modules with long tests; short ones fill the end of every worker.
     """
-    if not config.getoption("--all"):
-        left_out = [
-            item
-            for item in items
-            if item.get_closest_marker("long") and not item.get_closest_marker("campaign")
-        ]
-    else:
-        left_out = [item for item in items if item.get_closest_marker("representative")]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+
+    def is_left_out(item: pytest.Item) -> bool:
+        if config.getoption("--all"):
+            return item.get_closest_marker("representative") is not None
+        is_campaign = item.get_closest_marker("campaign") is not None
+        return item.get_closest_marker("long") is not None and not is_campaign
+
+    config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
+    items[:] = [item for item in items if not is_left_out(item)]
     slow = {item.path for item in items if item.get_closest_marker("long")}
-    quick = ("common", "tools")  # folders whose other modules take a second each
+    quick = {"common", "tools"}  # folders whose other modules take a second each
     items.sort(
         key=lambda item: (
             item.path.name != "test_pages.py",
             item.path not in slow,
-            not set(quick).isdisjoint(item.path.parts),
+            not quick.isdisjoint(item.path.parts),
         )
     )
 
@@ -99,11 +97,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return (
-                nodeid
-                if "::test_the_commands_of_a_page" in nodeid
-                else super()._split_scope(nodeid)
-            )
+            is_page = "::test_the_commands_of_a_page" in nodeid
+            return nodeid if is_page else super()._split_scope(nodeid)
 
     return Scheduling(config, log)
 
@@ -113,12 +108,9 @@ def _signals() -> None:
     """Children inherit ignored signals: a suite started in the background by a script (``&``,
     ``nohup``) would hand these on.
     """
-    for number, handler in (
-        (signal.SIGINT, signal.default_int_handler),
-        (signal.SIGHUP, signal.SIG_DFL),
-    ):
-        if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
@@ -149,9 +141,8 @@ def mindspore() -> ModuleType:
     """MindSpore with its device chosen: after the first operation of a process it can no longer
     be.
     """
-    module = pytest.importorskip(
-        "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
-    )
+    reason = "MindSpore is not installed: pip install '.[mindspore]'"
+    module = pytest.importorskip("mindspore", reason=reason)
     from mindformers_gpt2.device import select_device
 
     select_device("cpu")
@@ -192,8 +183,7 @@ def english(quickstart_data: Path) -> str:
 @pytest.fixture(scope="session")
 def chinese() -> list[str]:
     """The starts of seven chapters of a novel, 红楼梦 (public domain)."""
-    texts: list[str] = json.loads(CHINESE.read_text(encoding="utf-8"))
-    return texts
+    return json.loads((ROOT / "tests" / "chinese_novel.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="session")

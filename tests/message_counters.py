@@ -46,9 +46,8 @@ def watch(note: Path) -> Iterator[None]:
             (FrugalStage, "forward_one_chunk", go),
             (FrugalStage, "backward_one_chunk", go),
         ):
-            patches.enter_context(
-                patch.object(owner, name, _watched(getattr(owner, name), watcher))
-            )
+            watched = _watched(getattr(owner, name), watcher)
+            patches.enter_context(patch.object(owner, name, watched))
         yield
     note.write_text(json.dumps(counts))
 

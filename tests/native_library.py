@@ -37,11 +37,7 @@ def built(source: Path, name: str, libraries: Sequence[str]) -> Path:
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     words = [
         *(compiler, "-std=c++20", "-O0", "-w", "-fPIC", "-shared"),
-        *(
-            "-DUSE_DISTRIBUTED",
-            "-DTORCH_API_INCLUDE_EXTENSION_H",
-            f"-DTORCH_EXTENSION_NAME={name}",
-        ),
+        *("-DUSE_DISTRIBUTED", "-DTORCH_API_INCLUDE_EXTENSION_H", f"-DTORCH_EXTENSION_NAME={name}"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-I{path}" for path in [*include_paths(), python]),
         str(source),
@@ -51,13 +47,10 @@ def built(source: Path, name: str, libraries: Sequence[str]) -> Path:
     files = [*sorted(source.parent.glob("*.[ch]pp")), Path(__file__)]
     # the library looks for torch's in the folder of the environment that built it
     versions = [torch.__version__, torch.version.git_version, suffix, *library_paths()]
-    digest = hashlib.sha256(
-        repr(versions).encode() + b"".join(path.read_bytes() for path in files)
-    ).hexdigest()[:16]
-    folder = (
-        Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-        / f"gpt2{name}_{digest}"
-    )
+    text = repr(versions).encode() + b"".join(path.read_bytes() for path in files)
+    digest = hashlib.sha256(text).hexdigest()[:16]
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+    folder = Path(root) / f"gpt2{name}_{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"{name}{suffix}"
     with (folder / "lock").open("w") as lock:

@@ -32,6 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 Job = dict[str, Any]
+Process = subprocess.Popen[str]
 SCHEDULER = (sys.executable, "-c", "import mindspore.communication; mindspore.communication.init()")
 _schedulers: dict[int, subprocess.Popen[bytes]] = {}
 """By the process number of rank 0."""
@@ -54,19 +55,18 @@ def free_port() -> int:
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """Variables that torchrun sets, and one thread."""
-    names = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_PORT": port,
-    }
     clean = {key: value for key, value in os.environ.items() if not key.startswith("GPT2_")}
-    return (
-        clean
-        | {key: str(value) for key, value in names.items()}
-        | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    )
+    names = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    names |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return clean | names | place | {"OMP_NUM_THREADS": "1"}
+
+
+def _start(argument: list[Any], variables: Mapping[str, str], **options: Any) -> Process:
+    return subprocess.Popen(
+        [sys.executable, __file__, json.dumps(argument)], cwd=ROOT, env=variables,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options,
+    )  # fmt: skip
 
 
 def start_ranks(
@@ -75,7 +75,7 @@ def start_ranks(
     *,
     other: dict[int, Sequence[Job]] | None = None,
     variables: Mapping[str, str] | None = None,
-) -> list[subprocess.Popen[str]]:
+) -> list[Process]:
     """The processes of ``ranks`` ranks, by rank. other: ranks that are given other jobs. variables:
     more of the environment.
     """
@@ -84,37 +84,20 @@ def start_ranks(
     more = dict(variables or {})
     scheduler = None
     if jobs[0].get("backend") == "mindspore" and ranks > 1:
-        more |= {
-            "MS_WORKER_NUM": str(ranks),
-            "MS_SCHED_HOST": "127.0.0.1",
-            "MS_SCHED_PORT": str(free_port()),
-            "GLOG_v": "3",
-        }
+        more |= {"MS_WORKER_NUM": str(ranks), "MS_SCHED_HOST": "127.0.0.1", "GLOG_v": "3"}
+        more["MS_SCHED_PORT"] = str(free_port())
         scheduler = subprocess.Popen(SCHEDULER, env=os.environ | more | {"MS_ROLE": "MS_SCHED"})
         more["MS_ROLE"] = "MS_WORKER"
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                str(Path(__file__)),
-                json.dumps([ports, list((other or {}).get(rank, jobs))]),
-            ],
-            cwd=ROOT,
-            env=rank_environment(rank, ranks, ports[0]) | more | {"MS_NODE_ID": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+    processes = []
+    for rank in range(ranks):
+        environment = rank_environment(rank, ranks, ports[0]) | more | {"MS_NODE_ID": str(rank)}
+        processes.append(_start([ports, list((other or {}).get(rank, jobs))], environment))
     if scheduler is not None:
         _schedulers[processes[0].pid] = scheduler
     return processes
 
 
-def end_ranks(
-    processes: list[subprocess.Popen[str]], *, seconds: float = 120.0
-) -> tuple[list[int], list[str]]:
+def end_ranks(processes: list[Process], *, seconds: float = 120.0) -> tuple[list[int], list[str]]:
     """Exit codes and what was printed, by rank; no process is left."""
     try:
         printed = [process.communicate(timeout=seconds)[0] for process in processes]
@@ -139,22 +122,14 @@ def run_ranks(
     """
     # its threads do not outlive a fork; it compiles a graph for each job
     if jobs[0].get("backend") == "mindspore":
-        codes, texts = end_ranks(
-            start_ranks(ranks, jobs, variables=variables),
-            seconds=120.0 + 3 * seconds * ranks * len(jobs),
-        )
+        processes = start_ranks(ranks, jobs, variables=variables)
+        codes, texts = end_ranks(processes, seconds=120.0 + 3 * seconds * ranks * len(jobs))
         assert codes == [0] * ranks, "\n".join([str(codes), *texts])
         return
     ports = [free_port() for _ in jobs]
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__)), json.dumps([ports, list(jobs), ranks, watched])],
-        cwd=ROOT,
-        env=rank_environment(0, ranks, ports[0]) | dict(variables or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    environment = rank_environment(0, ranks, ports[0]) | dict(variables or {})
+    words = [ports, list(jobs), ranks, watched]
+    process = _start(words, environment, start_new_session=True)
     try:
         printed, _ = process.communicate(timeout=60.0 + seconds * ranks * len(jobs))
     finally:

@@ -16,12 +16,11 @@ MERGES = ["h e", "l l", "he ll", "hell o", "Ġ t"]
 
 
 def write_vocabulary(folder: Path, merges: list[str]) -> Path:
-    """Vocabulary of 262 tokens, under OpenAI's names, the merges without a header."""
+    """A vocabulary of bytes and merges under OpenAI's names, the merges without a header."""
     folder.mkdir()
-    tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES), "<|endoftext|>"]
-    (folder / "encoder.json").write_text(
-        json.dumps({token: number for number, token in enumerate(tokens)})
-    )
+    tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
+    ids = {token: number for number, token in enumerate(tokens)}
+    (folder / "encoder.json").write_text(json.dumps(ids))
     (folder / "vocab.bpe").write_text("\n".join(merges))
     return folder
 
@@ -31,41 +30,31 @@ def save_model(folder: Path, vocabulary: Path, size: int) -> Path:
     files.
     """
     torch.manual_seed(0)
-    sizes = {
-        "n_layer": 2,
-        "n_embd": 32,
-        "n_head": 4,
-        "n_positions": POSITIONS,
-        "vocab_size": size,
-        "initializer_range": 0.3,
-    }
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=size - 1, eos_token_id=size - 1))
+    config = GPT2Config(
+        n_layer=2, n_embd=32, n_head=4, n_positions=POSITIONS, vocab_size=size,
+        initializer_range=0.3, bos_token_id=size - 1, eos_token_id=size - 1,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
     with torch.no_grad():
         # or a tied model of random weights repeats itself
         model.transformer.wpe.weight.normal_(std=2.0)
         model.transformer.ln_f.bias.copy_(model.transformer.wte.weight[-1])
     model.save_pretrained(folder)
     shutil.copy(vocabulary / "encoder.json", folder / "vocab.json")
-    (folder / "merges.txt").write_text(
-        "#version: 0.2\n" + (vocabulary / "vocab.bpe").read_text().removeprefix("#version: 0.2\n")
-    )
+    head, merges = "#version: 0.2\n", (vocabulary / "vocab.bpe").read_text()
+    (folder / "merges.txt").write_text(head + merges.removeprefix(head))
     return folder
 
 
 def hugging_face_model(config: ModelConfig, tensors: dict[str, torch.Tensor]) -> GPT2LMHeadModel:
     """transformers' model in evaluation mode with a copy of our parameters."""
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=config.num_layers,
-            n_embd=config.hidden_size,
-            n_head=config.num_heads,
-            n_positions=config.max_positions,
-            vocab_size=config.vocab_size,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-    ).eval()
+    theirs = GPT2Config(
+        n_layer=config.num_layers, n_embd=config.hidden_size, n_head=config.num_heads,
+        n_positions=config.max_positions, vocab_size=config.vocab_size,
+        n_inner=config.ffn_hidden_size,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(theirs).eval()
     state = model.state_dict()
     named = hugging_face_names(tensors, config.vocab_size)
     assert set(named) | {"lm_head.weight"} == set(state)

@@ -19,24 +19,13 @@ OF_LAUNCHERS = re.compile(
 )
 
 TINY = (
-    "device=cpu",
-    "model.num_layers=2",
-    "model.hidden_size=32",
-    "model.num_heads=2",
-    "model.seq_length=16",
-    "model.vocab_size=101",
-    "train.micro_batch_size=2",
-    "train.global_batch_size=8",
-    "optimizer.name=sgd",
-    "optimizer.learning_rate=0.1",
-    "optimizer.warmup_steps=0",
-    "optimizer.decay_steps=1000",
-    "data.split=90,10,0",
-    "data.tokenizer=null",
-    "validation.max_samples=4",
-    "logging.tensorboard=false",
+    "device=cpu", "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2",
+    "model.seq_length=16", "model.vocab_size=101", "train.micro_batch_size=2",
+    "train.global_batch_size=8", "optimizer.name=sgd", "optimizer.learning_rate=0.1",
+    "optimizer.warmup_steps=0", "optimizer.decay_steps=1000", "data.split=90,10,0",
+    "data.tokenizer=null", "validation.max_samples=4", "logging.tensorboard=false",
     "logging.plot=false",
-)
+)  # fmt: skip
 """Overrides of the tiny preset for the fixture ``corpus_prefix``; a step takes milliseconds."""
 
 
@@ -54,13 +43,10 @@ def run_words(output: Path, corpus: Path, **keys: object) -> list[str]:
 
 def start_program(*words: str, **variables: str) -> subprocess.Popen[str]:
     """``run_gpt2.py words``, with pipes for its output and its errors."""
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "run_gpt2.py"), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-    )
+    command = [sys.executable, str(ROOT / "run_gpt2.py"), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
 
 
 def run_program(*words: str) -> tuple[int, str, str]:
@@ -78,13 +64,10 @@ def start_script(
     """
     with log.open("ab") as file:
         return subprocess.Popen(
-            [*before, "bash", str(ROOT / "scripts" / "run_distribute.sh"), *words],
-            cwd=ROOT,
-            env=clean_environment(**variables),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
+            [*before, "bash", str(ROOT / "scripts" / "run_distribute.sh"), *words], cwd=ROOT,
+            env=clean_environment(**variables), stdin=subprocess.DEVNULL, stdout=file,
             stderr=subprocess.STDOUT,
-        )
+        )  # fmt: skip
 
 
 def pids_with(text: str) -> list[int]:
@@ -105,12 +88,12 @@ def pids_with(text: str) -> list[int]:
 
 def process_of_rank(text: str, rank: int) -> int:
     """Process of this rank, among those whose command line holds ``text``, by its variables."""
-    wanted = f"RANK={rank}".encode()
-    [found] = [
-        pid
-        for pid in pids_with(text)
-        if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    ]
+
+    def is_it(pid: int) -> bool:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return f"RANK={rank}".encode() in variables
+
+    [found] = filter(is_it, pids_with(text))
     return found
 
 
@@ -129,13 +112,8 @@ def listening_addresses(pids: Iterable[int]) -> set[str]:
             words = line.split()
             if words[3] == "0A" and words[9] in inodes:  # TCP_LISTEN
                 raw = bytes.fromhex(words[1].partition(":")[0])
-                found.add(
-                    str(
-                        ipaddress.ip_address(
-                            b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))
-                        )
-                    )
-                )
+                ordered = [raw[at : at + 4][::-1] for at in range(0, len(raw), 4)]
+                found.add(str(ipaddress.ip_address(b"".join(ordered))))
     return found
 
 

@@ -61,21 +61,13 @@ def variables_of(task: int, tasks: int, nodes: int) -> dict[str, str]:
     each = tasks // nodes
     names = ",".join(NODES[:nodes])
     counts = f"{each}(x{nodes})" if nodes > 1 else str(each)
-    return {
-        **os.environ,
-        "SLURM_PROCID": str(task),
-        "SLURM_LOCALID": str(task % each),
-        "SLURM_NODEID": str(task // each),
-        "SLURM_NTASKS": str(tasks),
-        "SLURM_NNODES": str(nodes),
-        "SLURM_JOB_NODELIST": names,
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NODELIST": names,
-        "SLURM_STEP_NUM_NODES": str(nodes),
-        "SLURM_STEP_NUM_TASKS": str(tasks),
-        "SLURM_STEP_TASKS_PER_NODE": counts,
-        "SLURMD_NODENAME": NODES[task // each],
-    }
+    task_variables = {"PROCID": task, "LOCALID": task % each, "NODEID": task // each}
+    job = {"NTASKS": tasks, "NNODES": nodes, "JOB_NODELIST": names}
+    step = {"ID": 0, "NODELIST": names, "NUM_NODES": nodes, "NUM_TASKS": tasks}
+    of_step = {f"STEP_{name}": value for name, value in step.items()}
+    found = task_variables | job | of_step | {"STEP_TASKS_PER_NODE": counts}
+    own = {f"SLURM_{name}": str(value) for name, value in found.items()}
+    return {**os.environ, **own, "SLURMD_NODENAME": NODES[task // each]}
 
 
 if __name__ == "__main__":

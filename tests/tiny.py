@@ -98,10 +98,8 @@ def tensors_of(run: Path) -> dict[str, np.ndarray[Any, Any]]:
     """Return all tensors of the newest checkpoint, whole, by FILE/NAME."""
     checkpoint, manifest = require_checkpoint(run, "test"), manifest_of(run)
     config = build_config(manifest["config"])
-    parts = {
-        MODEL_FILE: [""],
-        OPTIMIZER_FILE: [f".{each}" for each in config.optimizer.state_parts],
-    }
+    moments = [f".{each}" for each in config.optimizer.state_parts]
+    parts = {MODEL_FILE: [""], OPTIMIZER_FILE: moments}
     found = {}
     for file, endings in parts.items():
         if not endings:
@@ -143,10 +141,8 @@ def require_equal(
         usual = tolerance if number <= first or updated is None else updated
         for key in MEASURED:  # a norm that overflowed is null
             value, bound = expected.get(key), tolerances.get(key, usual)
-            assert row.get(key) == (value and pytest.approx(value, rel=bound, abs=0.0)), (
-                number,
-                key,
-            )
+            wish = value and pytest.approx(value, rel=bound, abs=0.0)
+            assert row.get(key) == wish, (number, key)
 
 
 def some_but_not_all(verdicts: list[bool]) -> bool:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from common import whole_numbers
 from common.cluster.hccn import device_addresses
+from common.cluster.places import parse_devices, parse_range
 from common.cluster.rank_table import (
     RankTable,
     Server,
@@ -129,47 +130,17 @@ def generate(arguments: Request) -> None:
 def _device_range(text: str, per_node: int) -> list[int]:
     if not 1 <= per_node <= MAX_DEVICES:
         raise DataError(f"--device_num_per_node {per_node}: expected 1 to {MAX_DEVICES}")
-    match = re.fullmatch(r"\s*\[\s*([0-9]{1,18})\s*,\s*([0-9]{1,18})\s*[)\]]\s*", text)
-    if match is None:
-        raise DataError(
-            f"--device_num {text!r}: expected a range such as '[0,8)', in quotes, because the shell"
-            " reads brackets"
-        )
-    first, end = int(match[1]), int(match[2])
-    if first >= end:
-        raise DataError(
-            f"--device_num {text}: the range is empty; its end is exclusive, so"
-            f" '[{first},{first + 1})' is only device {first}"
-        )
-    if end > per_node:
+    found = parse_range(text, "--device_num", "--visible_devices")
+    if found.stop > per_node:
         raise DataError(
             f"--device_num {text} goes past the {per_node} devices of a node; give"
-            f" --device_num_per_node {end} if it has more"
+            f" --device_num_per_node {found.stop} if it has more"
         )
-    return list(range(first, end))
+    return list(found)
 
 
 def _visible_devices(text: str | None, per_node: int) -> list[int]:
-    if text is None:
-        return list(range(per_node))
-    words = [word.strip() for word in text.split(",")]
-    if not all(re.fullmatch("[0-9]{1,9}", word) for word in words):
-        raise DataError(
-            f"--visible_devices {text!r}: expected device numbers with commas between, such as"
-            " 4,5,6,7"
-        )
-    numbers = [int(word) for word in words]
-    if len(numbers) > MAX_DEVICES:
-        raise DataError(
-            f"--visible_devices names {len(numbers)} devices, {MAX_DEVICES} at most; name those of"
-            " this machine"
-        )
-    for number in numbers:
-        if numbers.count(number) > 1:
-            raise DataError(
-                f"--visible_devices {text}: device {number} is there twice; name each once"
-            )
-    return numbers
+    return list(range(per_node) if text is None else parse_devices(text, "--visible_devices"))
 
 
 def _server_id(given: str | None) -> str:

@@ -56,65 +56,35 @@ class Placement:
         return self.of_host(self.own_host)
 
 
-def parse_range(text: str) -> range:
+def parse_range(text: str, name: str = "DEVICE_RANGE", list_name: str = "--devices") -> range:
     """Parse ``[0,8)``; ``[0,8]`` is equal, as both ends are exclusive.
 
-    Raises ConfigError with a correct range.
+    name, list_name: of what holds it, and of what takes single devices. Raises ConfigError.
     """
-    word = text.strip()
-    if re.fullmatch(r"[0-9]*|,", word):
+    parts = re.fullmatch(r"\[ *([^, ]{1,18}) *, *([^, ]{1,18}) *[\])]", text.strip())
+    for end, number in zip(("start", "end"), parts.groups() if parts else (), strict=False):
+        if not re.fullmatch("[0-9]+", number):
+            raise ConfigError(f"{end}_device={number} is not a number")
+    found = range(int(parts[1]), int(parts[2])) if parts else range(0)
+    if not found:
         raise ConfigError(
-            f"DEVICE_RANGE is {text!r}, expected a range such as '[0,8]'; the shell replaces an"
-            " unquoted [0,8] with the name of a file 0 or 8 in this folder; quote it"
+            f"{name} is {shortened(text)!r}, expected a range such as '[0,8]', of the first device"
+            " and an exclusive, greater end; quote it, since the shell replaces [0,8] with the name"
+            f" of a file 0 or 8 in this folder; for single devices give {list_name} 0,1,4"
         )
-    first, comma, last = word[1:-1].partition(",")
-    if not comma or word[0] not in "[(" or word[-1] not in ")]":
-        raise ConfigError(
-            f"DEVICE_RANGE is {text!r}, expected a range such as '[0,8]', in quotes; its end is"
-            " exclusive"
-        )
-    start, end = first.strip(), last.strip()
-    if re.fullmatch(r"[0-9]{1,9}( *, *[0-9]{1,9}){2,}", word[1:-1].strip()):
-        raise ConfigError(
-            f"end_device={end} is not a number: {word} has a start and an end; to use only these"
-            f" devices, give --devices {word[1:-1].replace(' ', '')} instead of the range"
-        )
-    for name, number in (("start_device", start), ("end_device", end)):
-        if not re.fullmatch("[0-9]{1,9}", number):
-            problem = "is not a number"
-            if re.fullmatch("[0-9]+", number):
-                problem = "is too large; expected the number of a device, such as 8"
-            elif re.fullmatch("[0-9]*[.][0-9]*", number):
-                problem = "is not a whole number; expected the number of a device, such as 8"
-            raise ConfigError(f"{name}={shortened(number)} {problem}")
-    if word[0] == "(":
-        raise ConfigError(
-            f"DEVICE_RANGE is {text!r}: the start is inclusive; write '[{start},{end})'"
-        )
-    low, high = sorted((int(start), int(end)))
-    if int(start) >= int(end):
-        better = (
-            f"'[{low},{high})' is {low} to {high - 1}"
-            if low < high
-            else f"'[{low},{low + 1})' is only {low}"
-        )
-        raise ConfigError(f"DEVICE_RANGE {word} is empty, because its end is exclusive; {better}")
-    return range(low, high)
+    return found
 
 
-def parse_devices(text: str) -> tuple[int, ...]:
-    """Parse ``0,1,4``, in the order of the ranks. Raises ConfigError."""
+def parse_devices(text: str, name: str = "--devices") -> tuple[int, ...]:
+    """Parse ``0,1,4``, in the order of the ranks. name: of what holds it. Raises ConfigError."""
     words = [word.strip() for word in text.split(",")]
-    if not all(re.fullmatch("[0-9]{1,9}", word) for word in words):
+    numbers = [int(word) for word in words if re.fullmatch("[0-9]{1,9}", word)]
+    if len({*numbers}) < len(words) or len(words) > MAX_RANKS:
         raise ConfigError(
-            f"--devices {shortened(text)!r}: expected device numbers with commas between, such as"
-            " 0,1,4"
+            f"{name} {shortened(text)!r}: expected device numbers, each once, with commas between,"
+            " such as 0,1,4"
         )
-    numbers = tuple(map(int, words))
-    if len(set(numbers)) < len(numbers):
-        again = next(number for at, number in enumerate(numbers) if number in numbers[:at])
-        raise ConfigError(f"--devices {shortened(text)}: {again} is given twice; name it once")
-    return numbers
+    return tuple(numbers)
 
 
 def places_of_table(table: RankTable) -> tuple[RankPlacement, ...]:

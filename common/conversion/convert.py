@@ -7,7 +7,6 @@ absent.
 from __future__ import annotations
 
 import difflib
-import glob
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -21,10 +20,10 @@ from common.conversion.logits import Runner, compare_logits
 from common.errors import CheckpointError, ConfigError, StorageError, TokenizerError, UserError
 from common.files import (
     atomic_write,
-    clean_up,
     fsync_folder,
     reading,
     refuse_to_overwrite,
+    temporary_folder,
     whole_folder,
 )
 from common.hub import located
@@ -254,21 +253,18 @@ def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> dict[
         else ()
     )
     refuse_to_overwrite([source, *shards], [target], "choose another --mindspore_path")
-    temporary = target.with_name(f".{target.name}.tmp")
     with open_without_config(source, layers) as weights:
         try:
-            clean_up(target.parent, glob.escape(target.name))
-            write_file(temporary, weights, None)
-            temporary.replace(target)
-            fsync_folder(target.parent)
+            with temporary_folder(target) as folder:
+                write_file(folder / target.name, weights, None)
+                (folder / target.name).replace(target)
+                fsync_folder(target.parent)
         except OSError as error:
             reason = error.strerror or error
             raise StorageError(
                 f"{target}: could not be written: {reason}; make room there, or choose another"
                 " --mindspore_path"
             ) from error
-        finally:
-            temporary.unlink(missing_ok=True)
         counts, ignored = _counts(weights), dict(weights.ignored)
         return {"from": "hf", "tensors": counts, "ignored": ignored, "step": None}
 

@@ -138,9 +138,9 @@ class Blend:
         return self.datasets[int(numbers[0])].source(int(inner[0]))
 
 
-def quantise(weights: Sequence[float], names: Sequence[str], finest: int = FINEST) -> list[int]:
+def quantise(weights: Sequence[float], names: Sequence[str]) -> list[int]:
     """Return whole numbers in proportion to ``weights``: the smallest ones that add up to at most
-    ``finest``, else rounded ones that add up to it.
+    ``FINEST``, else rounded ones that add up to it.
 
     weights: finite and above 0. names: of the data sets, for messages. Raises DataError for a
     weight that is too small.
@@ -148,11 +148,11 @@ def quantise(weights: Sequence[float], names: Sequence[str], finest: int = FINES
     exact = [Fraction(repr(float(weight))) for weight in weights]  # 0.1 is a tenth
     unit = math.lcm(*(weight.denominator for weight in exact))
     parts = [int(weight * unit) for weight in exact]
-    counts = apportion(min(finest, sum(parts) // math.gcd(*parts)), parts)
+    counts = apportion(min(FINEST, sum(parts) // math.gcd(*parts)), parts)
     for count, weight, name in zip(counts, weights, names, strict=True):
         if count == 0:
             raise DataError(
-                f"the weight of {name} is {weight:g}, less than half a sample in {finest:,}: it"
+                f"the weight of {name} is {weight:g}, less than half a sample in {FINEST:,}: it"
                 " would never be read; raise the weight or leave the data set out"
             )
     return counts

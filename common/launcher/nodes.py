@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import queue
-import threading
 from dataclasses import replace
-from typing import Any
 
 from common.cluster.environment import Process, connect_limit, place_of_pod, task_of_step
 from common.cluster.places import host_names
@@ -17,8 +14,6 @@ from common.launcher.host_channel import Host, HostChannel, Hosts
 from common.launcher.request import LaunchRequest
 from common.launcher.terminal import tell
 from common.processes.addresses import DEFAULT_PORT, is_here
-
-_LOOK_SECONDS = 0.2
 
 
 def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
@@ -68,18 +63,17 @@ def find_node(master: str, port: int, nodes: int, devices: tuple[int, ...], limi
         port=port,
         devices=devices,
     )
-    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     try:
-        channel = HostChannel(hosts, events, restarts=True)
+        channel = HostChannel(hosts, restarts=True)
     except ConfigError as error:
         cause = error.__cause__
         if not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
             raise
         # another node of this machine has the port
-        channel = HostChannel(replace(hosts, own=-1), events, restarts=True)
+        channel = HostChannel(replace(hosts, own=-1), restarts=True)
     try:
         tell(f"{nodes} hosts are numbered as they come to {hosts.all[0]}, port {port}")
-        channel.gather(0, limit, lambda: not threading.Event().wait(_LOOK_SECONDS))
+        channel.gather(0, limit, lambda event: True)
         tell(f"this is node {channel.own} of {nodes}")
     finally:
         channel.close()

@@ -1,20 +1,21 @@
 """Supervision of this host's ranks: start them, wait for them, and end all when one fails.
 
 The main thread takes events from one queue: exits, signals and messages of other hosts. It never
-waits for a rank, a host or the terminal without a limit. The queue, the handlers of signals and the
-channel to the other hosts stay over all attempts of a run.
+waits for a rank, a host or the terminal without a limit.
+
+Host 0 decides for all how an attempt ends. Another host tells it what happens there, and decides by
+itself only without it. A single host is host 0.
 """
 
 from __future__ import annotations
 
 import os
-import queue
 import re
 import shlex
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -25,7 +26,7 @@ from typing import Any
 from common.cluster.environment import connect_limit
 from common.errors import DataError, signal_name
 from common.failures.explain import Found, find_errors, language_of, merged
-from common.launcher.host_channel import HostChannel, Hosts, Message
+from common.launcher.host_channel import LOOK_SECONDS, Host, HostChannel, Hosts, Message
 from common.launcher.rank_process import (
     ProcessSpec,
     RankProcess,
@@ -43,8 +44,6 @@ RESTARTABLE = ("train", "finetune")
 """Modes that are started again; the others have nothing to resume."""
 _MAX_PAUSE = 60.0
 _TICK_SECONDS = 0.5
-_LOOK_SECONDS = 0.2
-"""The same before the ranks are started."""
 _SETTLE_SECONDS = 1.0
 """Seconds to wait, after a failure that may be a consequence, for its cause."""
 _SETTLE_SECONDS_OF_HOSTS = 5.0
@@ -53,12 +52,13 @@ _MAX_SEARCHED_LOGS = 64
 _SAME_SIGNAL_SECONDS = 0.3
 """Within them a repeated signal counts once: ``timeout`` signals the process and its group."""
 _DECISION_SECONDS = 30.0
-"""Seconds to wait for host 0's decision: longer than it takes to kill its ranks."""
+"""Seconds to wait, after a failure here, for host 0's decision."""
 _KILL_SECONDS = 8.0
 _LEAVE_SECONDS = 2.0
 """Seconds that helpers, and processes started by ranks, may outlive the ranks."""
 _DUMP_SECONDS = 1.0
 _CLEAN_EXITS = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+_ALONE = Hosts(all=(Host(address="", ranks=()),), own=0, port=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,17 +113,10 @@ class Outcome:
     last_step: int = -1
     """Last step that a rank of this host worked on; -1 if none."""
     seconds: float = 0.0
-    again: bool = False
-    """Another attempt follows on all hosts."""
-    number: int = 0
-    """Number of the attempt, from 0, as host 0 counts."""
+    then: str = "ended"
+    """``restarted`` if another attempt follows on all hosts, else why none does."""
     report: str = ""
     """All lines about the failure, with the last ones of the logs that tell more."""
-
-
-_Events = queue.SimpleQueue[Callable[[], None] | Message]
-_Listening = tuple[_Events, HostChannel | None, Callable[[], AbstractContextManager[object]]]
-"""Queue, channel, and the context in which signals are not turned into events."""
 
 
 def run_attempts(
@@ -143,41 +136,8 @@ def run_attempts(
     Raises ConfigError, with nothing started, if a log cannot be written or this host's port is not
     available, and RunError if not all hosts come.
     """
-    before: list[Outcome] = []
-    number, job = 0, make_job(0)
-    with (
-        closing(Terminal()) as terminal,
-        _listening(job.hosts, terminal, restarts=most > 0) as listening,
-    ):
-        while True:
-            began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
-            outcome = _Supervisor(job, number, make_job, listening, terminal, before, most).run()
-            failed = outcome.failure
-            ranks = [child.rank for child in job.children if not child.name]
-            why_not_again = why_not(outcome, before, most) if failed else "ended"
-            if most and folder is not None and 0 in ranks:
-                line = {
-                    "began": began,
-                    "seconds": round(outcome.seconds, 1),
-                    "hosts": list(map(str, job.hosts.all)) if job.hosts else [rank_names(ranks)],
-                    "first_step": outcome.first_step,
-                    "last_step": outcome.last_step,
-                    "exit_code": outcome.code,
-                    "failure": failed and failed.text.partition("\n")[0],
-                    "then": "restarted" if outcome.again else why_not_again,
-                }
-                append_attempt(folder, line)
-            if not outcome.again:
-                if most and failed:
-                    terminal.say(f"not restarted: {why_not_again or 'host 0 says so'}", error=True)
-                return outcome
-            before.append(outcome)
-            number = outcome.number + 1
-            terminal.say(
-                f"restart {len(before)} of {most} in {pause(len(before)):g} s, from the newest"
-                " complete checkpoint; Ctrl-C ends the run",
-                error=True,
-            )
+    with closing(Terminal()) as terminal:
+        return _Supervisor(make_job, most, folder, terminal).run()
 
 
 def why_not(outcome: Outcome, before: Sequence[Outcome], most: int) -> str:
@@ -205,34 +165,6 @@ def pause(failures: int) -> float:
 
 
 @contextmanager
-def _listening(hosts: Hosts | None, terminal: Terminal, *, restarts: bool) -> Iterator[_Listening]:
-    """Turn SIGINT, SIGTERM, SIGHUP and messages of the other hosts into events.
-
-    Signals that are ignored, as under nohup, stay ignored.
-    """
-    events: _Events = queue.SimpleQueue()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        values = {"signal": number, "moment": time.monotonic()}
-        events.put(Message(host=-1, kind="signal", values=values))
-
-    channel = None
-    if hosts is not None:
-        channel = HostChannel(hosts, events, restarts=restarts, say=terminal.say)
-    # if it is ignored, exit codes are lost
-    handlers: dict[int, Any] = {signal.SIGCHLD: signal.SIG_DFL}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            handlers[number] = note
-    with _handling(handlers) as before:
-        try:
-            yield events, channel, partial(_handling, before)
-        finally:
-            if channel is not None:
-                channel.close()
-
-
-@contextmanager
 def _handling(handlers: Mapping[int, Any]) -> Iterator[dict[int, Any]]:
     """Set handlers of signals. Yields those before, which come back."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
@@ -244,140 +176,169 @@ def _handling(handlers: Mapping[int, Any]) -> Iterator[dict[int, Any]]:
 
 
 class _Supervisor:
-    """Supervisor of one attempt. job: of it, or of the attempt before. before: failed ones."""
+    """Supervisor of all attempts of a run on this host."""
 
     def __init__(
-        self,
-        job: Job,
-        number: int,
-        make_job: Callable[[int], Job],
-        listening: _Listening,
-        terminal: Terminal,
-        before: Sequence[Outcome],
-        most: int,
+        self, make_job: Callable[[int], Job], most: int, folder: Path | None, terminal: Terminal
     ) -> None:
-        self._job, self._number, self._make_job = job, number, make_job
-        self._events, self._channel, self._without_events = listening
-        self._before, self._most = before, most
-        own = None if job.hosts is None else job.hosts.all[job.hosts.own]
-        self._is_first = job.hosts is None or job.hosts.own == 0
-        self._here = "" if own is None else f" at {own}"
-        self._address = None if own is None else own.address
+        self._make_job, self._most, self._folder = make_job, most, folder
+        self._job, self._terminal = make_job(0), terminal
+        hosts = self._job.hosts or _ALONE
+        self._channel = HostChannel(hosts, restarts=most > 0, say=terminal.say)
+        own = hosts.all[hosts.own]
+        self._is_first, self._others = hosts.own == 0, len(hosts.all) - 1
+        self._address = own.address if self._job.hosts else None
+        self._here = f" at {own}" if self._job.hosts else ""
+        self._number = 0
+        """Number of the attempt, from 0, as host 0 counts."""
+        self._before: list[Outcome] = []
+        """Failed attempts."""
+        # of one attempt
+        self._stops: list[tuple[int, float, str]] = []
+        """Signals, their times, and the other hosts that got them. The first stops the run."""
         self._processes: list[RankProcess] = []
         self._ranks: list[RankProcess] = []
-        self._descendants = Descendants(_KILL_SECONDS)
-        self._terminal = terminal
-        self._began = 0.0
         self._failures: list[Failure] = []
-        self._failed_at = 0.0
-        self._stop: tuple[int, float, str] | None = None
-        """Signal that stops the run, its time, and the other host that got it."""
-        self._elsewhere: dict[int, Mapping[str, Any]] = {}
+        self._failed_at = self._began = 0.0
+        self._lives: dict[int, Mapping[str, Any]] = {}
         """Last life of other hosts."""
+        self._decides = self._is_first
+        """This host ends the attempt by its own decision."""
         self._end: dict[str, Any] = {}
-        """Word of host 0 at the end: the code, whether another attempt follows, the failure."""
-        self._is_waiting, self._is_ending = True, False
-        """Whether the ranks have not been started yet, and whether they have been ended."""
-        self._gives_up = False
-        """Nothing more is waited for before the start."""
-        self._kept: list[Message] = []
-        """Messages that came before this host knew of the begin, or after the ranks were ended."""
+        """How host 0 says that the attempt ends."""
 
     def run(self) -> Outcome:
-        if not self._wait_for_hosts() and self._stop is not None:
-            number, _, where = self._stop
+        """Run attempts until none follows. Signals that are ignored, as under nohup, stay so."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._channel.put("signal", signal=number, moment=time.monotonic())
+
+        # if it is ignored, exit codes are lost
+        handlers: dict[int, Any] = {signal.SIGCHLD: signal.SIG_DFL}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                handlers[number] = note
+        with _handling(handlers) as self._handlers_before, closing(self._channel):
+            while True:
+                began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
+                outcome = self._attempt()
+                self._note_attempt(began, outcome)
+                if outcome.then != "restarted":
+                    if self._most and outcome.failure:
+                        self._terminal.say(f"not restarted: {outcome.then}", error=True)
+                    return outcome
+                self._before.append(outcome)
+                self._number += 1
+                self._terminal.say(
+                    f"restart {len(self._before)} of {self._most} in"
+                    f" {pause(len(self._before)):g} s, from the newest complete checkpoint; Ctrl-C"
+                    " ends the run",
+                    error=True,
+                )
+
+    def _note_attempt(self, began: str, outcome: Outcome) -> None:
+        """Write a line of attempts.jsonl on the host of rank 0, if there may be several."""
+        ranks = [child.rank for child in self._job.children if not child.name]
+        if not self._most or self._folder is None or 0 not in ranks:
+            return
+        hosts = self._job.hosts
+        line = {
+            "began": began,
+            "seconds": round(outcome.seconds, 1),
+            "hosts": list(map(str, hosts.all)) if hosts else [rank_names(ranks)],
+            "first_step": outcome.first_step,
+            "last_step": outcome.last_step,
+            "exit_code": outcome.code,
+            "failure": outcome.failure and outcome.failure.text.partition("\n")[0],
+            "then": outcome.then,
+        }
+        append_attempt(self._folder, line)
+
+    def _attempt(self) -> Outcome:
+        self._stops, self._processes, self._failures, self._lives = [], [], [], {}
+        self._end, self._decides = {}, self._is_first
+        if not self._meet():
+            number, _, where = self._stops[0]
             self._terminal.say(
                 f"stopped by {signal_name(number)}{where}, before the ranks were started"
             )
-            return self._outcome(128 + number, None)
-        self._is_waiting, self._began = False, time.monotonic()
-        while self._kept:
-            self._take_message(self._kept.pop(0))
-        with self._descendants:
-            self._start()
+            return Outcome(code=128 + number)
+        self._began = time.monotonic()
+        with Descendants(_KILL_SECONDS) as descendants:
+            self._start(descendants)
             while not self._is_over():
-                self._take_events()
+                self._take(self._channel.next(_TICK_SECONDS))
                 self._look()
-            first = next(iter(self._failures), None)
-            failure = next((one for one in self._failures if one.certain), first)
-            if failure is None:
-                self._descendants.wait(_LEAVE_SECONDS)
-            elif failure.stalled:
-                self._show_stacks(failure.ranks)
-            self._is_ending = True
-            outcome = self._decide(failure)
-        self._hear_decision()
+            outcome = self._outcome(**self._end) if self._end else self._decide()
+            if outcome.failure is None:
+                descendants.wait(_LEAVE_SECONDS)
+            elif outcome.failure.stalled:
+                self._show_stacks(outcome.failure.ranks)
         self._show()
         if self._job.follow and self._shown.log.new_output():
             self._terminal.say_rest()
         for process in self._processes:
             process.close()
-        if undead := self._descendants.undead:
+        if undead := descendants.undead:
             self._terminal.say(
                 f"processes {', '.join(map(str, undead))} do not end after SIGKILL: they wait"
                 " for a disk or a driver; see dmesg",
                 error=True,
             )
-        outcome = replace(outcome, **self._end)
-        for event in self._kept:
-            self._events.put(event)
         return replace(outcome, report=self._tell_end(outcome))
 
-    def _wait_for_hosts(self) -> bool:
-        """Pause before a restart, and wait for host 0. Returns False if a signal ends the run."""
+    def _meet(self) -> bool:
+        """Pause before a restart, make its job, and wait until all hosts are ready.
+
+        Returns False if a signal ends the run.
+        """
         limit = connect_limit({**os.environ, **self._job.children[0].environment})
         limit = self._job.return_limit if self._before else limit
         until = time.monotonic() + pause(len(self._before))
-        while self._is_first and self._stop is None and time.monotonic() < until:
-            self._goes_on()
-        if self._stop is None and (self._is_first or not self._before):
-            self._prepare()
-        if self._channel is None or self._stop is not None:
-            return self._stop is None
+        while self._is_first and time.monotonic() < until:
+            if not self._goes_on(self._channel.next(LOOK_SECONDS)):
+                return False
+        if self._before:
+            with _handling(self._handlers_before):
+                self._job = self._make_job(self._number)
+        else:
+            self._open_logs()
         own, begun = self._number, self._channel.gather(self._number, limit, self._goes_on)
         if begun is None:
             return False
-        if not self._processes:
-            self._prepare()
         self._number = begun
-        if self._job.when_met is not None:
-            with self._without_events():
-                self._job.when_met(max(own, begun))  # host 0 may have begun anew
-        return True
-
-    def _prepare(self) -> None:
-        """Make the job of a restart, and open the logs."""
         if self._before:
-            with self._without_events():
-                self._job = self._make_job(self._number)
             kept = [set_aside(self._job.log_folder / child.log) for child in self._job.children]
             if any(kept):
                 self._terminal.say(
                     f"logs of the attempt before: {next(filter(None, kept))}, and beside it"
                 )
+            self._open_logs()
+        if self._job.when_met is not None:
+            with _handling(self._handlers_before):
+                self._job.when_met(max(own, begun))  # host 0 may have begun anew
+        return True
+
+    def _goes_on(self, event: Message | None) -> bool:
+        """Take an event before the ranks are started. Returns False if a signal ends the run."""
+        if event is not None and event.kind in ("signal", "stop"):
+            self._note_stop(event)
+        # host 0 may have begun before it hears of a signal here; else it answers or leaves
+        return not self._stops or (len(self._stops) == 1 and self._channel.has_first)
+
+    def _open_logs(self) -> None:
         folder = self._job.log_folder
         self._processes = [RankProcess(spec, folder, self._address) for spec in self._job.children]
         self._ranks = [process for process in self._processes if not process.spec.name]
         self._shown = min(self._ranks, key=lambda process: process.spec.rank)
         self._terminal.log = self._shown.log.path if self._job.follow else None
 
-    def _goes_on(self) -> bool:
-        """Take events. Returns False when nothing more is to be waited for."""
-        self._take_events(_LOOK_SECONDS)
-        # host 0 may have begun before it hears of a signal here
-        return self._stop is None or (self._hears_first and not self._gives_up)
-
-    @property
-    def _hears_first(self) -> bool:
-        """Tell whether this is another host than host 0, and connected to it."""
-        return self._channel is not None and self._channel.has_first
-
-    def _start(self) -> None:
+    def _start(self, descendants: Descendants) -> None:
         """Start all processes, up to the first that cannot be started."""
         variables = {RESTART_COUNT: str(self._number)} if self._most else {}
         for process in self._processes:
             try:
-                pid = process.start(self._descendants, variables)
+                pid = process.start(descendants, variables)
             except OSError as error:
                 text = f"{process.name} could not be started: {error.strerror or error}"
                 self._fail(Failure(text=f"{text}: {process.spec.command[0]}", code=1))
@@ -387,8 +348,8 @@ class _Supervisor:
             f"started {self._names()}; logs: {self._logs()}; to stop and save: Ctrl-C, or kill"
             f" {os.getpid()}"
         )
-        if self._stop is not None:
-            self._stop_ranks(self._stop[0])
+        if self._stops:
+            self._stop_ranks()
 
     def _names(self, ranks: Collection[int] | None = None) -> str:
         """Return the numbers or titles of all ranks here, or of some."""
@@ -407,36 +368,52 @@ class _Supervisor:
         pattern = names[0] if len(names) == 1 else f"{{{','.join(names)}}}"
         return self._job.log_folder / pattern / self._shown.log.path.name
 
-    def _note_exit(self, process: RankProcess, code: int) -> None:
-        self._events.put(partial(self._take_exit, process, code))
-
     # ---- events ----
 
-    def _take_events(self, limit: float = _TICK_SECONDS) -> None:
-        """Take the events that are there, after a wait of at most ``limit`` for the first."""
-        with suppress(queue.Empty):
-            event = self._events.get(timeout=limit)
-            while True:
-                if isinstance(event, Message):
-                    self._take_message(event)
-                else:
-                    event()
-                event = self._events.get_nowait()
+    def _note_exit(self, process: RankProcess, code: int) -> None:
+        self._channel.put("exit", process=process, code=code)
+
+    def _take(self, event: Message | None) -> None:
+        if event is None:
+            return
+        kind, values = event.kind, event.values
+        if kind == "exit":
+            self._take_exit(**values)
+        elif kind in ("signal", "stop"):
+            if not self._note_stop(event):
+                return
+            if len(self._stops) == 1:
+                self._stop_ranks()
+            elif kind == "signal":
+                self._decides = True
+                number = int(values["signal"])
+                text = f"killed by a second signal, {signal_name(number)}{self._here}"
+                self._fail(Failure(text=text, code=128 + number))
+        elif kind == "life":
+            self._lives[event.host] = values
+        elif kind == "failed":
+            self._fail(Failure(**values))
+        elif kind == "lost":
+            self._decides = True
+            self._fail(Failure(text=values["text"], code=1, lost_host=True))
+        elif kind == "end":
+            failure = values["failure"] and Failure(**values["failure"])
+            self._end = {"code": values["code"], "failure": failure, "then": values["then"]}
 
     def _take_exit(self, process: RankProcess, code: int) -> None:
-        if self._is_ending:  # killed
+        if process not in self._processes:  # killed at the end of an attempt
             return
         process.code = code
         # a signal to the rank itself, after which all ranks stop together
-        if self._stop is None and code in _CLEAN_EXITS and code != 0:
-            self._stop = (code - 128, time.monotonic(), "")
+        if not self._stops and code in _CLEAN_EXITS and code != 0:
+            self._stops.append((code - 128, time.monotonic(), ""))
             self._terminal.say(
                 f"{process.name} was stopped by {signal_name(code - 128)}; waiting for the others"
             )
         if code in _CLEAN_EXITS:
             return
-        if self._stop is not None and code == -signal.SIGTERM:
-            number = self._stop[0]
+        if self._stops and code == -signal.SIGTERM:
+            number = self._stops[0][0]
             text = (
                 f"stopped by {signal_name(number)}; {process.name} ended before it could save, so"
                 " the others had to end too"
@@ -450,76 +427,38 @@ class _Supervisor:
         code = code if code > 0 else 128 - code
         self._fail(Failure(text=text, code=code, certain=certain, ranks=ranks))
 
-    def _take_signal(self, number: int, event: Message) -> None:
-        """Take a signal at this launcher, or another host's word about one."""
-        is_own, moment = event.kind == "signal", float(event.values.get("moment", 0.0))
-        if self._is_ending:
-            self._kept.append(event)  # it ends a restart
-        elif self._stop is None:
-            self._stop = (number, time.monotonic(), str(event.values.get("where", "")))
-            if self._is_waiting:
-                self._gives_up = not is_own
-                self._tell_stop()
-            else:
-                self._stop_ranks(number)
-        elif is_own and moment - self._stop[1] <= _SAME_SIGNAL_SECONDS:
-            return
-        elif self._is_waiting:
-            self._gives_up = True
-        elif is_own:
-            text = f"killed by a second signal, {signal_name(number)}{self._here}"
-            self._fail(Failure(text=text, code=128 + number))
+    def _note_stop(self, event: Message) -> bool:
+        """Note a signal here or elsewhere, and tell the other hosts of the first.
 
-    def _stop_ranks(self, number: int) -> None:
+        Returns False for one that was sent twice.
+        """
+        values = event.values
+        moment = float(values.get("moment", time.monotonic()))
+        is_own = event.kind == "signal"
+        if self._stops and is_own and moment - self._stops[0][1] <= _SAME_SIGNAL_SECONDS:
+            return False
+        number, where = int(values["signal"]), str(values.get("where", ""))
+        self._stops.append((number, moment, where))
+        if len(self._stops) == 1:
+            self._channel.tell("stop", signal=number, where=where or self._here)
+        return True
+
+    def _stop_ranks(self) -> None:
         for process in self._running():
             process.send_signal(signal.SIGTERM)
         self._terminal.say(
-            f"{signal_name(number)}: the ranks save at the next step boundary and end; a second"
-            " signal kills them"
+            f"{signal_name(self._stops[0][0])}: the ranks save at the next step boundary and end; a"
+            " second signal kills them"
         )
-        self._tell_stop()
-
-    def _tell_stop(self) -> None:
-        if self._channel is not None and self._stop is not None:
-            self._channel.tell("stop", signal=self._stop[0], where=self._stop[2] or self._here)
-
-    def _take_message(self, event: Message) -> None:
-        try:
-            self._read_message(event)
-        except (KeyError, TypeError, ValueError):
-            self._terminal.say(
-                f"host {event.host} sent a message {event.kind!r} that this version cannot read",
-                error=True,
-            )
-
-    def _read_message(self, event: Message) -> None:
-        values = event.values
-        if event.kind in ("signal", "stop"):
-            self._take_signal(int(values["signal"]), event)
-        elif self._is_waiting:
-            self._kept.append(event)
-        elif event.attempt != self._number:
-            return
-        elif event.kind == "lost":
-            self._fail(Failure(text=values["text"], code=1, lost_host=True))
-        elif event.kind == "life":
-            states = [RankState(**state) for state in values.get("states", ())]
-            self._elsewhere[event.host] = {**values, "states": states}
-        elif event.kind == "failed":
-            self._fail(Failure(**values))
-        elif event.kind == "end":
-            failure = None if values["failure"] is None else Failure(**values["failure"])
-            code, again = int(values["code"]), bool(values["again"])
-            self._end = {"code": code, "again": again, "failure": failure}
 
     def _fail(self, failure: Failure) -> None:
-        """Record a failure and tell the other hosts at once, since the first one told counts."""
+        """Record a failure, and tell host 0."""
         if failure in self._failures:
             return
         if not self._failures:
             self._failed_at = time.monotonic()
         self._failures.append(failure)
-        if self._channel is not None:
+        if not self._is_first:
             self._channel.tell("failed", **asdict(failure))
 
     # ---- checks between events ----
@@ -537,11 +476,6 @@ class _Supervisor:
         """Tell whether every rank here has ended; helpers may still run."""
         return all(process.code is not None for process in self._ranks)
 
-    @property
-    def _is_stopped(self) -> bool:
-        """Tell whether a process here has ended otherwise than well."""
-        return any(process.code for process in self._processes)
-
     def _look(self) -> None:
         for process in self._processes:
             process.read_heartbeat(time.monotonic())
@@ -549,31 +483,28 @@ class _Supervisor:
         if self._failures:
             return
         states = self._states()
-        if self._channel is not None and not self._is_first:
+        if not self._is_first:
             self._channel.set_life(
                 states=[asdict(state) for state in states],
                 done=self._done,
-                stopped=self._is_stopped,
+                stopped=any(process.code for process in self._processes),
             )
-        if self._stop is None:
-            self._look_for_stalls(states)
-        elif time.monotonic() - self._stop[1] > self._job.stall_limit:
+        if not self._stops:
+            if self._is_first:
+                self._look_for_stalls(states)
+        elif time.monotonic() - self._stops[0][1] > self._job.stall_limit:
             left = [state.rank for state in states]
             text = (
-                f"stopped by {signal_name(self._stop[0])};"
+                f"stopped by {signal_name(self._stops[0][0])};"
                 f" {self._names(left) if left else 'other hosts'} did not end within"
                 f" {self._job.stall_limit:g} s (runtime.stall_limit), so all had to"
             )
-            self._fail(Failure(text=text, code=128 + self._stop[0], ranks=left, stalled=True))
+            self._fail(Failure(text=text, code=128 + self._stops[0][0], ranks=left, stalled=True))
 
     def _look_for_stalls(self, states: list[RankState]) -> None:
         """Look for stalled ranks of all hosts: each by itself would blame its own for others'."""
-        if not self._is_first:
-            return
-        states = [
-            *states,
-            *(state for life in self._elsewhere.values() for state in life["states"]),
-        ]
+        lives = self._lives.values()
+        states = states + [RankState(**one) for life in lives for one in life.get("states", ())]
         if not any(state.idle > self._job.stall_limit for state in states):
             return
         blamed = stalled_ranks(states)
@@ -596,20 +527,19 @@ class _Supervisor:
     # ---- end ----
 
     def _is_over(self) -> bool:
-        if self._failures:
-            settle = _SETTLE_SECONDS_OF_HOSTS if self._job.over_ssh else _SETTLE_SECONDS
+        if self._failures and not self._end:
+            over_ssh = self._job.over_ssh
+            settle = _SETTLE_SECONDS_OF_HOSTS if over_ssh else _SETTLE_SECONDS
+            limit = settle if self._decides else _DECISION_SECONDS
             return (
-                any(failure.certain for failure in self._failures)
-                or (self._job.over_ssh and self._done)
-                or time.monotonic() - self._failed_at > settle
+                (self._decides and any(failure.certain for failure in self._failures))
+                or (over_ssh and self._done)
+                or time.monotonic() - self._failed_at > limit
             )
         if not self._is_first:
-            # without host 0, what it said last may still be in the queue
-            has_ended = bool(self._end) or not (self._hears_first or self._events.qsize())
-            return self._done and has_ended
-        others = 0 if self._job.hosts is None else len(self._job.hosts.all) - 1
-        finished = sum(bool(life.get("done")) for life in self._elsewhere.values())
-        return self._done and finished == others
+            return bool(self._end)
+        finished = sum(bool(life.get("done")) for life in self._lives.values())
+        return self._done and finished == self._others
 
     def _show_stacks(self, ranks: Collection[int]) -> None:
         """Make hanging ranks write their stacks, which stopped ones cannot."""
@@ -623,37 +553,32 @@ class _Supervisor:
         if able:
             time.sleep(_DUMP_SECONDS)
 
-    def _decide(self, failure: Failure | None) -> Outcome:
-        """Return how the attempt has ended for this host; host 0 decides for all, and tells."""
-        ends = [self._is_stopped, *(life.get("stopped") for life in self._elsewhere.values())]
-        code = 128 + self._stop[0] if self._stop is not None and any(ends) else 0
-        code = code if failure is None else failure.code
-        again = self._most > 0 and failure is not None and self._stop is None
-        outcome = self._outcome(code, failure)
+    def _decide(self) -> Outcome:
+        """Return how the attempt ends; host 0 decides for all, and tells."""
+        first = next(iter(self._failures), None)
+        failure = next((one for one in self._failures if one.certain), first)
+        # whether a process has ended otherwise than well
+        ends = [process.code for process in self._processes]
+        ends += [life.get("stopped") for life in self._lives.values()]
+        code = 128 + self._stops[0][0] if self._stops and any(ends) else 0
+        outcome = self._outcome(code if failure is None else failure.code, failure)
+        if failure is not None:
+            then = why_not(outcome, self._before, self._most) or "restarted"
+            outcome = replace(outcome, then="stopped by a signal" if self._stops else then)
         if self._is_first:
-            again = again and not why_not(outcome, self._before, self._most)
-            if self._channel is not None:
-                told = None if failure is None else asdict(failure)
-                self._channel.tell("end", code=code, again=again, failure=told)
-        return replace(outcome, again=again)
+            told = None if failure is None else asdict(failure)
+            self._channel.tell("end", code=outcome.code, failure=told, then=outcome.then)
+        return outcome
 
-    def _hear_decision(self) -> None:
-        """Wait for host 0's decision; without it, this host tries again after a failure."""
-        deadline = time.monotonic() + _DECISION_SECONDS
-        waits = not self._is_first
-        while waits and not self._end and time.monotonic() < deadline:
-            waits = self._hears_first
-            self._take_events(_TICK_SECONDS if waits else 0.0)
-
-    def _outcome(self, code: int, failure: Failure | None) -> Outcome:
+    def _outcome(self, code: int, failure: Failure | None, then: str = "ended") -> Outcome:
         firsts = [process.first_step for process in self._ranks if process.first_step >= 0]
         return Outcome(
             code=code,
             failure=failure,
             first_step=min(firsts, default=-1),
             last_step=max((process.last_step for process in self._ranks), default=-1),
-            seconds=0.0 if self._is_waiting else time.monotonic() - self._began,
-            number=self._number,
+            seconds=time.monotonic() - self._began,
+            then=then,
         )
 
     def _tell_end(self, outcome: Outcome) -> str:
@@ -665,7 +590,7 @@ class _Supervisor:
             how = f"stopped by {signal_name(code - 128)}" if code else f"all {all_of} ended well"
             self._terminal.say(f"{how}, after {outcome.seconds:.0f} s")
             return ""
-        stopped = self._stop is not None and code == 128 + self._stop[0]
+        stopped = bool(self._stops) and code == 128 + self._stops[0][0]
         lines, ranks = [f"{'' if stopped else 'error: '}{failure.text}"], failure.ranks
         if over_ssh:
             lines += [f"also: {other.text}" for other in self._failures if other is not failure]

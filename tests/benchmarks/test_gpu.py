@@ -20,14 +20,10 @@ from tests.ranks import ROOT
 def test_every_kernel(mark: str, cuda_variables: dict[str, str], tmp_path: Path) -> None:
     """Starts gpu_checks.py."""
     pytest.importorskip("triton", reason="Triton is not installed: pip install '.[dev]'")
-    words = f"-q -p no:cacheprovider -p no:logging --all --basetemp={tmp_path / 'gpu'}"
-    checks = Path(__file__).with_name("gpu_checks.py")
+    words = f"-q -p no:cacheprovider -p no:logging --all --basetemp={tmp_path / 'gpu'} -m"
+    command = [sys.executable, "-m", "pytest", *words.split(), mark]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words.split(), "-m", mark, str(checks)],
-        cwd=ROOT,
-        env=os.environ | cuda_variables,
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
+        [*command, str(Path(__file__).with_name("gpu_checks.py"))], cwd=ROOT,
+        env=os.environ | cuda_variables, capture_output=True, text=True, timeout=3600,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -77,9 +77,7 @@ def test_nanogpt_style(tmp_path: Path, corpus_prefix: Path) -> None:
         ("train.recompute=selective", "train.recompute=selective"),
     ],
 )
-def test_features_that_a_peer_lacks(
-    tmp_path: Path, corpus_prefix: Path, word: str, named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_features_that_a_peer_lacks(tmp_path, corpus_prefix, word, named, capsys) -> None:
     words = words_of(make_config(tmp_path, corpus_prefix), tmp_path / "peer")
     assert main(NanoGPTStyle, [*words, word]) == 2
     assert f"error: peer nanogpt_style: {named}: it has" in capsys.readouterr().err
@@ -87,36 +85,31 @@ def test_features_that_a_peer_lacks(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("peer", "package", "overrides"),
+    ("peer", "package", "words"),
     [
         pytest.param("nanogpt_style", "transformers", [], marks=pytest.mark.campaign),
-        pytest.param(
-            "deepspeed", "deepspeed", ["parallel.zero_stage=2"], marks=pytest.mark.campaign
-        ),
+        pytest.param("deepspeed", "deepspeed", ["parallel.zero_stage=2"],
+                     marks=pytest.mark.campaign),
         ("transformers", "accelerate", []),
     ],
-)
-def test_programs_of_two_ranks(
-    peer: str, package: str, overrides: list[str], tmp_path: Path, corpus_prefix: Path
-) -> None:
+)  # fmt: skip
+def test_programs_of_two_ranks(peer, package, words, tmp_path, corpus_prefix) -> None:
     """A file that is called as a package must not hide it; without the package it says so."""
     path = make_config(tmp_path, corpus_prefix)
-    words = [*words_of(path, tmp_path / "peer"), *overrides]
     is_there = importlib.util.find_spec(package) is not None
-    command = [sys.executable, str(ROOT / "benchmarks" / "peers" / f"{peer}.py"), *words]
-    port, pipe, ranks = free_port(), subprocess.PIPE, 1 + is_there
-    environments = [rank_environment(rank, ranks, port) for rank in range(ranks)]
+    command = [sys.executable, f"benchmarks/peers/{peer}.py", *words_of(path, tmp_path / "peer")]
+    port, ranks = free_port(), 1 + is_there
     processes = [
         subprocess.Popen(
-            command, cwd=ROOT, env=each, stdout=pipe, stderr=subprocess.STDOUT, text=True
+            [*command, *words], cwd=ROOT, env=rank_environment(rank, ranks, port),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        for each in environments
-    ]
+        for rank in range(ranks)
+    ]  # fmt: skip
     codes, texts = end_ranks(processes, seconds=240)
-    text = "\n".join(texts)
     if not is_there:
-        assert codes == [2] and f"the package {package} is not installed" in text
+        assert codes == [2] and f"the package {package} is not installed" in texts[0]
         return
-    assert codes == [0, 0], text
+    assert codes == [0, 0], "\n".join(texts)
     assert run_gpt2(words_of(path, tmp_path / "ours")) == 0
     assert_same(tmp_path / "peer", tmp_path / "ours")

@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks.published import Figure, errors, fit, loss, plan_row, read_rows
+from benchmarks.published import Figure, errors, loss, plan_row, read_rows
 from common.planner import timing
 from common.planner.timing import RANGES
 
@@ -47,25 +47,12 @@ def test_the_range_of_a_family_holds_eight_of_ten(figures: list[Figure], family:
     assert 0.8 <= sum(low <= 1 / each.ratio <= high for each in found) / len(found) < 0.85
 
 
-def test_the_products_factor_is_what_the_fitted_half_gives(
-    figures: list[Figure], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_products_factor_is_what_the_fitted_half_gives(figures, monkeypatch) -> None:
     fitted = times(figures, lambda each: not each.is_test)
     best = loss(fitted)
     for other in (timing.PRODUCTS - 0.01, timing.PRODUCTS + 0.01):
         monkeypatch.setattr(timing, "PRODUCTS", other)
         assert best < loss(fitted)
-
-
-def test_a_factor_on_which_no_row_depends_keeps_its_start(
-    figures: list[Figure], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On V100 attention is written out."""
-    for name in ("PRODUCTS", "ATTENTION", "ATTENTION_OF_HOPPER", "NETWORK"):
-        monkeypatch.setattr(timing, name, 1.0)
-    monkeypatch.setitem(timing.ELEMENTS, "eager", 1.0)
-    some = times(figures, lambda each: each.row["source"] == "DLPerf Megatron")
-    assert fit(some, [0.6, 0.5, 0.4, 0.5, 0.5])[1:3] == [0.5, 0.4]
 
 
 @pytest.mark.parametrize(

@@ -61,19 +61,7 @@ def test_a_row_compares_a_cell_with_transformers() -> None:
     assert scaled[3] == "other losses"
 
 
-def test_predictions_stand_beside_the_speeds_of_an_h100() -> None:
-    name = "124m_b64-bf16-torch-compiled"
-    runs = [measured(PREDICTED[name] / 2)] * 2
-    found = study([cell(name, runs, axes={"program": "torch"})], machine=H100)
-    [(_, own, *_)] = rows_of(found)
-    assert own.endswith("0.50 of the 515,000 predicted")
-    [(_, own, *_)] = rows_of(found.model_copy(update={"machine": study([]).machine}))
-    assert "predicted" not in own
-
-
-def test_a_machine_without_a_gpu_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_without_a_gpu_is_refused(tmp_path, capsys) -> None:
     if not why_no_gpu():
         pytest.skip("this machine has a GPU")
     assert main(["--device", "cuda", "--output_dir", str(tmp_path / "none")]) == 2
@@ -82,9 +70,7 @@ def test_a_machine_without_a_gpu_is_refused(
     assert said.out == "" and not (tmp_path / "none").exists()
 
 
-def test_the_plan_names_every_part_and_starts_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_names_every_part_and_starts_nothing(tmp_path, capsys) -> None:
     words = ["--data", str(tmp_path), "--output_dir", str(tmp_path / "none")]
     assert main(["--plan", "--device", "cuda", "--only", "model=124m_b64", *words]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -103,9 +89,7 @@ def test_a_system_that_ends_before_its_turn_is_named() -> None:
 
 
 @pytest.mark.parametrize("way", ["program", "turns"])
-def test_sigterm_ends_what_it_has_started(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sigterm_ends_what_it_has_started(way: str, tmp_path, monkeypatch, capsys) -> None:
     stop = ["-c", "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(99)"]
 
     def stopped(request: run.Request) -> Iterator[Row]:

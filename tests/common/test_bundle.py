@@ -10,37 +10,34 @@ from common.bundle import Cleaner, write_bundle
 from common.errors import ConfigError, StorageError
 
 SECRETS = {
-    "HF_TOKEN=hf_abcdefghijklmnopqrst": "hf_abc",
-    "swanlab:\n  api_key: two words 'and' more": "two words",
-    'args: {"password": "hunter2", "rate": 1}': "hunter2",
-    "python train.py --api-key k1l2m3 --steps 3": "k1l2m3",
-    "git clone https://me:pa55@git.example.org/x": "pa55",
-    "Authorization: Bearer abc.def.ghi": "abc.def",
-    "wandb: logged in with sk-proj-0123456789abcdefghij": "sk-proj",
-    "aws AKIAIOSFODNN7EXAMPLE": "AKIAIO",
-    "export MY_SECRET='x y z'": "x y z",
-    "redis_passwd = topsecret": "topsecret",
-    "GET /x?token=t0k&step=3": "t0k",
+    "HF_TOKEN=hf_abcdefghijklmnopqrst": "HF_TOKEN=(hidden)",
+    "swanlab:\n  api_key: two words 'and' more": "swanlab:\n  api_key: (hidden)",
+    'args: {"password": "hunter2", "rate": 1}': 'args: {"password": "(hidden)", "rate": 1}',
+    "python train.py --api-key k1l2m3 --steps 3": "python train.py --api-key (hidden) --steps 3",
+    "git clone https://me:pa55@git.example.org/x": "git clone https://(hidden)@git.example.org/x",
+    "Authorization: Bearer abc.def.ghi": "Authorization: (hidden)",
+    "wandb: logged in with sk-proj-0123456789abcdefghij": "wandb: logged in with (hidden)",
+    "aws AKIAIOSFODNN7EXAMPLE": "aws (hidden)",
+    "export MY_SECRET='x y z'": "export MY_SECRET='(hidden)'",
+    "redis_passwd = topsecret": "redis_passwd = (hidden)",
+    "PLAIN=user:abc1@host:80": "PLAIN=(hidden)@host:80",
+    "PLAIN=http=u:abc1@host,https=v:abc2@host": "PLAIN=http=(hidden)@host,https=(hidden)@host",
+    "PLAIN=Authorization: Bearer abc1": "PLAIN=Authorization: Bearer (hidden)",
+    "PLAIN=https://host/f?sig=abc1&v=2": "PLAIN=https://host/f?sig=(hidden)&v=2",
 }
-
-
-@pytest.mark.parametrize("line", SECRETS)
-def test_a_secret_is_hidden(line: str) -> None:
-    cleaned = Cleaner().clean(line)
-    assert SECRETS[line] not in cleaned and "(hidden)" in cleaned
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "step 3 loss 2.25, tokens/s: 1234, tokens: 5e9, max_tokens=100",
-        "data:\n  tokenizer: gpt2\n  keyboard: 3\n  seq_length: 1024",
-        "12:30:45 torch 2.13.0, CANN 8.0.RC1: ok",
-        "listening on 127.0.0.1:29500 and 0.0.0.0",
-    ],
+OTHERS = (
+    "step 3 loss 2.25, tokens/s: 1234, tokens: 5e9, max_tokens=100",
+    "data:\n  tokenizer: gpt2\n  keyboard: 3\n  seq_length: 1024",
+    "12:30:45 torch 2.13.0, CANN 8.0.RC1: ok",
+    "listening on 127.0.0.1:29500 and 0.0.0.0",
+    "PLAIN=git@github.com:organisation/name",
+    "PLAIN=/usr/bin:/opt/python@3.11/bin:/bin",
 )
-def test_other_values_stay(line: str) -> None:
-    assert Cleaner().clean(line) == line
+
+
+@pytest.mark.parametrize(("line", "shown"), [*SECRETS.items(), *zip(OTHERS, OTHERS, strict=True)])
+def test_a_secret_is_hidden_and_other_values_stay(line: str, shown: str) -> None:
+    assert Cleaner().clean(line) == shown
 
 
 def test_an_address_has_one_name_everywhere() -> None:
@@ -66,16 +63,11 @@ def run_folder(tmp_path: Path) -> Path:
 
 def parts(archive: Path) -> dict[str, str]:
     with tarfile.open(archive) as tar:
-        return {
-            member.name: file.read().decode()
-            for member in tar
-            if (file := tar.extractfile(member)) is not None
-        }
+        files = {member.name: tar.extractfile(member) for member in tar}
+        return {name: file.read().decode() for name, file in files.items() if file}
 
 
-def test_a_bundle_holds_the_run_without_secrets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bundle_holds_the_run_without_secrets(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("common.bundle.MAX_FILE_BYTES", most := 20_000)
     table, target = tmp_path / "table.json", tmp_path / "report.tar.gz"
     table.write_text('{"server_id": "10.9.8.7"}')
@@ -100,18 +92,14 @@ def test_a_bundle_holds_the_run_without_secrets(
     assert target.stat().st_size < 100_000
 
 
-def test_a_secret_that_is_cut_from_its_name_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_secret_that_is_cut_from_its_name_is_left_out(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("common.bundle.MAX_FILE_BYTES", 60)
     (tmp_path / "a.log").write_text(f"first\npassword={'s3cret' * 20}\nlast\n")
     write_bundle(tmp_path / "a.tgz", run=tmp_path, table=None, environ={})
     assert parts(tmp_path / "a.tgz")["bundle/run/a.log"] == "first\n[...]\nlast\n"
 
 
-def test_an_archive_is_limited_and_its_old_file_survives_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_archive_is_limited_and_its_old_file_survives_a_failure(tmp_path, monkeypatch) -> None:
     run, target = run_folder(tmp_path), tmp_path / "report.tar.gz"
     monkeypatch.setattr("common.bundle.MAX_BYTES", 10_000)
     notes = write_bundle(target, run=run, table=None, environ={})
@@ -150,18 +138,3 @@ def test_names_of_secrets_are_whole_words() -> None:
     for names, said in ((NAMES_OF_SECRETS, "(hidden)"), (HARMLESS, "x")):
         for name in names.split():
             assert Cleaner().clean(f"{name}=x") == f"{name}={said}"
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        ("user:abc1@host:80", "(hidden)@host:80"),
-        ("http=u:abc1@host,https=v:abc2@host", "http=(hidden)@host,https=(hidden)@host"),
-        ("Authorization: Bearer abc1", "Authorization: Bearer (hidden)"),
-        ("https://host/f?sig=abc1&v=2", "https://host/f?sig=(hidden)&v=2"),
-        ("git@github.com:organisation/name", "git@github.com:organisation/name"),
-        ("/usr/bin:/opt/python@3.11/bin:/bin", "/usr/bin:/opt/python@3.11/bin:/bin"),
-    ],
-)
-def test_credentials_inside_a_value_are_hidden(value: str, shown: str) -> None:
-    assert Cleaner().clean(f"PLAIN={value}") == f"PLAIN={shown}"

@@ -24,27 +24,20 @@ from common.errors import ConfigError
         ("Ascend910B2", "Ascend 910B2", 376.0),
         ("Ascend910B4-1", "Ascend 910B4", 280.0),
         *((f"Ascend910_{n}", "Ascend A3", 400.0) for n in (9362, 9372, 9381, 9382, 9391, 9392)),
-        ("Ascend910PremiumA", "Ascend 910A", 256.0),
-        ("Ascend910ProB", "Ascend 910A", 256.0),
-        ("Ascend910ProA", "Ascend 910A", 256.0),
-        ("Ascend910", "Ascend 910A", 256.0),
-        ("Ascend910B", "Ascend 910A", 256.0),
+        *((f"Ascend910{n}", "Ascend 910A", 256.0) for n in ("", "B", "PremiumA", "ProA", "ProB")),
         ("NVIDIA A800-SXM4-80GB", "A100 80GB", 312.0),
         ("Tesla V100-PCIE-32GB", "V100 32GB", 125.0),
         ("NVIDIA H800", "H100", 989.4),
     ],
 )
-def test_devices_are_known_by_the_name_they_report(
-    reported: str, name: str, half_tflops: float
-) -> None:
+def test_devices_are_known_by_the_name_they_report(reported, name, half_tflops) -> None:
     found = find_accelerator(reported)
     assert found is not None and found.name == name
     assert found.half_flops == half_tflops * 1e12
 
 
 @pytest.mark.parametrize(
-    "reported",
-    ["NVIDIA GeForce RTX 9090", "NVIDIA RTX A1000", "NVIDIA H20", "Ascend310P3"],
+    "reported", ["NVIDIA GeForce RTX 9090", "NVIDIA RTX A1000", "NVIDIA H20", "Ascend310P3"]
 )
 def test_unknown_devices_have_no_figures(reported: str) -> None:
     assert find_accelerator(reported) is None

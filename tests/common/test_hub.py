@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +26,11 @@ from common.tokenizer.folder import BESIDE, VOCABULARIES
 from common.training.agreement import fingerprint
 from gpt2_toolkit import load_model
 from run_gpt2 import main as run_gpt2
-from tests.hub_stand_in import GOOD_TOKEN, Hub, Repository, files_of, hub_running
+from tests.common.hub_stand_in import GOOD_TOKEN, Hub, Repository, hub_running
 from tools.convert_weight import main as convert
 from tools.inference import main as inference
 from tools.preprocess_data import main as preprocess
 
-SIZES = ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size")
 OF_TOKENIZER = {name: name.encode() for name in ("vocab.json", "merges.txt", "tokenizer.json")}
 READ = OF_TOKENIZER | {
     name: name.encode() for name in ("config.json", "generation_config.json", "chat_template.jinja")
@@ -45,18 +45,15 @@ NOT_READ = dict.fromkeys(
     b"unwanted",
 )  # fmt: skip
 SAFETENSORS, PICKLE = {"model.safetensors": LARGE}, {"pytorch_model.bin": LARGE}
-SHARDS = {
-    f"model{name}": LARGE[number:]
-    for number, name in enumerate(
-        (".safetensors.index.json", "-00001-of-00002.safetensors", "-00002-of-00002.safetensors")
-    )
-}
 
 
-SHARDED_PICKLE = {
-    f"pytorch_model{name}": LARGE[number:]
-    for number, name in enumerate((".bin.index.json", "-00001-of-00002.bin", "-00002-of-00002.bin"))
-}
+def shards(stem: str, ending: str) -> dict[str, bytes]:
+    """Files of weights in two parts, with their index."""
+    names = (f"{ending}.index.json", f"-00001-of-00002{ending}", f"-00002-of-00002{ending}")
+    return {f"{stem}{name}": LARGE[number:] for number, name in enumerate(names)}
+
+
+SHARDS, SHARDED_PICKLE = shards("model", ".safetensors"), shards("pytorch_model", ".bin")
 
 
 @pytest.fixture(scope="module")
@@ -91,18 +88,11 @@ def hub(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 @pytest.mark.parametrize(
     ("there", "wanted"),
     [
-        (SAFETENSORS | PICKLE, SAFETENSORS),
-        (SHARDS | PICKLE, SHARDS),
-        (PICKLE, PICKLE),
+        (SAFETENSORS | PICKLE, SAFETENSORS), (SHARDS | PICKLE, SHARDS), (PICKLE, PICKLE),
         (SHARDED_PICKLE, SHARDED_PICKLE),
     ],
-)
-def test_only_files_that_are_read(
-    hub: Hub,
-    there: dict[str, bytes],
-    wanted: dict[str, bytes],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+)  # fmt: skip
+def test_only_files_that_are_read(hub: Hub, there, wanted, capsys) -> None:
     hub.repositories["me/small"] = repository = Repository({**READ, **NOT_READ, **there})
     folder = located(Path("hf://me/small"))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == READ | wanted
@@ -141,30 +131,17 @@ def test_revisions_and_ranks(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (located(folder) / "model.safetensors").is_file(), "a run's folder is fetched again"
 
 
-def test_an_interrupted_download_continues(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
-    monkeypatch.setattr(file_download.time, "sleep", lambda seconds: None)
-    hub.cuts = 1
+def test_files_are_fetched_in_the_main_thread(hub: Hub, monkeypatch) -> None:
+    """Ctrl-C stops it there; other threads would be waited for."""
     get, threads = file_download.http_get, set()
 
-    def in_thread(*words: object, **options: object) -> None:
+    def in_thread(*words: Any, **options: Any) -> None:
         threads.add(threading.current_thread())
         get(*words, **options)
 
     monkeypatch.setattr(file_download, "http_get", in_thread)
     assert (located(Path("hf://me/small")) / "model.safetensors").read_bytes() == LARGE
-    ranges = [line.rpartition(" ")[2] for line in hub.asked if "bytes=" in line]
-    assert len(ranges) == 1 and 0 < int(ranges[0][6:-1]) <= 2500
-    assert threads == {threading.main_thread()}, "which Ctrl-C stops; others would be waited for"
-
-
-def test_processes_of_a_host_fetch_once(hub: Hub) -> None:
-    threads = [threading.Thread(target=located, args=(Path("hf://me/small"),)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(hub.fetched) == sorted({**READ, **SAFETENSORS})
+    assert threads == {threading.main_thread()}
 
 
 def test_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,9 +175,7 @@ def test_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         ("hf://me/../small", None, "expected hf://OWNER/NAME"),
     ],
 )  # fmt: skip
-def test_one_message_for_each_fault(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, name: str, token: str | None, message: str
-) -> None:
+def test_one_message_for_each_fault(hub, monkeypatch, name, token, message) -> None:
     for access in ("private", "gated"):
         hub.repositories[f"me/{access}"] = Repository({**READ, **SAFETENSORS}, access)
     hub.repositories["me/empty"] = Repository({**READ, **NOT_READ})
@@ -209,10 +184,6 @@ def test_one_message_for_each_fault(
     with pytest.raises(UserError, match=message.replace("{url}", hub.url)) as caught:
         located(Path(name))
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
-
-
-def test_a_token_opens_a_private_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.repositories["me/private"] = Repository({**READ, **SAFETENSORS}, "private")
     monkeypatch.setenv("HF_TOKEN", GOOD_TOKEN)
     assert (located(Path("hf://me/private")) / "model.safetensors").is_file()
 
@@ -253,15 +224,15 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, is_on
         assert located(Path(text)) == Path(text)
 
 
-def test_commands_take_names_as_they_take_folders(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_take_names_as_they_take_folders(hub: Hub, tmp_path, capsys) -> None:
     """The first command that needs weights fetches them; a run records the commit."""
     pytest.importorskip("transformers")
     from tests.reference import MERGES, save_model, write_vocabulary
 
     folder = save_model(tmp_path / "hf", write_vocabulary(tmp_path / "v", MERGES), size=262)
-    hub.repositories["me/small"] = Repository(files_of(folder))
+    hub.repositories["me/small"] = Repository(
+        {path.name: path.read_bytes() for path in folder.iterdir()}
+    )
     commit = hub.repositories["me/small"].revisions["main"]
     Path("text.txt").write_text("hello, the hell there\n" * 60)
     Path("run.yaml").write_text(
@@ -270,31 +241,26 @@ def test_commands_take_names_as_they_take_folders(
     )
     words = ["--input", "text.txt", "--output-prefix", "own", "--vocab-file", "hf://me/small"]
     assert preprocess(words) == 0 and "model.safetensors" not in hub.fetched
-    runs = {"hf://me/small": Path("by_name"), str(folder): Path("by_path")}
     command = ["--config", "run.yaml", "--run_mode"]
-    for source, output in runs.items():
-        changes = [f"checkpoint.init_from={source}", f"output_dir={output}", "model.seq_length=16"]
-        assert run_gpt2([*command, "finetune", *changes]) == 0
-    manifests = [read_manifest(run / "checkpoints" / "step_00000001") for run in runs.values()]
-    assert manifests[0]["files"] == manifests[1]["files"], "checksums of the trained weights"
-    assert Path(manifests[0]["config"]["checkpoint"]["init_from"]).name == commit
-    recorded = load_config(Path("by_name/config.yaml"))
+    changes = ["checkpoint.init_from=hf://me/small", "output_dir=tuned", "model.seq_length=16"]
+    assert run_gpt2([*command, "finetune", *changes]) == 0
+    recorded = load_config(Path("tuned/config.yaml"))
     assert recorded.data.tokenizer is not None
+    assert Path(recorded.checkpoint.init_from or "").name == commit
     assert recorded.checkpoint.init_from == recorded.data.tokenizer.folder
     model = load_model("hf://me/small", tokenizer="hf://me/small", device="cpu")
     for source, output in (("me/small", "named"), (str(folder), "given")):
         capsys.readouterr()
         assert convert(["--to", "torch_gpt2", "--input", source, "--output", output]) == 0
         assert f"parameters of {source} (hf)" in capsys.readouterr().out
-        words = ["predict.prompt=hello", "predict.max_new_tokens=8", f"checkpoint.load={source}"]
-        sizes = [f"model.{key}={value}" for key, value in model.source.model if key in SIZES]
-        wish = f"data.tokenizer={source}".replace("=me", "=hf://me")
-        assert run_gpt2([*command, "predict", "output_dir=new", *words, *sizes, wish]) == 0
-        assert str(model.generate("hello", max_new_tokens=8)[0]) in capsys.readouterr().out
     assert read_manifest(Path("named"))["files"] == read_manifest(Path("given"))["files"]
+    words = ["predict.prompt=hello", "predict.max_new_tokens=8", "output_dir=new"]
+    words += ["checkpoint.load=me/small", "data.tokenizer=hf://me/small", "model=from_checkpoint"]
+    assert run_gpt2([*command, "predict", *words]) == 0
+    assert str(model.generate("hello", max_new_tokens=8)[0]) in capsys.readouterr().out
     assert inference(["--model_dir", "me/none", "--prompt", "hello"]) == 2
     assert re.match(r"error: me/none: there is no .* private; .*\n$", capsys.readouterr().err)
     assert max(Counter(hub.fetched).values()) == 1
     shutil.rmtree(constants.HF_HUB_CACHE)  # as on another machine
-    load_model("by_name", device="cpu")
+    load_model("tuned", device="cpu")
     assert hub.fetched.count("vocab.json") == 2 and hub.fetched.count("model.safetensors") == 1

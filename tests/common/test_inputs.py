@@ -4,6 +4,7 @@ in.
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,8 @@ def config(words: str = "") -> RunConfig:
     return resolve_config(build_config(with_words(tree, words.split())))
 
 
-ABSENT = "there is no such file or folder"
 HERE = "(looked in {cwd})"
+ABSENT = f"there is no such file or folder {HERE}"
 
 
 @pytest.mark.parametrize(
@@ -33,52 +34,26 @@ HERE = "(looked in {cwd})"
         ("train", "", f"data/own.idx: not found {HERE}: the folder data does not exist"),
         ("train", "data.train=null", "data.train is not given"),
         ("train", "data.train=here data.validation=gone", f"gone.idx: not found {HERE}"),
-        (
-            "train",
-            "data.train=here checkpoint.resume=old",
-            f"(checkpoint.resume=old): {ABSENT} {HERE}",
-        ),
+        ("train", "data.train=here checkpoint.resume=old", f"(checkpoint.resume=old): {ABSENT}"),
         ("train", "data.train=here train.max_steps=null", "the length of the run is not given"),
         ("finetune", "data.train=here", "give checkpoint.init_from"),
-        (
-            "finetune",
-            "data.train=here checkpoint.init_from=gpt2",
-            f"(checkpoint.init_from): {ABSENT} {HERE}; a model of the Hugging Face hub is named",
-        ),
+        ("finetune", "data.train=here checkpoint.init_from=gpt2",
+            f"(checkpoint.init_from): {ABSENT}; a model of the Hugging Face hub is named"),
         ("predict", "", "predict.prompt is not given"),
         ("predict", "predict.prompt=a", f"data/nowhere: does not exist {HERE}"),
         ("predict", "predict.prompt=a data.tokenizer=null", "data.tokenizer is not given"),
-        (
-            "predict",
-            "predict.prompt_file=p.txt",
-            f"predict.prompt_file: p.txt: no such file; check the path {HERE}",
-        ),
+        ("predict", "predict.prompt_file=p.txt",
+            f"predict.prompt_file: p.txt: no such file; check the path {HERE}"),
         ("eval", "", f"data/own.idx: not found {HERE}"),
         ("eval", "data.train=here", "no whole checkpoint here"),
-        (
-            "eval",
-            "data.train=here checkpoint.load=gone",
-            f"(checkpoint.load=gone): {ABSENT} {HERE}",
-        ),
-        (
-            "eval",
-            "evaluation.task=text evaluation.file=wiki.txt data.tokenizer=here",
-            f"evaluation.file=wiki.txt: not found {HERE}",
-        ),
-        (
-            "export",
-            "checkpoint.load=/nowhere/at/all",
-            f"(checkpoint.load=/nowhere/at/all): {ABSENT}",
-        ),
+        ("eval", "data.train=here checkpoint.load=gone", f"(checkpoint.load=gone): {ABSENT}"),
+        ("eval", "evaluation.task=text evaluation.file=wiki.txt data.tokenizer=here",
+            f"evaluation.file=wiki.txt: not found {HERE}"),
+        ("export", "checkpoint.load=/nowhere/at/all",
+            "(checkpoint.load=/nowhere/at/all): there is no such file or folder"),
     ],
-)
-def test_missing(
-    mode: str,
-    words: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+)  # fmt: skip
+def test_missing(mode, words, message, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("here.idx", "here.bin", "here"):
         (tmp_path / name).touch()
@@ -104,11 +79,8 @@ def test_the_front_door_says_it_before_it_imports_a_framework(
 
 
 def test_the_data_of_a_folder(tmp_path: Path) -> None:
-    def found() -> list[str | float] | None:
-        there: list[str | float] = _paths_here(config(f"data.train={tmp_path}/data"))["data"][
-            "train"
-        ]
-        return there
+    def found() -> Any:
+        return _paths_here(config(f"data.train={tmp_path}/data"))["data"]["train"]
 
     folder = tmp_path / "data"
     (folder / "inner").mkdir(parents=True)

@@ -1,5 +1,8 @@
-"""Every program starts, fails and stops in one way, and gpt2 names them all."""
+"""Every program starts, fails and stops in one way, and gpt2 names them all. Ctrl-C is exit code
+130 without a traceback, whatever a program does at that moment.
+"""
 
+import json
 import os
 import shutil
 import signal
@@ -18,15 +21,14 @@ from common import program
 from common.command_line import RUN_MODES
 from common.errors import ConfigError, StorageError
 from common.flags import flag, parse
+from common.interrupts import ending_at_interrupts
 from common.program import TOOLS, command, gpt2
+from common.tokenizer.bpe_files import END_OF_TEXT, byte_alphabet
 
 ROOT = Path(__file__).resolve().parents[2]
-PLAN = ["--config", str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml"), "train.global_batch_size=16"]
 
 
-def test_gpt2_is_installed_and_starts_every_program(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gpt2_is_installed_and_starts_every_program(monkeypatch, capsys) -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, name = scripts["gpt2"].partition(":")
     assert getattr(import_module(module), name) is gpt2
@@ -45,13 +47,11 @@ def test_gpt2_is_installed_and_starts_every_program(
             gpt2()
         if name in TOOLS:
             assert sys.argv == [f"gpt2 {name}", "a.b=1"]
-    assert started == [
-        *(
-            ("run_gpt2.py", ["--run_mode", mode, "a.b=1"], ("program", f"gpt2 {mode}"))
-            for mode in RUN_MODES
-        ),
-        *((f"{ROOT}/tools/{file}.py",) for file, _ in TOOLS.values()),
+    runs = [
+        ("run_gpt2.py", ["--run_mode", mode, "a.b=1"], ("program", f"gpt2 {mode}"))
+        for mode in RUN_MODES
     ]
+    assert started == [*runs, *((f"{ROOT}/tools/{file}.py",) for file, _ in TOOLS.values())]
     assert all((ROOT / given[0]).is_file() for given in started)
     for words, code in ((["fly"], 2), (["--help"], 0)):
         monkeypatch.setattr(sys, "argv", ["gpt2", *words])
@@ -96,18 +96,13 @@ def run(*words: str, folder: Path, **environment: str) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
-def test_gpt2_and_the_script_do_the_same_from_any_folder(tmp_path: Path) -> None:
-    start = "from common.program import gpt2; gpt2()"
-    one = run("-c", start, "plan", *PLAN, folder=tmp_path, PYTHONPATH=str(ROOT))
-    other = run(str(ROOT / "run_gpt2.py"), "--run_mode", "plan", *PLAN, folder=tmp_path)
-    assert one.stdout == other.stdout and "batch: global batch 16 =" in one.stdout
-    assert (one.returncode, one.stderr) == (other.returncode, other.stderr) == (0, "")
-
-
 def test_output_that_is_lost_is_an_error_and_a_reader_that_leaves_is_not() -> None:
     words = f"{sys.executable} tools/config_schema.py"
+    preset = "configs/gpt2/run_gpt2_tiny.yaml"
+    launch = f"{sys.executable} tools/launch.py distribute none {preset} '[0,1]' train"
     for line, code, message in (
         (f"{words} > /dev/full", 1, "error: [Errno 28] No space left on device\n"),
+        (f"DRY_RUN=1 {launch} > /dev/full", 1, "error: [Errno 28] No space left on device\n"),
         (f"{words} | head -1 > /dev/null; exit ${{PIPESTATUS[0]}}", 0, ""),
     ):
         done = subprocess.run(
@@ -128,9 +123,7 @@ def test_output_that_is_lost_is_an_error_and_a_reader_that_leaves_is_not() -> No
         (signal.SIGTERM, 143, "stopped by SIGTERM; nothing is left\n"),
     ],
 )
-def test_an_error_becomes_a_message_and_a_code(
-    error: Any, code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_becomes_a_message_and_a_code(error: Any, code: int, message: str, capsys) -> None:
     cleaned = []
 
     @command(stopped="; nothing is left")
@@ -186,3 +179,88 @@ def test_options_are_what_the_types_say(capsys: pytest.CaptureFixture[str]) -> N
         parse(Request, ["--help"], "About.")
     out = " ".join(capsys.readouterr().out.split())
     assert "--size N size (default: 4)" in out and "more: --kind {a,b} 50% of all" in out
+
+
+ROOT = Path(__file__).resolve().parents[2]
+# Ctrl-C at the very moment when a module is looked for.
+INTERRUPTED_AT = """
+import os, runpy, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv = {words!r}
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+# Ctrl-C when a library in Rust, which imports numpy in its first call, is in the middle of it.
+IN_RUST = """
+import os, signal, sys
+import awkward  # its import alone takes a second
+from common.program import command
+from common.tokenizer import load_tokenizer
+
+def interrupt(frame, event, argument):
+    if frame.f_code.co_qualname == "NumpyVersion.__init__":
+        os.kill(os.getpid(), signal.SIGINT)
+
+def main(files):
+    sys.setprofile(interrupt)
+    load_tokenizer(None, *files, "auto")
+
+sys.exit(command()(main)(sys.argv[1:]))
+"""
+PRELUDE = '''"""
+
+if __name__ == "__main__":
+    import as_script  # noqa: F401
+
+'''
+STOPPED = (130, "", "stopped by Ctrl-C\n")
+"""Exit code, output and error of a program that was interrupted."""
+
+
+def result_of(program: str, *words: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-c", program, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("module", ["argparse", "common.modelarts.arguments", "pydantic"])
+def test_the_front_door(module: str) -> None:
+    words = "run_gpt2.py --config configs/gpt2/run_gpt2_13b.yaml --run_mode plan --devices 32"
+    given = [*words.split(), "--accelerator", "Ascend 910A"]
+    assert result_of(INTERRUPTED_AT.format(module=module, words=given)) == STOPPED
+
+
+def test_every_tool_ends_at_an_interrupt_from_its_first_import_on() -> None:
+    """It starts right behind its description, so that start() can end it."""
+    for tool in (ROOT / "tools").glob("*.py"):
+        head, prelude, rest = tool.read_text().partition(PRELUDE)
+        is_whole = prelude and rest and head.count('"""') == 1
+        assert is_whole or tool.name == "as_script.py", tool
+    words = ["tools/doctor.py", "--help"]
+    assert result_of(INTERRUPTED_AT.format(module="common.doctor", words=words)) == STOPPED
+
+
+def test_the_handler_of_before_comes_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with ending_at_interrupts():
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_inside_a_library_in_rust_that_imports_numpy(tmp_path: Path) -> None:
+    """Where the import fails, such a library panics."""
+    pytest.importorskip("gigatoken", reason="gigatoken is not installed: pip install '.[fast]'")
+    names = [*byte_alphabet(), "th", END_OF_TEXT]
+    vocabulary, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    vocabulary.write_text(json.dumps({name: number for number, name in enumerate(names)}))
+    merges.write_text("#version: 0.2\nt h\n")
+    assert result_of(IN_RUST, str(vocabulary), str(merges)) == STOPPED

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError, DataError
+from common.run_config import load_config
 from common.structured_files import (
     MalformedError,
     parse_json,
@@ -45,18 +46,15 @@ MERGE_BOMB = "a: &a {x: 1}\n" + "".join(
 def test_malformed_json_is_one_exception(text: str | bytes, problem: str) -> None:
     with pytest.raises(MalformedError, match=problem):
         parse_json(text)
-    if any(word in problem for word in ("column 8", "nested", "digits", "UTF-8")):
-        with pytest.raises(MalformedError):
-            parse_json_line(text)
-        with pytest.raises(MalformedError):
-            parse_json_item(text if isinstance(text, str) else "")
+    if any(word in problem for word in ("column 8", "nested", "digits")):
+        for read in (parse_json_line, parse_json_item):
+            with pytest.raises(MalformedError):
+                read(text)  # type: ignore[operator]
 
 
 def test_json_within_the_limits() -> None:
-    assert parse_json('{"a": [1, 2.5, null, true, "x"], "b": {}}') == {
-        "a": [1, 2.5, None, True, "x"],
-        "b": {},
-    }
+    tree = {"a": [1, 2.5, None, True, "x"], "b": {}}
+    assert parse_json('{"a": [1, 2.5, null, true, "x"], "b": {}}') == tree
     assert parse_json('["\\ud83d\\ude00"]') == ["😀"]
     assert parse_json('{"a": 1, "a": 2}', unique=False) == {"a": 2}
     assert parse_json_item('x {"a": 1}, rest', 2) == ({"a": 1}, 10)
@@ -70,16 +68,12 @@ def test_json_within_the_limits() -> None:
         ("a: &a [*a]", "nested deeper"),
         ("a: &a {<<: *a}", "nested deeper"),
         ("a: &a [1]\nb: {<<: *a}", r"<<: expected a mapping, or a list of them \(line 2"),
-        ("a: {<<: 3}", "<<: expected a mapping"),
         ("a: {<<: {}, <<: {}}", "the key 'a.<<' is given twice"),
         ("a: &a 1\nb: &a 2", "an anchor is defined twice"),
-        ("[" * 66 + "]" * 66, "nested deeper"),
         ("[" * 3000, "nested deeper"),
         ("seed: !!timestamp x", "!!timestamp is not supported"),
         ("seed: !!python/object:os.system x", "python/object"),
-        ("seed: !!map x", "!!map is not supported"),
         ("seed: !!bool maybe", "does not fit"),
-        ("seed: !!float ''", "does not fit"),
         ("a: [1, 2", "line 1"),
         ("a: 1\n\tb: 2", "line 2"),
         ('"\\udfff": 1', "udfff is half of a pair"),
@@ -88,12 +82,10 @@ def test_json_within_the_limits() -> None:
         ("a: 1\n---\nb: 2", "another document"),
         ("a: \0", "special characters"),
         ("a" * (2**20 + 1), "longer than 1 MiB"),
-        (
-            "a: [{b: 1,\n b: 2}]",
-            r"'a\.0\.b' is given twice \(first in line 1\); keep one \(line 2, column 2\)",
-        ),
+        ("a: [{b: 1,\n b: 2}]",
+            r"'a\.0\.b' is given twice \(first in line 1\); keep one \(line 2, column 2\)"),
     ],
-)
+)  # fmt: skip
 def test_malformed_yaml_is_one_exception(text: str, problem: str) -> None:
     # torch and MindSpore let Python call itself deeper, for the whole process.
     limit = sys.getrecursionlimit()
@@ -185,3 +177,20 @@ def test_a_mebibyte_of_yaml_is_given_up_early(text: str) -> None:
     with pytest.raises(MalformedError):
         parse_yaml(text)
     assert time.process_time() - began < 8  # 19 s where all nodes are made first
+
+
+def test_a_long_line_loses_its_middle() -> None:
+    text = "data.json: found " + "9" * 5000 + ", expected a number; fix the file"
+    shown = str(DataError(f"{text}\na second line"))
+    assert shown.startswith("data.json: found 999")
+    assert shown.endswith("fix the file\na second line")
+    assert len(shown) < 1000 and f"({len(text) - 900} characters left out)" in shown
+    assert str(DataError("x" * 1000)) == "x" * 1000
+
+
+def test_a_config_error_quotes_a_value_of_any_length(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {num_heads: '" + "9" * 100_000 + "'}")
+    with pytest.raises(ConfigError, match=r"model\.num_heads") as error:
+        load_config(path)
+    assert all(len(line) < 1000 for line in str(error.value).split("\n"))

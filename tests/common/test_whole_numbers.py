@@ -13,16 +13,13 @@ from common.cluster.rank_environment import given_port, parse_master
 from common.errors import ConfigError
 from common.launcher.host_list import divide
 from common.modelarts.job import find_places
-from common.whole_numbers import argument, rank_names, spans, whole_number
+from common.whole_numbers import argument, whole_number
 
 NONE = ["", "٣٣٣٣", "３３", "3_3", "+3", "-3", " 3", "3 ", "3\n", "3.0", "0x3", "²", "9" * 19]
 SLURM = {
-    "SLURM_STEP_NODELIST": "n1",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "0",
-    "SLURM_NTASKS": "2",
+    "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2",
     "SLURM_LOCALID": "0",
-}
+}  # fmt: skip
 HOSTS = {"VC_WORKER_HOSTS": "a,b", "MA_NUM_HOSTS": "2", "VC_TASK_INDEX": "0"}
 PORTS = "is not a usable port; expected 1024 to 65534"
 
@@ -33,9 +30,7 @@ def test_only_ascii_digits_are_a_number() -> None:
 
 
 @pytest.mark.parametrize("text", ["٣", "9" * 5000, "0", "65"])
-def test_an_argument_out_of_range_is_one_error(
-    text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_argument_out_of_range_is_one_error(text: str, capsys) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=argument(1, 64))
     with pytest.raises(SystemExit, match="2"):
@@ -49,29 +44,18 @@ def test_an_argument_out_of_range_is_one_error(
     [
         *((given_port, {"MASTER_PORT": text}, PORTS) for text in ("٣٣٣٣", "9" * 5000, "0")),
         *((parse_master, f"10.0.0.1:{text}", PORTS) for text in ("٣٣٣٣", "9" * 5000, "65535")),
-        (
-            find_process,
-            {"RANK": "0", "WORLD_SIZE": "9999999999"},
-            "WORLD_SIZE=9999999999: expected the number of processes, 65536 at most",
-        ),
-        (
-            find_process,
-            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "9999999999"},
-            "LOCAL_WORLD_SIZE=9999999999: expected the number of",
-        ),
+        (find_process, {"RANK": "0", "WORLD_SIZE": "9999999999"},
+            "WORLD_SIZE=9999999999: expected the number of processes, 65536 at most"),
+        (find_process, {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "9999999999"},
+            "LOCAL_WORLD_SIZE=9999999999: expected the number of"),
         (find_process, {"RANK": "٠", "WORLD_SIZE": "2"}, "RANK=٠: expected a number, 0 or more"),
-        (
-            find_process,
-            {"RANK_ID": "0", "RANK_SIZE": "9" * 5000},
-            "999... (5000 characters): expected the number of processes",
-        ),
+        (find_process, {"RANK_ID": "0", "RANK_SIZE": "9" * 5000},
+            "999... (5000 characters): expected the number of processes"),
         (find_process, SLURM | {"SLURM_PROCID": "²"}, "SLURM_PROCID=²: expected a number"),
-        *(
-            (find_places, HOSTS | {"MA_NUM_GPUS": count}, "MA_NUM_GPUS=")
-            for count in ("99999999999", "٨", "32769")
-        ),
+        (find_places, HOSTS | {"MA_NUM_GPUS": "٨"}, "MA_NUM_GPUS="),
+        (find_places, HOSTS | {"MA_NUM_GPUS": "32769"}, "MA_NUM_GPUS="),
     ],
-)
+)  # fmt: skip
 def test_a_number_that_is_none(read: Callable[[Any], Any], given: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(given)
@@ -92,10 +76,3 @@ def test_ranks_of_a_list_of_hosts() -> None:
     """Half of the ranks, of a size that no memory holds as a list."""
     with pytest.raises(ConfigError, match=r"for the ranks \[0,5\) of 999999998"):
         divide(("a", "b"), range(5), rank_size=999_999_998, table=(), master=None, port=29500)
-
-
-def test_names_of_ranks_and_spans_of_numbers() -> None:
-    named = [rank_names(ranks) for ranks in ([3], [0, 1, 2], [5, 0, 1, 8, 9], [])]
-    assert named == ["rank 3", "ranks 0-2", "ranks 0-1, 5, 8-9", "ranks none"]
-    shown = [spans(numbers, least=3) for numbers in ([0, 1], [4, 5, 6, 9], [], [7])]
-    assert shown == ["0, 1", "4-6, 9", "", "7"]

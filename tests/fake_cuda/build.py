@@ -6,9 +6,6 @@ call.
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.native_library import CannotBuild, built
@@ -22,17 +19,3 @@ def cuda_variables() -> dict[str, str]:
         raise CannotBuild("this torch is built for CUDA and has a device of its own; install +cpu")
     library = built(Path(__file__).with_name("cuda.cpp"), "_fake_cuda", ("c10", "torch_cpu"))
     return {"LD_PRELOAD": str(library)}
-
-
-def with_cuda(main: Callable[[], int]) -> int:
-    """Run a script's main in a process that has the device, which takes the place of this one."""
-    import torch
-
-    if torch.accelerator.current_accelerator() is not None:
-        return main()
-    try:
-        variables = cuda_variables()
-    except CannotBuild as reason:
-        print(f"error: {reason}", file=sys.stderr)
-        return 2
-    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | variables)

@@ -16,8 +16,11 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from common.config.load import build_config  # noqa: E402
+from common.config.schema import ModelConfig  # noqa: E402
+from common.run_config import fill_model, load_config  # noqa: E402
 from common.tokenizer import load_tokenizer  # noqa: E402
-from gpt2_toolkit import LanguageModel, load_model  # noqa: E402
+from gpt2_toolkit import load_model  # noqa: E402
 from run_gpt2 import main  # noqa: E402
 from tests.reference import MERGES, POSITIONS, save_model, write_vocabulary  # noqa: E402
 from tests.tiny import tiny_run  # noqa: E402
@@ -35,9 +38,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One model as transformers' folder, as weights of ours, and as exports; and a config of it."""
     root = tmp_path_factory.mktemp("models")
     source = save_model(root / "hf", write_vocabulary(root / "vocabulary", MERGES), size=VOCABULARY)
-    assert (
-        convert(["--to", "torch_gpt2", "--input", str(source), "--output", str(root / "own")]) == 0
-    )
+    words = ["--to", "torch_gpt2", "--input", str(source), "--output", str(root / "own")]
+    assert convert(words) == 0
     config = root / "run.yaml"
     tree = tiny_run(root, model__seq_length=POSITIONS, model__vocab_size=VOCABULARY)
     tree |= {"data": {"tokenizer": str(source)}, "checkpoint": {"load": str(source)}}
@@ -110,27 +112,23 @@ def test_every_folder_says_what_transformers_says(
 
 def test_the_words_of_one_model(folders: dict[str, Path], expected: dict[str, Any]) -> None:
     model = load_model(folders["hf"], backend="torch", device="cpu")
-    drawn = model.generate(PROMPTS[0], max_new_tokens=12, top_k=40, seed=1)[0].tokens
-    settings = {"strategy": "sampling", "max_new_tokens": 12, "top_k": 40, "seed": 1}
-    assert drawn == model.generate(PROMPTS[0], **settings)[0].tokens
-    one = model.generate(PROMPTS[0], max_new_tokens=12)
-    assert (
-        drawn
-        != one[0].tokens
-        == model.generate(PROMPTS[0], max_new_tokens=12, temperature=0)[0].tokens
-    )
-    assert "".join(model.stream(PROMPTS[0], max_new_tokens=12)) == one[0].text
+
+    def tokens(**settings: Any) -> list[int]:
+        return model.generate(PROMPTS[0], max_new_tokens=12, **settings)[0].tokens
+
+    drawn, greedy = tokens(top_k=40, seed=1), tokens()
+    assert drawn == tokens(strategy="sampling", top_k=40, seed=1) != greedy
+    assert greedy == tokens(temperature=0)
     for ids in (model.encode(PROMPTS[0]), np.array(model.encode(PROMPTS[0]))):
-        assert model.generate(ids, max_new_tokens=12)[0].text == one[0].text
+        assert model.generate(ids, max_new_tokens=12)[0].tokens == greedy
     pieces = model.stream(PROMPTS[0], max_new_tokens=12)
-    assert next(pieces)
+    first = next(pieces)
     with pytest.raises(Exception, match="the model is at work"):
         model.score(TEXT)
-    del pieces
-    drawn = model.generate(
-        ["The", "hello"], strategy="sampling", num_sequences=2, seed=3, max_new_tokens=5
-    )
-    assert [(each.index, each.number) for each in drawn] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert first + "".join(pieces) == model.decode(greedy)
+    several = {"strategy": "sampling", "num_sequences": 2, "seed": 3, "max_new_tokens": 5}
+    found = model.generate(["The", "hello"], **several)
+    assert [(each.index, each.number) for each in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     # a text of many windows, in which the first token of each has the one before it as context
     long = "hello the " * 100
     ids = [VOCABULARY - 1, *model.encode(long)]
@@ -139,14 +137,11 @@ def test_the_words_of_one_model(folders: dict[str, Path], expected: dict[str, An
         window = ids[start : start + POSITIONS + 1]
         by_hand += model.score_ids([window], [1])[0].logprobs.tolist()
     assert model.score(long).logprobs == pytest.approx(by_hand, abs=1e-5)
-    assert model.score([TEXT, long])[0].logprob == pytest.approx(
-        sum(expected["logprobs"]), abs=4e-3
-    )
+    both = model.score([TEXT, long])
+    assert both[0].logprob == pytest.approx(sum(expected["logprobs"]), abs=4e-3)
 
 
-def test_the_same_as_the_run_mode_predict(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_as_the_run_mode_predict(folders: dict[str, Path], tmp_path, capsys) -> None:
     words = ["predict.strategy=sampling", "predict.top_k=20", "predict.max_new_tokens=12"]
     file = tmp_path / "out.jsonl"
     prompts = json.dumps(PROMPTS)
@@ -155,9 +150,8 @@ def test_the_same_as_the_run_mode_predict(
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     model = load_model(folders["hf"], backend="torch", device="cpu")
     found = model.generate(PROMPTS, strategy="sampling", top_k=20, max_new_tokens=12)
-    assert [(each.tokens, each.text) for each in found] == [
-        (row["tokens"], row["continuation"]) for row in rows
-    ]
+    texts = [(row["tokens"], row["continuation"]) for row in rows]
+    assert [(each.tokens, each.text) for each in found] == texts
     capsys.readouterr()
     printed = []
     for name in ("hf", "onnx"):
@@ -172,12 +166,7 @@ def test_the_same_as_the_run_mode_predict(
 
 
 @pytest.mark.parametrize("name", ["onnx", "weights", "hf"])
-def test_the_tool_prints_prompt_and_generation(
-    folders: dict[str, Path],
-    expected: dict[str, Any],
-    name: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_tool_prints_prompt_and_generation(folders, expected, name, capsys) -> None:
     command = ["--model_dir", str(folders[name]), "--prompt", PROMPTS[1], "--verify"]
     assert inference([*command, "max_new_tokens=12"]) == 0
     text = PROMPTS[1] + load_tokenizer(None, folders["hf"]).decode(expected["tokens"][1])
@@ -188,9 +177,7 @@ def test_the_tool_prints_prompt_and_generation(
     assert "did you mean predict.max_new_tokens" in error and error.count("\n") == 1
 
 
-def test_eval_of_an_export_is_that_of_its_checkpoint(
-    folders: dict[str, Path], tmp_path: Path, corpus_prefix: Path
-) -> None:
+def test_eval_of_an_export_is_that_of_its_checkpoint(folders, tmp_path, corpus_prefix) -> None:
     (tmp_path / "text.txt").write_text(TEXT * 20)
     text = ["evaluation.task=text", f"evaluation.file={tmp_path / 'text.txt'}"]
     validation = [f"data.validation={corpus_prefix}", "validation.max_samples=3"]
@@ -208,22 +195,16 @@ def test_eval_of_an_export_is_that_of_its_checkpoint(
         assert found["onnx", task] == pytest.approx(found["hf", task], rel=1e-5)
 
 
-def test_an_export_of_another_model_or_tokenizer_is_refused(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_of_another_model_or_tokenizer_is_refused(folders, tmp_path, capsys) -> None:
     command = ["--config", str(folders["config"]), "--run_mode", "predict", "predict.prompt=a"]
     other = write_vocabulary(tmp_path / "other", MERGES[::-1])
     export = shutil.copytree(folders["onnx"], tmp_path / "onnx")
-    record = {"kind": "GPT2BPETokenizer", "vocab_size": 262, "sha256": "0" * 64}
-    _change(tokenizer=record)(export)
-    for words, message in (
-        (
-            [f"checkpoint.load={folders['onnx']}", "model.num_heads=2"],
-            "add: model=from_checkpoint, or model.num_heads=4",
-        ),
-        ([f"checkpoint.load={export}", f"data.tokenizer={other}"], "give the files it was trained"),
+    _change(tokenizer={"kind": "GPT2BPETokenizer", "vocab_size": 262, "sha256": "0" * 64})(export)
+    for load, word, message in (
+        (folders["onnx"], "model.num_heads=2", "add: model=from_checkpoint, or model.num_heads=4"),
+        (export, f"data.tokenizer={other}", "give the files it was trained"),
     ):
-        assert main([*command, *words]) == 2
+        assert main([*command, f"checkpoint.load={load}", word]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
 
@@ -240,15 +221,10 @@ print(json.dumps([found, model.score(sys.argv[3]).perplexity]))
 """
 
 
-def test_onnx_needs_no_training_framework(
-    folders: dict[str, Path], expected: dict[str, Any], tmp_path: Path
-) -> None:
+def test_onnx_needs_no_training_framework(folders, expected, tmp_path) -> None:
     moved = shutil.copytree(folders["onnx"], tmp_path / "elsewhere")
     command = [sys.executable, "-c", _WITHOUT_FRAMEWORK, moved, json.dumps(PROMPTS), TEXT]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
-    tokens, perplexity = json.loads(done.stdout)
+    tokens, perplexity = json.loads(subprocess.check_output(command, cwd=ROOT, timeout=120))
     assert tokens == expected["tokens"]
     mean = sum(expected["logprobs"]) / len(expected["logprobs"])
     assert perplexity == pytest.approx(2.718281828459045**-mean, rel=1e-4)
@@ -287,11 +263,8 @@ def _other_tokenizer(folder: Path) -> None:
     [
         (lambda folder: (folder / "model.onnx.data").unlink(), {},
             "model.onnx.data: missing, export.json names it"),
-        (lambda folder: (folder / "model.onnx").write_bytes(b"0"), {}, "bytes, export.json says"),
         (_flip_a_bit, {"verify": True}, "its bytes have changed since it was exported"),
         (_change(format_version=9), {}, "format version 9, this program reads 1"),
-        (_change(format="torchscript"), {}, "format 'torchscript' is not run here"),
-        (_change(files={}), {}, "export.json: is broken"),
         (_other_tokenizer, {}, "the model has 262 tokens and the tokenizer 263"),
         (None, {"backend": "torch"}, "is of format onnx, which onnx runs"),
         (None, {"dtype": "float32"}, "leave dtype out"),
@@ -302,9 +275,7 @@ def _other_tokenizer(folder: Path) -> None:
             "expected a run folder, a checkpoint, an export"),
     ],
 )  # fmt: skip
-def test_a_bad_export_is_one_message(
-    folders: dict[str, Path], tmp_path: Path, damage: Any, options: dict[str, Any], message: str
-) -> None:
+def test_a_bad_export_is_one_message(folders, tmp_path, damage, options, message) -> None:
     folder = shutil.copytree(folders["onnx"], tmp_path / "onnx")
     if damage:
         damage(folder)
@@ -321,28 +292,20 @@ def test_a_bad_export_is_one_message(
         (lambda model: model.generate([1, 262]), "id 262 is outside the vocabulary"),
         (lambda model: model.generate("a", top_kk=1), "did you mean predict.top_k"),
         (lambda model: model.generate("a", prompt_file="x"), "belongs to --run_mode predict"),
-        (
-            lambda model: model.generate("a", strategy="beam_search", num_beams=2, num_sequences=3),
-            "num_sequences=3 is above num_beams=2",
-        ),
         (lambda model: model.stream(["a", "b"]), "continues one prompt once"),
         (lambda model: model.score("a", stride=65), "expected 1 to 64"),
         (lambda model: model.score_ids([[1, 2]], [0]), "row 0: starts at 0 of 2 tokens"),
         (lambda model: model.score_ids([[1, 262]], [1]), "outside 0 to 261"),
     ],
 )
-def test_bad_questions(
-    folders: dict[str, Path], ask: Callable[[LanguageModel], object], message: str
-) -> None:
+def test_bad_questions(folders, ask, message) -> None:
     model = load_model(folders["onnx"])
     with pytest.raises(Exception, match=message) as error:
         ask(model)
     assert getattr(error.value, "exit_code", None) == 2
 
 
-def test_stop_strings_and_log_probabilities(
-    folders: dict[str, Path], expected: dict[str, Any]
-) -> None:
+def test_stop_strings_and_log_probabilities(folders, expected) -> None:
     model = load_model(folders["onnx"])
     whole = model.decode(expected["tokens"][0])
     stop = whole[5:7]
@@ -354,3 +317,71 @@ def test_stop_strings_and_log_probabilities(
     (score,) = model.score_ids([ids], [len(ids) - len(found.tokens)])
     assert [each.logprob for each in found.logprobs] == pytest.approx(score.logprobs, abs=1e-4)
     assert all(each.id == each.top[0][0] and len(each.top) == 2 for each in found.logprobs)
+
+
+# ---- a configuration that leaves its model to the checkpoint ----
+
+
+def model_of(folder: Path, **sections: Any) -> ModelConfig:
+    tree = tiny_run(folder / "run")
+    del tree["model"]
+    return build_config(tree | sections, fill=fill_model).model
+
+
+def test_sizes_come_from_the_checkpoint_and_given_keys_win(folders, tmp_path) -> None:
+    for model in (None, "from_checkpoint", {}):
+        found = model_of(tmp_path, checkpoint={"load": str(folders["hf"])}, model=model)
+        assert (found.num_layers, found.hidden_size, found.num_heads) == (2, 32, 4)
+        assert (found.vocab_size, found.seq_length, found.max_positions) == (262, *[POSITIONS] * 2)
+        assert found.attention_dropout == 0.1, "transformers' default"
+    given = {"seq_length": 16, "dropout": 0.2}
+    found = model_of(tmp_path, checkpoint={"init_from": str(folders["hf"])}, model=given)
+    assert (found.seq_length, found.max_positions, found.num_layers) == (16, POSITIONS, 2)
+    assert found.dropout == 0.2 and found.attention_dropout is None
+    file = tmp_path / "run.yaml"
+    file.write_text("output_dir: x\noptimizer: {learning_rate: 1.0}\nmodel: from_checkpoint\n")
+    words = [f"checkpoint.load={folders['hf']}", "model.seq_length=8"]
+    assert load_config(file, words).model.seq_length == 8
+
+
+def test_a_whole_section_is_not_changed(folders: dict[str, Path], tmp_path: Path) -> None:
+    section = {
+        "num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 4, "vocab_size": 100,
+    }  # fmt: skip
+    found = model_of(tmp_path, checkpoint={"load": str(folders["hf"])}, model=section)
+    assert found == ModelConfig.model_validate(section)
+
+
+def test_finetune_then_eval_and_predict_without_a_model(
+    folders: dict[str, Path],
+    tmp_path: Path,
+    corpus_prefix: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The run's own checkpoint is what eval and predict then take, with its tokenizer."""
+    file = tmp_path / "run.yaml"
+    tree = tiny_run(tmp_path / "run", corpus_prefix, train__max_steps=1)
+    del tree["model"]
+    file.write_text(json.dumps(tree))
+    command = ["--config", str(file), "--run_mode"]
+    tuned = [f"checkpoint.init_from={folders['hf']}", "model.seq_length=16"]
+    assert main([*command, "finetune", *tuned]) == 0
+    assert main([*command, "eval", "model.seq_length=16"]) == 0
+    capsys.readouterr()
+    assert main([*command, "predict", "predict.prompt=hello", "predict.max_new_tokens=2"]) == 0
+    assert capsys.readouterr().out.startswith("Prompt: hello\nGeneration: hello")
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": "from_checkpoint"}, "model: its sizes come from the checkpoint, and none is"),
+        ({"model": "from_nowhere"}, "'from_nowhere': expected from_checkpoint"),
+        ({}, "model: required"),
+        ({"checkpoint": {"load": "nothing"}}, "nothing: no model here: there is no such file"),
+    ],
+)
+def test_without_a_checkpoint(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message) as error:
+        model_of(tmp_path, **sections)
+    assert getattr(error.value, "exit_code", None) == 2 and "\n" not in str(error.value)

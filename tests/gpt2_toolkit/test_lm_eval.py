@@ -1,14 +1,22 @@
-"""lm-evaluation-harness on each backend, against its own model ``hf`` with the same weights."""
+"""lm-evaluation-harness on each backend, against its own model ``hf`` with the same weights.
 
+Without the harness: its requests before a model sees them. Long inputs lose their beginning, a
+continuation keeps its place, settings that are not known are refused.
+"""
+
+import importlib
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+
+from common.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ROOT / "configs" / "lm_eval"
@@ -87,15 +95,11 @@ def evaluated(folders: dict[str, Path], model: str, **arguments: Any) -> dict[st
         "chid": str(root / "chid.json"),
     }  # fmt: skip
     manager = TaskManager(include_path=str(root / "tasks"), metadata=metadata)
+    tasks = ["lambada_local", "wikitext_local", "chid_local", "continued"]
     found = simple_evaluate(
-        model=model,
-        model_args=arguments,
-        tasks=["lambada_local", "wikitext_local", "chid_local", "continued"],
-        batch_size=2,
-        device="cpu",
-        task_manager=manager,
-        bootstrap_iters=0,
-    )
+        model=model, model_args=arguments, tasks=tasks, batch_size=2, device="cpu",
+        task_manager=manager, bootstrap_iters=0,
+    )  # fmt: skip
     assert found is not None
     return dict(found)
 
@@ -110,25 +114,18 @@ def of_hf(folders: dict[str, Path]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "backend"), [("hf", "torch"), ("hf", "mindspore"), ("onnx", "onnx")]
 )
-def test_the_harnesses_own_model_says_the_same(
-    folders: dict[str, Path],
-    of_hf: dict[str, Any],
-    name: str,
-    backend: str,
-    request: pytest.FixtureRequest,
-) -> None:
+def test_the_harnesses_own_model_says_the_same(folders, of_hf, name, backend, request) -> None:
     if backend == "mindspore":
         request.getfixturevalue("mindspore")
     import gpt2_toolkit.lm_eval  # noqa: F401
 
     found = evaluated(folders, "gpt2_toolkit", path=str(folders[name]), backend=backend)
-    ours, theirs = (
-        {
-            task: [answer for sample in samples for answer in sample["resps"]]
-            for task, samples in each["samples"].items()
-        }
-        for each in (found, of_hf)
-    )
+
+    def answers(found: dict[str, Any]) -> dict[str, list[Any]]:
+        samples = found["samples"].items()
+        return {task: [each for one in listed for each in one["resps"]] for task, listed in samples}
+
+    ours, theirs = answers(found), answers(of_hf)
     assert ours["continued"] == theirs["continued"] and any(map(any, ours["continued"]))
     for task in ("lambada_local", "wikitext_local", "chid_local"):
         assert len(ours[task]) == len(theirs[task]) > 1
@@ -160,12 +157,12 @@ def test_the_harnesses_own_model_says_the_same(
 def test_bad_arguments(words: str, message: str, folders: dict[str, Path]) -> None:
     pytest.importorskip("lm_eval")
     given = words.format(hf=folders["hf"]).split()
-    command = [
-        sys.executable, "tools/lm_eval.py", "--model", "gpt2_toolkit", "--model_args", *given,
-        "--tasks", "lambada_local", "--include_path", str(TASKS),
-        "--metadata", json.dumps({"lambada": str(folders["root"] / "lambada.jsonl")}),
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    start = f"tools/lm_eval.py --tasks lambada_local --include_path {TASKS} --model gpt2_toolkit"
+    metadata = json.dumps({"lambada": str(folders["root"] / "lambada.jsonl")})
+    command = [*start.split(), "--metadata", metadata, "--model_args", *given]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 2 and message in done.stderr, done.stderr[-2000:]
     assert "Traceback" not in done.stderr
 
@@ -178,3 +175,89 @@ def test_the_tasks_name_functions_that_are_there() -> None:
         for line in text.splitlines():
             name = line.partition("!function data.")[2]
             assert not name or f"def {name}(" in code or f" as {name}," in code
+
+
+# ---- without the harness ----
+
+
+class Recorder:
+    """A model of 8 positions whose words are numbers; it keeps what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.tokenizer = SimpleNamespace(eod_id=0)
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def score_ids(self, rows: list[list[int]], starts: list[int]) -> list[Any]:
+        self.asked += zip(rows, starts, strict=True)
+        return [SimpleNamespace(logprob=-float(sum(row)), is_greedy=True) for row in rows]
+
+    def generate(self, prompts: list[list[int]], **settings: Any) -> list[Any]:
+        self.asked.append((prompts, settings))
+        return [SimpleNamespace(text=f"{prompt[-1]}.{prompt[0]}") for prompt in prompts]
+
+
+@pytest.fixture
+def adapter(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The adapter around a Recorder; names of the harness that it imports are stand-ins."""
+    if "lm_eval" not in sys.modules:
+        names: dict[str, dict[str, Any]] = {
+            "lm_eval": {},
+            "lm_eval.api": {},
+            "lm_eval.api.model": {"TemplateLM": object},
+            "lm_eval.api.registry": {"register_model": lambda name: lambda kind: kind},
+            "lm_eval.models": {},
+            "lm_eval.models.utils": {
+                "handle_stop_sequences": lambda until, eos: until,
+                "normalize_gen_kwargs": lambda given, count: {
+                    "until": [], "max_gen_toks": count, "do_sample": False, **given
+                },
+                "postprocess_generated_text": lambda text, stops, end: text.partition(stops[0])[0],
+            },
+            "lm_eval.utils": {"get_rolling_token_windows": None, "make_disjoint_window": None},
+        }  # fmt: skip
+        for name, members in names.items():
+            module = ModuleType(name)
+            module.__dict__.update(members)
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.delitem(sys.modules, "gpt2_toolkit.lm_eval", raising=False)
+    kind = importlib.import_module("gpt2_toolkit.lm_eval").HarnessModel
+    monkeypatch.delitem(sys.modules, "gpt2_toolkit.lm_eval")
+    found = kind.__new__(kind)
+    found.model, found.max_length, found.max_gen_toks = Recorder(), 8, 3
+    found.cache_hook = SimpleNamespace(add_partial=lambda *_: None)
+    return found
+
+
+def test_long_inputs_lose_their_beginning(adapter: Any) -> None:
+    pairs = [([1, 2], [3]), (list(range(1, 12)), [12, 13]), ([1], list(range(2, 10)))]
+    found = adapter._loglikelihood_tokens([(("a", "b"), *pair) for pair in pairs])
+    # 8 inputs, and the last target, which is not an input
+    assert adapter.model.asked == [
+        ([1, 2, 3], 2), ([5, 6, 7, 8, 9, 10, 11, 12, 13], 7), ([1, 2, 3, 4, 5, 6, 7, 8, 9], 1)
+    ]  # fmt: skip
+    assert [value for value, _ in found] == [-6.0, -81.0, -45.0]
+    with pytest.raises(ConfigError, match="a continuation of 9 tokens, and the model sees 8"):
+        adapter._loglikelihood_tokens([(("a", "b"), [1], [2] * 9)])
+
+
+def test_prompts_leave_room_for_what_follows(adapter: Any) -> None:
+    greedy, drawn = {"until": ["."]}, {"until": ["."], "do_sample": True, "temperature": 0.5}
+    asked = [("1 2", greedy), ("9 9", drawn), ("1 2 3 4 5 6 7", greedy), ("", greedy)]
+    found = adapter.generate_until([SimpleNamespace(args=each) for each in asked])
+    assert adapter.model.asked == [
+        ([[1, 2], [3, 4, 5, 6, 7], [0]], {"max_new_tokens": 3}),
+        ([[9, 9]], {"max_new_tokens": 3, "strategy": "sampling", "temperature": 0.5}),
+    ]
+    assert found == ["2", "9", "7", "0"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"max_gen_toks": 8}, "max_gen_toks=8 leaves no place"), ({"min_p": 1}, "min_p: not known")],
+)
+def test_wishes_that_cannot_be_met(adapter: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        adapter.generate_until([SimpleNamespace(args=("1", settings))])

@@ -10,15 +10,11 @@ import mindspore as ms
 import numpy as np
 import pytest
 
-from common.checkpoint.folders import require_checkpoint, whole_checkpoints
-from common.config.load import build_config
+from common.checkpoint.folders import whole_checkpoints
 from common.errors import StorageError
-from common.resolve.derive import resolve_config
 from common.systems.mindformers import write as rank_files
-from common.tensor_files.safetensors_file import open_safetensors
-from common.training.data import open_corpus
 from tests.common.systems.mindformers.test_rank_files import theirs as theirs_of
-from tests.tiny import tiny_run, train_here
+from tests.tiny import tensors_of, tiny_run, train_here
 
 
 def train(folder: Path, corpus: Path, **changes: Any) -> None:
@@ -27,65 +23,37 @@ def train(folder: Path, corpus: Path, **changes: Any) -> None:
         "context__mode": "pynative",  # graphs would take seconds each to compile
         "model__num_layers": 1,
         "validation__max_samples": 2,
-        "checkpoint__ckpt_prefix": "gpt2",
-        "checkpoint__interval": 1,
-        "checkpoint__keep": 2,
+        "checkpoint": {"ckpt_prefix": "gpt2", "interval": 1, "keep": 2},
     }
     train_here(tiny_run(folder, corpus, **(usual | changes)))
 
 
 def test_ckpt_holds_what_the_checkpoint_holds(tmp_path: Path, corpus_prefix: Path) -> None:
-    """Named by rank, epoch and step, the newest two; MindSpore's own reader finds the tensors of
-    the safetensors files under MindFormers' names.
+    """Named by rank, epoch and step, the newest two. An epoch has 2 batches of 700 of some 1,850
+    samples. MindSpore's own reader finds the tensors under MindFormers' names.
     """
     foreign = tmp_path / "checkpoints" / "rank_0" / "gpt2_rank_0-of_mine.ckpt"
     foreign.parent.mkdir(parents=True)
     foreign.touch()
-    train(tmp_path, corpus_prefix, optimizer={"learning_rate": 0.01, "decay_steps": 4})
-    folder = tmp_path / "checkpoints"
-    assert sorted(path.name for path in (folder / "rank_0").iterdir()) == [
-        "gpt2_rank_0-1_3.ckpt",
-        "gpt2_rank_0-1_4.ckpt",
-        foreign.name,
-    ]
-    assert [path.name for path in whole_checkpoints(folder)] == ["step_00000003", "step_00000004"]
-    found = ms.load_checkpoint(str(folder / "rank_0" / "gpt2_rank_0-1_4.ckpt"))
-    newest = require_checkpoint(folder, "test")
-    expected = {}
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        with open_safetensors(newest / file) as reader:
-            expected |= {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
-    names = {}
-    for name, values in expected.items():
-        parameter, prefix = name, ""
-        for part in ("exp_avg_sq", "exp_avg"):
-            if name.endswith(f".{part}"):
-                parameter = name.removesuffix(f".{part}")
-                prefix = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v."}[part]
-        theirs, turned = theirs_of(parameter)
-        names[prefix + theirs] = values.T if turned else values
-    assert set(found) == {*names, "epoch_num", "step_num", "global_step", "loss_scale"}
-    assert int(found["step_num"].asnumpy()) == int(found["global_step"].asnumpy()[0]) == 4
-    for name, values in names.items():
-        np.testing.assert_array_equal(found[name].asnumpy(), values, err_msg=name)
-
-
-def test_epochs_count_from_one(tmp_path: Path, corpus_prefix: Path) -> None:
-    """Steps of an epoch: samples // global batch."""
     batch = {"train__global_batch_size": 700, "train__micro_batch_size": 350}
-    samples = open_corpus(
-        resolve_config(
-            build_config(tiny_run(tmp_path, corpus_prefix, backend="mindspore", **batch))
-        )
-    ).samples
-    assert samples is not None
-    steps = samples.samples_per_epoch // 700
-    assert 1 <= steps < 4
-    train(tmp_path, corpus_prefix, **batch)
-    names = sorted(path.name for path in (tmp_path / "checkpoints" / "rank_0").iterdir())
-    assert names == [
-        f"gpt2_rank_0-{(step - 1) // steps + 1}_{(step - 1) % steps + 1}.ckpt" for step in (3, 4)
-    ]
+    adamw = {"learning_rate": 0.01, "decay_steps": 4}
+    train(tmp_path, corpus_prefix, optimizer=adamw, **batch)
+    names = sorted(path.name for path in foreign.parent.iterdir())
+    assert names == ["gpt2_rank_0-2_1.ckpt", "gpt2_rank_0-2_2.ckpt", foreign.name]
+    steps = [path.name for path in whole_checkpoints(tmp_path / "checkpoints")]
+    assert steps == ["step_00000003", "step_00000004"]
+    found = ms.load_checkpoint(str(foreign.with_name(names[1])))
+    expected = {}
+    for key, values in tensors_of(tmp_path).items():
+        name = key.partition("/")[2]
+        parameter, _, part = name.rpartition(".")
+        prefix = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v."}.get(part, "")
+        theirs, turned = theirs_of(parameter if prefix else name)
+        expected[prefix + theirs] = values.T if turned else values
+    assert set(found) == {*expected, "epoch_num", "step_num", "global_step", "loss_scale"}
+    assert int(found["global_step"].asnumpy()[0]) == 4
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name].asnumpy(), values, err_msg=name)
 
 
 def test_a_failed_write_leaves_nothing_and_going_back_drops_the_future(
@@ -99,8 +67,7 @@ def test_a_failed_write_leaves_nothing_and_going_back_drops_the_future(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(rank_files, "stream_mindspore", fails)
-    message = "No space left on device; the checkpoint beside it is whole"
-    with pytest.raises(StorageError, match=message):
+    with pytest.raises(StorageError, match="space left on device; the checkpoint beside it is"):
         train(tmp_path, corpus_prefix, train__max_steps=1)
     assert list(folder.iterdir()) == []
     monkeypatch.setattr(rank_files, "stream_mindspore", real)
@@ -108,6 +75,5 @@ def test_a_failed_write_leaves_nothing_and_going_back_drops_the_future(
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["gpt2_rank_0-1_2.ckpt", "gpt2_rank_0-1_3.ckpt"]
     back = str(tmp_path / "checkpoints" / "step_00000002")
-    changes = {"checkpoint__resume": back, "checkpoint__interval": 0, "checkpoint__keep": 1}
-    train(tmp_path, corpus_prefix, **changes)
+    train(tmp_path, corpus_prefix, checkpoint={"ckpt_prefix": "gpt2", "keep": 1, "resume": back})
     assert sorted(path.name for path in folder.iterdir()) == ["gpt2_rank_0-1_4.ckpt"]

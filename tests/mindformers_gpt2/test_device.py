@@ -1,4 +1,6 @@
-"""One message names what MindSpore or this machine cannot do, before any graph is compiled."""
+"""One message names what MindSpore or this machine cannot do, before any graph is compiled. A rank
+looks for the scheduler before MindSpore waits itself, which nothing can interrupt.
+"""
 
 import tests.needs_mindspore  # noqa: F401
 
@@ -16,17 +18,18 @@ import numpy as np
 import pytest
 
 from common.accelerators import GIB
-from common.errors import ConfigError, DeviceError, GPT2Error
+from common.cluster.environment import Process
+from common.errors import ConfigError, DeviceError, GPT2Error, RunError
+from common.processes.addresses import free_port, listen
+from common.resolve.derive import resolve_config
 from common.resolve.vendor_settings import mindspore_context
-from mindformers_gpt2.device import (
-    MindSporeDevice,
-    check_support,
-    open_device,
-    select_device,
-)
+from common.run_config import load_config
+from mindformers_gpt2.device import MindSporeDevice, check_support, open_device, select_device
+from mindformers_gpt2.parallel import world
+from mindformers_gpt2.parallel.world import _wait_for_scheduler
+from tests.common.config.test_presets import ROOT
 from tests.mindformers_gpt2.test_model import make_config
 
-ROOT = Path(__file__).resolve().parents[2]
 ASCEND = MindSporeDevice(kind="npu", index=0, name="Ascend910B3")
 
 
@@ -53,7 +56,10 @@ def test_refused_with_the_reason(
         open_device(make_config(**changes))
 
 
-def test_numpy_2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_2_and_cached_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MS_COMPILER_CACHE_ENABLE", "1")
+    with pytest.raises(ConfigError, match="may be of another function; unset it"):
+        open_device(make_config())
     monkeypatch.setattr(np, "__version__", "2.1.0")
     with pytest.raises(ConfigError, match=r"numpy 2\.1\.0; pip install numpy==1\.26\.4"):
         select_device("cpu")
@@ -84,48 +90,33 @@ def test_only_later_ascends_have_bfloat16() -> None:
                 check_support(make_config(precision="bf16", device="npu"), device)
 
 
-def test_memory_is_the_tables_until_the_device_says_its_own(
+def test_memory_is_the_tables_until_the_device_says_its_own_and_its_limit_is_set_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """By the function that MindSpore names in place of set_context; it refuses a second call."""
     told = SimpleNamespace(total_memory=0)
     monkeypatch.setattr(ms.hal, "get_device_properties", lambda _: told)
     assert ASCEND.total_memory() == 64 * GIB
     assert MindSporeDevice(kind="npu", index=0, name="Ascend?").total_memory() is None
     told.total_memory = 65_000_000_000
     assert ASCEND.total_memory() == 65_000_000_000
-
-
-def test_the_context_in_mindspores_words() -> None:
-    """All settings of MindFormers' section, golden; 0 and 1 are its names of the modes."""
-    assert mindspore_context(make_config()) == {"mode": ms.GRAPH_MODE, "max_call_depth": 10000}
-    full = make_config(
-        context={
-            "mode": 1,
-            "max_call_depth": 2000,
-            "save_graphs": True,
-            "enable_graph_kernel": True,
-            "graph_kernel_flags": "--opt_level=2",
-        }
-    )
-    assert mindspore_context(full) == {
-        "mode": ms.PYNATIVE_MODE,
-        "max_call_depth": 2000,
-        "save_graphs": True,
-        "save_graphs_path": "unused/graph",
-        "jit_config": {"jit_level": "O1"},
-        "graph_kernel_flags": "--opt_level=2",
-    }
-    own = {name for name in mindspore_context(full) if not name.startswith("graph_kernel")}
-    assert all(f"{name} (" in ms.set_context.__doc__ for name in own)
-
-
-def test_the_memory_limit_is_set_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the function that MindSpore names in place of set_context; it refuses a second call."""
     monkeypatch.setattr("mindformers_gpt2.device.select_device", lambda *_, **__: ASCEND)
     monkeypatch.setattr(ms.runtime, "set_memory", create_autospec(ms.runtime.set_memory))
     for _ in range(2):
         open_device(make_config(device="npu", context={"max_device_memory": "31GB"}))
     ms.runtime.set_memory.assert_called_once_with(max_size="31GB")
+
+
+def test_the_context_in_mindspores_words() -> None:
+    """All settings of MindFormers' section; 0 and 1 are its names of the modes."""
+    assert mindspore_context(make_config()) == {"mode": ms.GRAPH_MODE, "max_call_depth": 10000}
+    words: dict[str, Any] = {"max_call_depth": 2000, "save_graphs": True}
+    graphs = {"enable_graph_kernel": True, "graph_kernel_flags": "--opt_level=2"}
+    own = {"mode": ms.PYNATIVE_MODE, **words, "save_graphs_path": "unused/graph"}
+    full = mindspore_context(make_config(context={"mode": 1, **words, **graphs}))
+    flags = {"graph_kernel_flags": "--opt_level=2", "jit_config": {"jit_level": "O1"}}
+    assert full == own | flags
+    assert all(f"{name} (" in ms.set_context.__doc__ for name in (*own, "jit_config"))
 
 
 def test_graphs_have_the_level_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +134,44 @@ def test_graphs_have_the_level_of_the_context(monkeypatch: pytest.MonkeyPatch) -
     assert compiled == [{"jit_level": "O0"}, {"jit_level": "O1"}]
 
 
-def test_cached_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MS_COMPILER_CACHE_ENABLE", "1")
-    with pytest.raises(ConfigError, match="may be of another function; unset it"):
-        open_device(make_config())
+def test_a_rank_first_looks_for_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MS_TOPO_TIMEOUT", "HCCL_EXEC_TIMEOUT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    process, port = Process(rank=1, world_size=2), free_port()
+    monkeypatch.setenv("MS_SCHED_HOST", "127.0.0.1")
+    monkeypatch.setenv("MS_SCHED_PORT", str(port))
+    with pytest.raises(RunError, match=rf"waited 0.2 s .* 127.0.0.1:{port} for MindSpore's sched"):
+        _wait_for_scheduler(process, 0.2)
+    with listen("127.0.0.1", port):
+        _wait_for_scheduler(process, 20000.0)
+    assert os.environ["MS_TOPO_TIMEOUT"] == "0", "the first wait has set it"
+    monkeypatch.setenv("MS_SCHED_HOST", "no-such-host.invalid")
+    monkeypatch.delenv("HCCL_EXEC_TIMEOUT")
+    with pytest.raises(ConfigError, match=r"MS_SCHED_HOST=no-such-host.invalid is not an address"):
+        _wait_for_scheduler(process, 20000.0)
+    assert os.environ["HCCL_EXEC_TIMEOUT"] == "17340"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ('"hccl" wheel was not installed correctly', ConfigError, "source CANN's set_env.sh"),
+        ("Get hccl rank_table_file failed", RuntimeError, "^Get hccl rank_table_file failed$"),
+        ("The scheduler has gone", RunError, "no contact with the other ranks"),
+    ],
+)
+def test_a_fault_of_this_host_is_not_lost_contact(
+    text: str, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init() -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(world, "init", init)
+    monkeypatch.setattr(world, "_wait_for_scheduler", lambda *_: None)
+    monkeypatch.setenv("MS_SCHED_HOST", "127.0.0.1")
+    config = resolve_config(load_config(ROOT / "configs/gpt2/run_gpt2_tiny.yaml", ()))
+    device = MindSporeDevice(kind="npu", index=0, name="Ascend910B3")
+    process = Process(rank=1, world_size=2)
+    with pytest.raises(kind, match=message), world.open_world(config, process, device):
+        pass

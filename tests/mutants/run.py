@@ -37,7 +37,7 @@ LARGE = ("torch", "hypothesis", "pydantic", "tokenizers", "transformers.models.g
 NOTHING, STALE = "NOTHING", "DOES NOT APPLY"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fault:
     """One edit of one line. old: text that occurs once in the file."""
 
@@ -60,9 +60,7 @@ def read_faults(text: str) -> list[Fault]:
     for block in re.split(r"\n{2,}", re.sub(r"(?m)^#.*\n", "", text).strip("\n")):
         meaning, places, old, new = block.split("\n")
         file, *tests = places.split()
-        faults.append(
-            Fault(meaning=meaning, file=file, tests=tuple(tests), old=old[2:], new=new[2:])
-        )
+        faults.append(Fault(meaning, file, tuple(tests), old=old[2:], new=new[2:]))
     return faults
 
 
@@ -73,23 +71,17 @@ def read_found(text: str) -> dict[str, str]:
 
 
 def write_found(every: list[Fault], found: dict[str, str]) -> None:
-    lines = [
-        f"{found[fault.meaning]} | {fault.meaning}\n" for fault in every if fault.meaning in found
-    ]
+    meanings = [fault.meaning for fault in every if fault.meaning in found]
+    lines = [f"{found[meaning]} | {meaning}\n" for meaning in meanings]
     title = "# first test that finds each fault of faults.txt; written by run.py --record\n"
     FOUND.write_text(title + "".join(lines), encoding="utf-8")
 
 
 def copy_project(folder: Path) -> None:
     """Copy what git tracks or would track, as it lies in the working tree."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    for name in filter(None, listed.stdout.split("\0")):
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.check_output(command, cwd=ROOT, text=True)
+    for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
@@ -169,23 +161,16 @@ class Copy:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("words", nargs="*")
-    parser.add_argument("--stale", action="store_true")
-    parser.add_argument("--record", action="store_true")
-    parser.add_argument("--missing", action="store_true")
+    for option in ("--stale", "--record", "--missing"):
+        parser.add_argument(option, action="store_true")
     arguments = parser.parse_args()
     every = read_faults(FAULTS.read_text(encoding="utf-8"))
-    chosen = [
-        fault
-        for fault in every
-        if any(
-            word in f"{fault.file} {fault.meaning} {fault.tests}"
-            for word in arguments.words or [""]
-        )
-    ]
+    words = arguments.words or [""]
+    described = {fault: f"{fault.file} {fault.meaning} {fault.tests}" for fault in every}
+    chosen = [fault for fault, text in described.items() if any(word in text for word in words)]
     recorded = read_found(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
     if arguments.missing:
         unknown = (NOTHING, STALE, None)
@@ -208,15 +193,11 @@ def main() -> int:
             print(f"{number}/{len(chosen)} {found[fault.meaning]} | {fault.meaning}", flush=True)
             if arguments.record:
                 write_found(every, recorded | found)
-    lost = [
-        meaning
-        for meaning, finder in found.items()
-        if finder in (NOTHING, STALE) and recorded.get(meaning, "") != finder
-    ]
+    missed = [meaning for meaning, finder in found.items() if finder in (NOTHING, STALE)]
+    lost = [meaning for meaning in missed if recorded.get(meaning) != found[meaning]]
     for meaning in lost:
         print(f"lost: {meaning}; before: {recorded.get(meaning, 'not recorded')}")
-    missed = sum(finder in (NOTHING, STALE) for finder in found.values())
-    print(f"{len(found) - missed} of {len(found)} faults are found")
+    print(f"{len(found) - len(missed)} of {len(found)} faults are found")
     return int(bool(lost))
 
 

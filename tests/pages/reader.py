@@ -90,8 +90,8 @@ class Reader:
 
     def script(self, block: Block) -> str:
         """Run a block of Python after the earlier ones of the page, whose names it may use."""
-        elsewhere = "|".join(exemptions.SCRIPTS_ELSEWHERE)
-        if re.search(rf"^(?:import|from) (?:{elsewhere})\b", block.text, flags=re.M):
+        elsewhere = rf"^(?:import|from) {exemptions.SCRIPTS_ELSEWHERE}\b"
+        if re.search(elsewhere, block.text, flags=re.M):
             compile(block.text, f"{self.page}:{block.line}", "exec")
             return ""
         before = "\n".join(self.python)
@@ -127,7 +127,7 @@ class Reader:
             folder = found[1] or "model_by_name"  # with a small model in place of GPT-2
             save_model(self.project.folder / folder, vocabulary, 262)
             command = re.sub(r"hf://\S+", folder, command)
-        if exemptions.reason_elsewhere(command):
+        if exemptions.runs_elsewhere(command):
             return ""
         if exemptions.shorter(self.page, command):
             return self.project.run(command, changed=self.shorter(command))

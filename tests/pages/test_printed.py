@@ -17,10 +17,8 @@ The king\tis dead.
 @pytest.mark.parametrize(
     "shown",
     [
-        "model: 4 layers x 192, 11453760 parameters",
         "12:00:00 step 1/10 | loss 10.90 | lr 1.0e-4 | 1,500 tokens/s | 600 ms | eta 0:00:04",
-        "step 1/10 | loss 10.8709 ...\n...\nsample hash 00babda94acf67ff; ...",
-        "... written to /home/you/gpt2/output/first/evaluation.json",
+        "model: ...\n...\nsample hash 00babda94acf67ff; ... /home/you/first/evaluation.json",
         "step 2/10 | loss 10.6691 | …\nThe king   is dead.",
     ],
 )
@@ -36,21 +34,18 @@ def test_lines_that_agree(shown: str) -> None:
         ("step 1/10 | loss nan | ...", "nan"),
         ("step 1/10 | loss 10.8709 | lr 1.100e-04 | ...", "lr 1.100e-04"),
         ("step 2/10 | ...\nstep 1/10 | ...", "line 2"),
-        ("step 1/10 | ...\nstep 1/10 | ...", "line 2"),
         ("... written to /home/you/gpt2/output/first/other.json", "other.json"),
         ("The king is", "'The king is'"),
-        ("warning: ...", "warning"),
     ],
 )
 def test_lines_that_differ_are_named(shown: str, named: str) -> None:
     assert named in (missing(shown, PRINTED) or "")
 
 
-def test_any_number_and_lines_that_are_free() -> None:
+def test_lines_whose_numbers_are_free() -> None:
     assert missing("step 1/300 | loss 5.1 | ...", PRINTED, any_number=True) is None
     assert missing("step 1/300 | loss 5.1 | ...", PRINTED, free="loss") is None
     assert missing("step 1/300 | loss 5.1 | ...", PRINTED, free="validation")
-    assert missing("step 1/300 | perplexity 5.1 | ...", PRINTED, any_number=True)
 
 
 PAGE = """
@@ -92,8 +87,3 @@ def test_blocks_with_their_output_and_commands() -> None:
         "curl -d '{\n  \"a\": 1}' URL",
     ]
     assert comparable(python) == ("python", "a = 1", "")
-
-
-def test_a_block_that_never_ends_is_an_error() -> None:
-    with pytest.raises(ValueError, match="line 1: a quote or loop"):
-        commands(blocks("```bash\necho 'a\n```")[0])

@@ -61,15 +61,14 @@ def test_in_file_order_a_mindrecord_trains_as_its_pair(tmp_path: Path, corpus_pr
     assert [row["loss"] for row in rows_of(one)] == [row["loss"] for row in rows_of(other)]
 
 
-@pytest.mark.parametrize("backend", ["torch", "mindspore"])
+@pytest.mark.parametrize("module", [torch_gpt2, mindformers_gpt2])
 def test_a_blend_of_a_pair_and_a_mindrecord_is_validated_as_each_by_itself(
-    tmp_path: Path, corpus_prefix: Path, backend: str
+    tmp_path: Path, corpus_prefix: Path, module: Any
 ) -> None:
     """The loss is the mean over all tokens of 5 and 2 windows, in batches of at most 2."""
-    keys: dict[str, Any] = {"backend": backend, "train__max_steps": 1}
-    if backend == "mindspore":  # graphs would take seconds each to compile
-        keys["context__mode"] = "pynative"
-    evaluate = {"torch": torch_gpt2, "mindspore": mindformers_gpt2}[backend].evaluate.evaluate
+    keys: dict[str, Any] = {"train__max_steps": 1}
+    if module is mindformers_gpt2:  # graphs would take seconds each to compile
+        keys |= {"backend": "mindspore", "context__mode": "pynative"}
     other, run = tmp_path / "other.mindrecord", tmp_path / "run"
     write_mindrecord(corpus_prefix.with_name("other"), other, 24)
     blend = [3, str(corpus_prefix), 1, str(other)]
@@ -78,7 +77,7 @@ def test_a_blend_of_a_pair_and_a_mindrecord_is_validated_as_each_by_itself(
     total = 0.0
     for data, windows in ((corpus_prefix, 5), (other, 2)):
         tree = make_tree(run, data, validation__max_samples=windows, **keys)
-        evaluate(*make_run(build_config(tree), "eval"))
+        module.evaluate.evaluate(*make_run(build_config(tree), "eval"))
         found = json.loads((run / "evaluation.json").read_text())
         assert row[f"validation_tokens/{data.name}"] == found["tokens"] == windows * 24
         loss = found["validation_loss"]

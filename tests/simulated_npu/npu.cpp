@@ -210,10 +210,7 @@ struct Drawing {
   at::Tensor before;
 };
 
-std::atomic<int64_t> launched{};
-
 void by_cpu_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  ++launched;
   const auto& name = op.operator_name().name;
   TORCH_CHECK(name.rfind("aten::_fused_adam", 0) && name.rfind("aten::_fused_sgd", 0), name, ": Ascend has no such fused optimizer");
   const auto& arguments = op.schema().arguments();
@@ -273,7 +270,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("memory_allocated", [](int index) { return held.at(index).load(); });
   m.def("max_memory_allocated", [](int index) { return peak.at(index).load(); });
   m.def("reset_peak_memory", [](int index) { peak.at(index) = held.at(index).load(); });
-  m.def("launched", [] { return launched.load(); });
   m.def("generator", [](int index) { return hooks().getDefaultGenerator(c10::DeviceIndex(index)); });
   m.def("hccl", [](c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<Hccl>(std::move(gloo));

@@ -80,7 +80,8 @@ def test_the_commands_do_what_their_yaml_does(
         "checkpoints", "config.yaml", "final_model", "memory.json", "metrics.jsonl",
         "model_epoch1", "model_epoch2", "tensorboard", "train.yaml",
     }  # fmt: skip
-    assert run_gpt2.main(_words("model/train.yaml", "train", "output_dir=again")) == 0
+    again = ["--config", "model/train.yaml", "--run_mode", "train", "output_dir=again"]
+    assert run_gpt2.main(again) == 0
     assert losses("model") == losses("again") and len(losses("model")) >= 6
     capsys.readouterr()
 
@@ -103,7 +104,8 @@ def test_the_commands_do_what_their_yaml_does(
     assert len(texts) == 3 and all(text.startswith("白日") for text in texts)
     assert {char for text in texts for char in text} <= {*POEM}, "no [UNK], no halves"
     assert all(text in shown for text in texts) and shown.endswith("=" * 80 + "\n")
-    assert run_gpt2.main(_words("generate.yaml", "predict", "predict.output_file=b.txt")) == 0
+    again = ["--config", "generate.yaml", "--run_mode", "predict", "predict.output_file=b.txt"]
+    assert run_gpt2.main(again) == 0
     assert Path("b.txt").read_text() == samples
     capsys.readouterr()
 
@@ -185,7 +187,6 @@ def test_train_single_has_no_frame_and_data_are_made_once(
     assert len(ids) == 38
 
 
-TRAIN_SH = str(ROOT / "compat" / "gpt2_chinese" / "train.sh")
 RAW = ["--raw", "--raw_data_path", "train.json"]
 
 
@@ -214,8 +215,11 @@ def test_bad_input_is_one_message(
     assert not Path("none").exists() and not Path("data").exists()
 
 
-def _words(file: str, mode: str, *overrides: str) -> list[str]:
-    return ["--config", file, "--run_mode", mode, *overrides]
+def train_sh(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(ROOT / "compat" / "gpt2_chinese" / "train.sh"), *words], cwd=folder,
+        env=clean_environment(DEVICES="2", **variables), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -236,17 +240,14 @@ def test_the_study_s_train_sh_in_each_of_its_folders(
     folder, programs = tmp_path / f"GPT2-Chinese-Parallel{variant}", tmp_path / "programs"
     folder.mkdir()
     programs.mkdir()
-    python = (
-        f'#!/bin/sh\ncase "$*" in *train.py*) echo "$@" ;; *) exec {sys.executable} "$@" ;; esac\n'
-    )
-    for name, text in (("python", python), ("horovodrun", '#!/bin/sh\necho "horovodrun $@"\n')):
-        (programs / name).write_text(text)
+    for name, text in (
+        ("python", f'case "$*" in *train.py*) echo "$@" ;; *) exec {sys.executable} "$@" ;; esac'),
+        ("horovodrun", 'echo "horovodrun $@"'),
+    ):
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
-    path = f"{programs}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", TRAIN_SH, "seed=7"], cwd=folder, capture_output=True, text=True, timeout=60,
-        env=clean_environment(PATH=path, PYTHON=str(programs / "python"), DEVICES="2"),
-    )  # fmt: skip
+    path, python = f"{programs}:{os.environ['PATH']}", str(programs / "python")
+    done = train_sh(folder, "seed=7", PATH=path, PYTHON=python)
     assert done.returncode == 0, done.stderr
     prepared, started = done.stdout.splitlines()
     command, _, flags = started.partition("train.py ")
@@ -260,15 +261,11 @@ def test_the_study_s_train_sh_in_each_of_its_folders(
 
 def test_train_sh_says_what_is_wrong_once_before_there_are_ranks(tmp_path: Path) -> None:
     """A flag of the user wins over the script's, and a wrong one is one line."""
-    environment = clean_environment(PYTHON=sys.executable, DEVICES="2")
     for word, code, found in (
         ("--show_config", 0, "  max_epochs: 1.0  # epochs"),
         ("--epoch=9", 2, "error: command line: --epoch: epoch: unknown key; did you mean epochs?"),
     ):
-        done = subprocess.run(
-            ["bash", TRAIN_SH, "--epochs", "1", word], cwd=tmp_path, capture_output=True,
-            text=True, timeout=60, env=environment,
-        )  # fmt: skip
+        done = train_sh(tmp_path, "--epochs", "1", word, PYTHON=sys.executable)
         assert done.returncode == code
         lines = (done.stdout + done.stderr).splitlines()
         assert lines.count(found) == 1 and (code == 0 or len(lines) == 1)

@@ -67,21 +67,9 @@ def start(command: list[str], folder: Path, **variables: str) -> subprocess.Comp
     )
 
 
-def train_as_ours(yaml: str, folder: Path) -> list[Any]:
-    """Train the YAML that a configuration became, in this process."""
-    (folder / "ours.yaml").write_text(yaml)
-    words = ["--config", str(folder / "ours.yaml"), "--run_mode", "train"]
-    assert run_gpt2.main([*words, f"output_dir={folder / 'ours'}"]) == 0
-    return losses(folder / "ours")
-
-
-def test_fleetx_file_trains_as_the_yaml_that_it_becomes(
-    corpus, tmp_path, capsys, monkeypatch
-) -> None:
+def fleetx_words(corpus: Path) -> list[str]:
     """With -c and -o, in FleetX's words and in ours, on FleetX's token files in input_dir."""
-    pytest.importorskip("torch", reason="torch is not installed")
-    monkeypatch.chdir(tmp_path)
-    data = tmp_path / "data"
+    data = Path("data")
     data.mkdir()
     np.save(data / "small_ids.npy", np.fromfile(corpus / "my-gpt_text_sentence.bin", np.uint16))
     np.savez(
@@ -90,17 +78,58 @@ def test_fleetx_file_trains_as_the_yaml_that_it_becomes(
     theirs = shlex.split("""Engine.max_steps=3 Global.local_batch_size=4 Global.micro_batch_size=2
         Data.Train.dataset.input_dir=data Engine.mix_precision.use_pure_fp16=False
         Engine.save_load.output_dir=theirs Optimizer.lr.max_lr=0.01""")
-    config = ORIGINALS / "fleetx" / "pretrain_gpt_345M_single_card.yaml"
-    words = ["-c", str(config), "--run_mode", "train"]
-    words += [word for each in (*theirs, *SMALL) for word in ("-o", each)]
-    assert run_gpt2.main([*words, "--show_config"]) == 0
-    yaml = capsys.readouterr().out
-    assert "accumulation_steps: 2  # Global.local_batch_size" in yaml
-    assert run_gpt2.main(words) == 0
-    out = capsys.readouterr().out
-    assert "read as PaddleFleetX's; " in out and "global step 3, epoch: 0" in out
-    assert len(losses(tmp_path / "theirs")) == 3
-    assert losses(tmp_path / "theirs") == train_as_ours(yaml, tmp_path)
+    words = ["-c", str(ORIGINALS / "fleetx" / "pretrain_gpt_345M_single_card.yaml")]
+    return words + [word for each in (*theirs, *SMALL) for word in ("-o", each)]
+
+
+SHORT = shlex.split("""precision=float32 data.split=90,10,0 train.max_steps=3 logging.interval=1
+    output_dir=theirs""")
+FLAGS = shlex.split("""optimizer.learning_rate=0.01 optimizer.decay_steps=null
+    optimizer.warmup_fraction=null""")
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "line"),
+    [
+        ("fleetx", [], "global step 3, epoch: 0"),
+        (
+            "modelzoo/train_345M.sh",
+            [*FLAGS, "engine=native", "parallel.pipeline_stage=1", "train.global_batch_size=8"],
+            " iteration        3/       3 |",
+        ),
+        ("oneflow/pretrain_345M.sh", FLAGS, "| 3        | 3               | 24              |"),
+        pytest.param(
+            "mindformers_r1.yaml",
+            shlex.split("""train.max_epochs=null runner_config.batch_size=4 checkpoint.interval=0
+                model.dropout=0 model.embedding_dropout=0.0 model.attention_dropout=0.0
+                model.hidden_dropout=0.0"""),
+            "- mindformers - INFO - Epoch:[  1/",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_file_of_theirs_trains_as_the_yaml_that_it_becomes(
+    file, words, line, corpus, tmp_path, capsys, monkeypatch
+) -> None:
+    """Three steps, in the log lines of their system."""
+    framework = "mindspore" if "mindformers" in file else "torch"
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    shutil.copy(ORIGINALS / "modelzoo" / "ds_config.json", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    command = ["--config", str(ORIGINALS / file), *SMALL, *words, *SHORT]
+    command += [f"data.train={corpus / 'my-gpt_text_sentence'}"]
+    if file == "fleetx":
+        command = fleetx_words(corpus)
+    command += ["--run_mode", "train"]
+    assert run_gpt2.main([*command, "--show_config"]) == 0
+    Path("ours.yaml").write_text(capsys.readouterr().out)
+    assert run_gpt2.main(command) == 0
+    assert line in capsys.readouterr().out
+    ours = ["--config", "ours.yaml", "--run_mode", "train", "output_dir=ours"]
+    assert run_gpt2.main(ours) == 0
+    found = losses(tmp_path / "theirs")
+    assert len({loss for _, loss, _ in found}) == 3
+    assert found == losses(tmp_path / "ours")
 
 
 def test_a_fleetx_export_generates_from_its_own_folder(
@@ -174,67 +203,17 @@ def test_paddles_launcher_starts_a_rank_a_device(tmp_path) -> None:
     assert scripts.launch_command(one)[1:] == [*one[2:], "context.device_id=3"]
 
 
-@pytest.mark.parametrize(
-    ("name", "words", "line"),
-    [
-        (
-            "modelzoo/train_345M.sh",
-            ["engine=native", "parallel.pipeline_stage=1", "train.global_batch_size=8"],
-            " iteration        3/       3 |",
-        ),
-        ("oneflow/pretrain_345M.sh", [], "| 3        | 3               | 24              |"),
-    ],
-)
-def test_files_of_flags_train_as_the_yaml_that_they_become(
-    name, words, line, corpus, tmp_path, capsys, monkeypatch
-) -> None:
-    """Three steps in the log lines of Megatron and of OneFlow."""
-    pytest.importorskip("torch", reason="torch is not installed")
-    monkeypatch.chdir(ORIGINALS / "modelzoo")  # where its ds_config.json is
-    command = ["--config", str(ORIGINALS / name), "--run_mode", "train", *SMALL, *words]
-    command += [f"data.train={corpus / 'my-gpt_text_sentence'}", "precision=float32"]
-    command += ["data.split=90,10,0", "train.max_steps=3", "logging.interval=1"]
-    command += ["optimizer.learning_rate=0.01", "optimizer.decay_steps=null"]
-    command += ["optimizer.warmup_fraction=null", f"output_dir={tmp_path / 'theirs'}"]
-    assert run_gpt2.main([*command, "--show_config"]) == 0
-    yaml = capsys.readouterr().out
-    assert run_gpt2.main(command) == 0
-    assert line in capsys.readouterr().out
-    found = losses(tmp_path / "theirs")
-    assert len({loss for _, loss, _ in found}) == 3
-    assert found == train_as_ours(yaml, tmp_path)
-
-
-@pytest.mark.long
-def test_mindformers_file_trains_on_mindspore_as_the_yaml_that_it_becomes(
-    corpus, tmp_path, capsys, monkeypatch
-) -> None:
-    pytest.importorskip("mindspore", reason="MindSpore is not installed")
-    monkeypatch.chdir(tmp_path)
-    words = ["--config", str(ORIGINALS / "mindformers_r1.yaml"), "--run_mode", "train", *SMALL]
-    words += [f"data.train={corpus / 'my-gpt_text_sentence'}", "output_dir=theirs"]
-    words += shlex.split("""train.max_epochs=null train.max_steps=3 runner_config.batch_size=4
-        data.split=90,10,0 precision=float32 checkpoint.interval=0 model.dropout=0""")
-    words += [f"model.{part}_dropout=0.0" for part in ("embedding", "attention", "hidden")]
-    assert run_gpt2.main([*words, "--show_config"]) == 0
-    yaml = capsys.readouterr().out
-    assert run_gpt2.main(words) == 0
-    assert "- mindformers - INFO - Epoch:[  1/" in capsys.readouterr().out
-    assert losses(tmp_path / "theirs") == train_as_ours(yaml, tmp_path)
-
-
 @pytest.mark.long
 def test_train_full_8p_trains_and_prints_what_its_own_grep_reads(corpus, tmp_path) -> None:
     """On two ranks, a pipeline of two stages; the mean of samples/sec has no row of the Final
     lines.
     """
-    script = COMPAT / "modelzoo" / "test" / "train_full_8p.sh"
-    words = [f"--data_path={corpus}", "--model_size=345M", "--train_iters=4", *SMALL]
-    words += shlex.split("""data.tokenizer.vocab_file=null data.tokenizer.merge_file=null
-        precision=float32 parallel.data_parallel=1 train.global_batch_size=4
-        train.micro_batch_size=2 logging.interval=1 data.split=90,10,0""")
-    words.remove("data.tokenizer=null")
-    command = ["bash", str(script), *words, "data.tokenizer=null"]
+    script = ["bash", str(COMPAT / "modelzoo" / "test" / "train_full_8p.sh")]
+    small = [word for word in SMALL if word != "data.tokenizer=null"]
+    command = [*script, f"--data_path={corpus}", "--model_size=345M", "--train_iters=4", *small]
+    command += shlex.split("""data.tokenizer.vocab_file=null data.tokenizer.merge_file=null
+        precision=float32 parallel.data_parallel=1 train.global_batch_size=4 data.split=90,10,0
+        train.micro_batch_size=2 logging.interval=1 data.tokenizer=null""")
     # rows of the run before it count in no mean
     assert start([*command, "train.max_steps=2"], tmp_path, DEVICES="2").returncode == 0
     done = start(command, tmp_path, DEVICES="2")
@@ -246,9 +225,8 @@ def test_train_full_8p_trains_and_prints_what_its_own_grep_reads(corpus, tmp_pat
     assert shown == pytest.approx(sum(speeds) / 2, rel=1e-4)
     assert re.search(r"Final Train lm loss PPL\(accuracy\): [\d.]+E\+\d+", done.stdout)
     assert (tmp_path / "ckpts" / "ckpts_tmp" / "checkpoints" / "step_00000004").is_dir()
-    command = ["bash", str(script), "--model_size=9B", "--data_path=x"]
-    assert start(command, tmp_path).returncode == 1
-    assert 'para "data_path" must be confing' in start(["bash", str(script)], tmp_path).stderr
+    assert start([*script, "--model_size=9B", "--data_path=x"], tmp_path).returncode == 1
+    assert 'para "data_path" must be confing' in start(script, tmp_path).stderr
 
 
 def test_env_npu_sets_what_is_not_set_where_cann_is(tmp_path) -> None:
@@ -312,17 +290,6 @@ def test_oneflows_command_starts_the_devices_of_its_node(tmp_path) -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
     done = start([*command, "train.global_batch_size=9"], tmp_path, **there, **ranks)
     assert done.returncode == 2 and "global_batch_size=9 is not a multiple" in done.stderr
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_megatron_command_line_shows_its_yaml(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    script = str(COMPAT / "modelzoo" / "pretrain_gpt.py")
-    command = [script, *MEGATRON.split(), "--show_config", "train.max_steps=7"]
-    assert programs.main(command) == 0
-    said = capsys.readouterr().out
-    assert "max_steps: 7" in said and "hidden_size: 32  # hidden_size" in said
-    assert "#   distributed_backend: the device says how ranks talk" in said
     assert not any(tmp_path.iterdir())
 
 

@@ -21,8 +21,6 @@ from run_gpt2 import main
 from tests.tiny import tiny_run
 from tools.convert_weight import main as convert
 
-VOCABULARY = 101
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
@@ -57,16 +55,20 @@ def record_of(folder: Path) -> dict[str, Any]:
     return record
 
 
-def test_onnx_is_what_transformers_computes(run: Path, tmp_path: Path) -> None:
+def test_onnx_and_pt2_are_what_transformers_computes(run: Path, tmp_path: Path) -> None:
+    """Of pt2 the export's own comparison with the run says so."""
     folder = run.parent / "run"
-    assert export(run, "export.format=onnx") == 0
-    record = record_of(folder / "onnx")
-    assert set(record["largest_difference"]) == {
-        "all tokens at once", "padding on the left", "token by token",
-    }  # fmt: skip
-    assert max(record["largest_difference"].values()) < 1e-5 and record["step"] == 1
+    for format in ("onnx", "pt2"):
+        assert export(run, f"export.format={format}") == 0
+        record = record_of(folder / format)
+        assert set(record["largest_difference"]) == {
+            "all tokens at once", "padding on the left", "token by token",
+        }  # fmt: skip
+        assert max(record["largest_difference"].values()) < 1e-5 and record["step"] == 1
+    assert record["torch"] == torch.__version__
+    assert set(record["files"]) == {"model.pt2", "config.json", "generation_config.json"}
     assert convert(["--to", "hf", "--input", str(folder), "--output", str(tmp_path / "hf")]) == 0
-    ids = np.random.default_rng(0).integers(0, VOCABULARY, (2, 24))
+    ids = np.random.default_rng(0).integers(0, 101, (2, 24))
     with torch.no_grad():
         expected = GPT2LMHeadModel.from_pretrained(tmp_path / "hf")(torch.from_numpy(ids)).logits
     found = logits(folder / "onnx", None, ids)
@@ -94,27 +96,6 @@ def test_small_weights_gguf_and_no_cache(run: Path) -> None:
     assert {tensor.tensor_type.name for tensor in tensors} == {"F32", "Q8_0"}
 
 
-def test_a_program_of_torch(run: Path) -> None:
-    assert export(run, "export.format=pt2") == 0
-    record = record_of(run.parent / "run" / "pt2")
-    assert set(record["largest_difference"]) == {
-        "all tokens at once", "padding on the left", "token by token",
-    }  # fmt: skip
-    assert max(record["largest_difference"].values()) < 1e-5
-    assert (record["torch"], record["step"]) == (torch.__version__, 1)
-    assert set(record["files"]) == {"model.pt2", "config.json", "generation_config.json"}
-
-
-@pytest.mark.parametrize("format", ["safetensors", "onnx", "gguf", "pt2"])
-def test_an_export_is_replaced_only_if_asked(
-    run: Path, capsys: pytest.CaptureFixture[str], format: str
-) -> None:
-    assert export(run, f"export.format={format}", "export.check=false") == 0
-    words = ["--config", str(run), "--run_mode", "export", f"export.format={format}"]
-    assert main(words) == 2
-    assert "an export is there; add export.overwrite=true" in capsys.readouterr().err
-
-
 def test_a_wrong_graph_gets_no_name(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,7 +115,7 @@ def test_a_wrong_graph_gets_no_name(
 
 
 @pytest.mark.parametrize("format", ["onnx", "gguf", "pt2", "safetensors"])
-def test_a_full_disk_leaves_nothing_half(
+def test_an_export_is_replaced_if_asked_and_a_full_disk_leaves_nothing_half(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str
 ) -> None:
     """No file may grow beyond a limit: as on a full disk, but with "File too large"."""
@@ -142,6 +123,8 @@ def test_a_full_disk_leaves_nothing_half(
     place.mkdir()
     (place / "old").touch()
     words = [*into(tmp_path, run), f"export.format={format}", "export.check=false"]
+    assert export(run, *words, "export.overwrite=false") == 2
+    assert "an export is there; add export.overwrite=true" in capsys.readouterr().err
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:
@@ -190,7 +173,6 @@ def test_an_interrupt_waits_for_the_end_of_torchs_writer(
     [
         ("weights=int8", "export.weights=int8 is for export.format=onnx, gguf and safetensors"),
         ("format=gguf export.cache=false", "export.cache=false is for"),
-        ("format=pt2 export.weights=int8", "is for export.format=onnx, gguf and safetensors, not"),
         ("format=pt2 backend=mindspore", "export.format=pt2 is for backend torch"),
         ("format=mindir", "export.format=mindir is for backend mindspore"),
         ("format=onnx export.batch_size=2", "export.batch_size=2 is for export.format=mindir"),

@@ -12,19 +12,20 @@ import random
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.network_hosts import ADDRESSES, two_hosts
+from tests.network_hosts import ADDRESSES
 from tests.run_scripts import ROOT, pids_with, run_words, start_script
-from tests.system.test_restarts import attempts_of, rows_of
+from tests.system.test_restarts import CONFIG, attempts_of, hosts, rows_of
 
 pytestmark = pytest.mark.campaign
 
-CONFIG = "configs/gpt2/run_gpt2_tiny.yaml"
+__all__ = ["hosts"]
+
 STEPS, MOST_OF_A_RUN = 60, 10
 """Steps and faults of a run."""
 PROGRAM = f"""
@@ -147,11 +148,6 @@ def run_until_the_end(
             if launcher.poll():
                 launchers[host] = start(host)
         time.sleep(0.1)
-
-
-@pytest.fixture
-def hosts() -> Iterator[tuple[str, str]]:
-    yield from two_hosts()
 
 
 def test_every_run_ends_as_one_without_faults(

@@ -16,11 +16,10 @@ import pytest
 import yaml
 
 from common.processes.addresses import free_port
-from tests.run_scripts import clean_environment, pids_with, process_of_rank, wait_until
+from tests.run_scripts import ROOT, clean_environment, pids_with, process_of_rank, wait_until
 from tests.system.test_restarts import rows_of
 from tests.tiny import tiny_run
 
-ROOT = Path(__file__).resolve().parents[2]
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -70,20 +69,18 @@ def start(tmp_path: Path, bucket: Path) -> Start:
     return run
 
 
-def finish(*jobs: "subprocess.Popen[str]", code: int = 0) -> list[tuple[str, str]]:
+def finish(*jobs: "subprocess.Popen[str]") -> list[tuple[str, str]]:
     said = [job.communicate(timeout=120) for job in jobs]
-    assert [job.returncode for job in jobs] == [code] * len(jobs), said
+    assert not any(job.returncode for job in jobs), said
     return said
 
 
-def losses(folder: Path) -> list[int]:
+def steps_of(folder: Path) -> list[int]:
     return [row[0] for row in rows_of(folder)]
 
 
 def test_one_process_per_card(start: Start, bucket: Path, tmp_path: Path, samples: Path) -> None:
-    """The platform fills its version 0 table while the processes start; then a failure, after which
-    the output is copied all the same.
-    """
+    """The platform fills its version 0 table while the processes start."""
     table = json.loads((samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json").read_text())
     group = table["group_list"][0]
     group["instance_list"] = group["instance_list"][1:]
@@ -91,105 +88,68 @@ def test_one_process_per_card(start: Start, bucket: Path, tmp_path: Path, sample
     group |= {"device_count": "2", "instance_count": "1"}
     file = tmp_path / "jobstart_hccl.json"
     shutil.copy(samples / "status_initializing.json", file)
-
-    def ranks(*words: str) -> list["subprocess.Popen[str]"]:
-        port = str(free_port())
-        common = {"RANK_TABLE_FILE": str(file), "MASTER_PORT": port, "MA_NUM_GPUS": "2"}
-        names = ("RANK_ID", "DEVICE_ID", "ASCEND_DEVICE_ID")
-        cards = [common | {"RANK_SIZE": "2"} | dict.fromkeys(names, card) for card in "01"]
-        return [start("--run_mode=train", "--platform_flag=1", *words, **card) for card in cards]
-
-    jobs = ranks()
+    common = {"RANK_TABLE_FILE": str(file), "MASTER_PORT": str(free_port()), "MA_NUM_GPUS": "2"}
+    names = ("RANK_ID", "DEVICE_ID", "ASCEND_DEVICE_ID")
+    cards = [common | {"RANK_SIZE": "2"} | dict.fromkeys(names, card) for card in "01"]
+    jobs = [start("--run_mode=train", "--platform_flag=1", **card) for card in cards]
     time.sleep(0.5)
     file.with_suffix(".new").write_text(json.dumps(table))
     file.with_suffix(".new").rename(file)
     (out, _), (out_of_1, _) = finish(*jobs)
     assert "--platform_flag=1 is not an argument of this program; ignored" in out
     assert "micro 2 x data parallel 2" in out and "copying" not in out_of_1
-    assert losses(bucket / "out") == [1, 2, 3]
+    assert steps_of(bucket / "out") == [1, 2, 3]
     assert (bucket / "out" / "checkpoints" / "latest").is_file()
-
-    (bucket / "out" / "metrics.jsonl").unlink()
-    said = finish(*ranks("--parallel.model_parallel=3"), code=2)
-    assert all("does not divide model.num_heads=2" in error for _, error in said), said
-    assert losses(bucket / "out") == [1, 2, 3], "copied again, although the run failed"
 
 
 def test_a_stopped_job_resumes_in_another_container(start: Start, bucket: Path) -> None:
     """File and arguments as a user of MindFormers names them; one card, no table."""
-    words = ["--run_mode=train", "--use_parallel=False", "--epochs=4", "--batch_size=1"]
-    words += ["--checkpoint.interval=5", "--dataset_id=random"]
+    words = ["--run_mode=train", "--use_parallel=False", "--batch_size=1", "--dataset_id=random"]
     card = {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "0", "MA_NUM_GPUS": "1"}
-    job = start(*words, program="run_mindformer.py", **card)
+    job = start(*words, "--epochs=4", program="run_mindformer.py", **card)
     assert job.stdout is not None
     while not (line := job.stdout.readline()).partition("| loss")[1]:
         assert line, "ended before its first step"
     job.send_signal(signal.SIGTERM)
     _, error = job.communicate(timeout=120)
     assert job.returncode == 143, error
-    done = losses(bucket / "out")[-1]
+    done = steps_of(bucket / "out")[-1]
     words += ["--train.max_epochs=null", f"--train.max_steps={done + 2}"]
     ((out, _),) = finish(start(*words, program="run_mindformer.py", container="b", **card))
     assert "resuming" in out
-    assert losses(bucket / "out") == list(range(1, done + 3))
-
-
-@pytest.fixture
-def hosts(
-    start: Start, bucket: Path, tmp_path: Path
-) -> Callable[..., list["subprocess.Popen[str]"]]:
-    """Start a job on two hosts. Each has a disk of its own at the same place."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    (bucket / "out").mkdir()  # the console makes it
-    mount = 'mount --bind "$0" "$1" && shift && exec "$@"'
-    for host in ("host_0", "host_1"):
-        (tmp_path / host).mkdir()
-    words = ["unshare", "-m", "mount", "--bind", tmp_path / "host_0", disk]
-    if subprocess.run(words, capture_output=True).returncode:
-        pytest.skip("this needs the right to mount folders (unshare -m)")
-
-    def run(*words: str) -> list["subprocess.Popen[str]"]:
-        common = {"MA_NUM_HOSTS": "2", "VC_WORKER_HOSTS": "127.0.0.1,127.0.0.2"}
-        common |= {"MA_NUM_GPUS": "1", "MASTER_PORT": str(free_port()), "TMPDIR": str(disk)}
-        return [
-            start(
-                "--run_mode=train",
-                *words,
-                prefix=("unshare", "-m", "sh", "-c", mount, f"{tmp_path}/host_{index}", str(disk)),
-                **common,
-                VC_TASK_INDEX=index,
-            )
-            for index in "01"
-        ]
-
-    return run
-
-
-@pytest.mark.campaign
-def test_two_hosts_start_again_in_their_containers(hosts: Start, bucket: Path) -> None:
-    """Rank 1 resumes from the checkpoint of rank 0, which it can only have by the bucket."""
-    finish(*hosts("--train.max_steps=2"))
-    (bucket / "out" / "mf_parallel1" / "mindformer.log").unlink()
-    (out, _), _ = finish(*hosts("--train.max_steps=4"))
-    assert "resuming" in out
-    assert losses(bucket / "out") == [1, 2, 3, 4]
-    assert (bucket / "out" / "checkpoints" / "latest").read_text() == "step_00000004\n"
-    assert (bucket / "out" / "mf_parallel1" / "mindformer.log").is_file()
+    assert steps_of(bucket / "out") == list(range(1, done + 3))
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("killed", [0, 1])
 def test_two_hosts_start_a_killed_rank_again(
-    hosts: Start, start: Start, bucket: Path, tmp_path: Path, killed: int
+    start: Start, bucket: Path, tmp_path: Path, killed: int
 ) -> None:
-    """One job, without a new one. Losses are those of one process that nobody kills."""
-    words = ("--train.max_steps=400", "--checkpoint.interval=50", "--train.global_batch_size=4")
-    jobs = hosts(*words, "--runtime.max_restarts=2")
-    disk = tmp_path / "host_0"
+    """One job. Each host has a disk of its own at the same place, so that rank 1 can only have the
+    checkpoint of rank 0 by the bucket.
+    """
+    disk = tmp_path / "disk"
+    for folder in (disk, tmp_path / "host_0", tmp_path / "host_1", bucket / "out"):
+        folder.mkdir()
+    words = ["unshare", "-m", "mount", "--bind", str(tmp_path / "host_0"), str(disk)]
+    if subprocess.run(words, capture_output=True).returncode:
+        pytest.skip("this needs the right to mount folders (unshare -m)")
+    mount = ("unshare", "-m", "sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"')
+    common = {"MA_NUM_HOSTS": "2", "VC_WORKER_HOSTS": "127.0.0.1,127.0.0.2"}
+    common |= {"MA_NUM_GPUS": "1", "MASTER_PORT": str(free_port()), "TMPDIR": str(disk)}
+    keys = ["--run_mode=train", "--train.max_steps=400", "--train.global_batch_size=4"]
+    keys += ["--checkpoint.interval=50"]
+    jobs = [
+        start(
+            *keys, "--runtime.max_restarts=2", VC_TASK_INDEX=index, **common,
+            prefix=(*mount, f"{tmp_path}/host_{index}", str(disk)),
+        )
+        for index in "01"
+    ]  # fmt: skip
 
     def steps() -> int:
-        return max((len(losses(path.parent)) for path in disk.rglob("metrics.jsonl")), default=0)
+        files = (tmp_path / "host_0").rglob("metrics.jsonl")
+        return max((len(steps_of(path.parent)) for path in files), default=0)
 
     try:
         wait_until(lambda: steps() > 60, "60 steps")
@@ -205,17 +165,4 @@ def test_two_hosts_start_a_killed_rank_again(
     for rank in range(2):
         assert (out / f"mf_parallel{rank}" / "mindformer.log.1").is_file()
     assert pids_with(str(bucket)) == []
-    ours = rows_of(out)
-    shutil.rmtree(out)
-    finish(start(*words, "--run_mode=train", container="alone", MA_NUM_GPUS="1"))
-    assert len(ours) == 400
-    for row, other in zip(ours, rows_of(out), strict=True):
-        assert (row[0], row[3]) == (other[0], other[3])
-        assert row[1:3] == pytest.approx(other[1:3], rel=1e-6)
-
-
-def test_missing_files_give_one_message(start: Start, bucket: Path) -> None:
-    shutil.rmtree(bucket / "data")
-    ((_, error),) = finish(start("--run_mode=train"), code=2)
-    where = f"error: file://{bucket}/data: no files there; check the address (of a .bin/.idx pair:"
-    assert error == f"{where} its folder), and the permissions of this job\n"
+    assert steps_of(out) == list(range(1, 401)), "every step is there once"

@@ -1,4 +1,4 @@
-"""Tables of the pages: what users of other systems find, and the keys of generation."""
+"""What pages hold beside commands: tables for users of other systems, messages, figures."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.config.schema import PredictConfig
+from docs.figures.make_figures import FIGURES, FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEMS = ("mindformers", "megatron", "paddlefleetx", "oneflow", "nanogpt", "transformers")
@@ -16,6 +17,8 @@ STATES = {
     "_zh": ("相同", "换一种写法", "已规划", "需要设备", "没有"),
 }
 """First words of a page's last column in each language, in order."""
+NO_MESSAGES = {"temperature", "checkpoints/latest", "input should be"}
+"""Names in the first column that are not messages, and the start of pydantic's own messages."""
 
 
 def text_of(page: str) -> str:
@@ -46,9 +49,41 @@ def test_both_languages_have_the_same_rows_and_say_the_same_of_each(system: str)
     assert states[0] == states[1]
 
 
-def test_the_pages_on_generation_name_what_there_is() -> None:
-    """The first column of their table holds keys of predict."""
-    for name in ("generation.md", "generation_zh.md"):
-        column = re.findall(r"^\| (`[^|]*)", text_of(name), flags=re.M)[1:]
-        keys = [key for cell in column for key in re.findall(r"`(\w+)`", cell)]
-        assert len(keys) == 22 and set(keys) <= PredictConfig.model_fields.keys()
+@pytest.mark.parametrize("name", ["generation.md", "generation_zh.md"])
+def test_the_pages_on_generation_name_keys_of_predict(name: str) -> None:
+    column = re.findall(r"^\| (`[^|]*)", text_of(name), flags=re.M)[1:]
+    keys = [key for cell in column for key in re.findall(r"`(\w+)`", cell)]
+    assert len(keys) == 22 and set(keys) <= PredictConfig.model_fields.keys()
+
+
+def messages(end: str) -> list[str]:
+    """Return the quoted parts of the first column of every table of messages."""
+    text = text_of(f"troubleshooting{end}.md") + text_of(f"doctor{end}.md")
+    text += text_of(f"clusters{end}.md").rpartition("\n## ")[2]
+    cells = re.findall(r"^\| (.*?) \|", text, flags=re.M)
+    return [quoted for cell in cells for quoted in re.findall(r"`([^`]+)`", cell)]
+
+
+def test_the_messages_that_pages_explain_are_in_the_program() -> None:
+    folders = ("common", "torch_gpt2", "mindformers_gpt2", "tools", "scripts")
+    files = [path for name in folders for path in (ROOT / name).rglob("*.[ps][yh]")]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    joined = re.sub(r"\"\s*\n\s*f?\"", "", source)  # a message over several lines
+    found = messages("")
+    assert len(found) > 30 and messages("_zh") == found
+    assert [each for each in found if each not in joined and each not in NO_MESSAGES] == []
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_is_what_the_script_draws(name: str) -> None:
+    drawn = FIGURES[name]().svg()
+    assert (FOLDER / name).read_text(encoding="utf-8") == drawn, (
+        "run python docs/figures/make_figures.py"
+    )
+
+
+def test_every_figure_is_on_a_page() -> None:
+    pages = [*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    shown = {Path(target).name for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)}
+    assert shown == set(FIGURES) | {"quickstart_loss.png", "plan_accuracy.png"}

@@ -17,6 +17,8 @@ import pytest
 
 from common.config.aliases import ALIASES
 from common.config.hints import schema_keys
+from common.resolve.derive import resolve_mode
+from common.run_config import load_config
 from tests.cluster_tables import write_tutorial_table
 from tests.pages import exemptions
 from tests.pages.blocks import (
@@ -125,7 +127,9 @@ def check_system(worlds: list[int], made: tuple[str, ...], project: Project) -> 
 
 
 def check_ascend(project: Project) -> None:
-    """The table made of four hosts is the tutorial's; each host starts its ranks."""
+    """The table made of four hosts is the tutorial's; each host starts its ranks. The pasted YAML
+    has the tutorial's layout. The first small runs suit an Ascend 910A, which has no bfloat16.
+    """
     made, tutorials = project.folder / "hccl_4s_32p.json", project.folder / "tutorial.json"
     assert json.loads(made.read_text()) == json.loads(write_tutorial_table(tutorials).read_text())
     said = project.printed
@@ -139,6 +143,22 @@ def check_ascend(project: Project) -> None:
     assert [command.split()[-1] for command in four] == ["logging.style=mindformers"] * 4
     [plan] = [text for command, text in said.items() if "--run_mode plan" in command]
     assert re.search(r"^time: .* s a step", plan, flags=re.M)
+    own = resolve_mode(
+        load_config(project.folder / "configs/gpt2/own_13b.yaml"), "train", world_size=32
+    )
+    sizes = own.parallel
+    assert (sizes.data_parallel, sizes.model_parallel, sizes.pipeline_stage) == (4, 2, 4)
+    assert own.train.global_batch_size == 192
+    small = [command for command in said if "configs/gpt2/run_gpt2.yaml" in command]
+    outputs = set()
+    for command, ranks in zip(small, (1, 8), strict=True):
+        overrides = [word for word in command.split() if re.match(r"[\w.]+=", word)]
+        config = load_config(ROOT / "configs/gpt2/run_gpt2.yaml", overrides)
+        config = resolve_mode(config, "train", world_size=ranks)
+        found = config.backend, config.device, config.precision.compute
+        assert found == ("mindspore", "npu", "float16") and config.loss_scale.initial > 1
+        outputs.add(config.output_dir)
+    assert len(outputs) == 2, "the second does not go on from the first"
 
 
 def check_modelarts(project: Project) -> None:
@@ -254,13 +274,6 @@ def test_both_languages_have_the_same_commands_and_outputs(page: str) -> None:
     assert chinese == english
 
 
-@pytest.mark.parametrize("page", [*PAGES, *(twin(page) for page in PAGES if page not in BOTH)])
-def test_each_block_is_of_a_known_kind(page: str) -> None:
-    found = blocks(read(page))
-    assert {block.kind for block in found} <= KINDS
-    assert read(page).count("```") == 2 * len(found) + sum(b.prints is not None for b in found) * 2
-
-
 def anchors(page: Path) -> set[str]:
     """The names that GitHub gives the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.M)
@@ -278,10 +291,12 @@ def test_links_lead_somewhere() -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *(twin(page) for page in PAGES if page not in BOTH)])
-def test_paths_presets_and_keys_of_a_page_exist(page: str) -> None:
-    """Files of the project, presets, and keys of the configuration."""
+def test_blocks_paths_presets_and_keys_of_a_page_are_known(page: str) -> None:
     text = read(page)
-    made = {block.path for block in blocks(text)}
+    found = blocks(text)
+    assert {block.kind for block in found} <= KINDS
+    assert text.count("```") == 2 * len(found) + sum(b.prints is not None for b in found) * 2
+    made = {block.path for block in found}
     for path in re.findall(
         r"(?<![\w./])(?:compat|containers|configs|tools|scripts)/[\w./]+\w", text
     ):
@@ -317,15 +332,3 @@ def test_inputs_of_shown_commands_are_there_or_made(page: str, tmp_path: Path) -
                 absent = set(inputs_of(command, files)) - known
                 assert not absent, f"{page}:{block.line}: {command}: nothing makes {absent}"
             known |= set(made_by(command))
-
-
-def test_small_models_sample() -> None:
-    """Greedily they repeat themselves, or print empty lines."""
-    found = [
-        command
-        for block in blocks(read("README.md"))
-        if block.kind == "bash"
-        for command in commands(block)
-        if "--run_mode predict" in command
-    ]
-    assert found and all(re.search("predict.(strategy=sampling|top_k)", each) for each in found)

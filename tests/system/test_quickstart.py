@@ -25,35 +25,26 @@ def test_the_commands_that_the_quickstart_ends_with(
     """
     script = (ROOT / "scripts" / "quickstart.sh").read_text(encoding="utf-8")
     text = script.rpartition("cat <<END")[2].partition("END")[0]
-    variables = {
-        "PYTHON": "python",
-        "OTHER": "ROMEO",
-        **dict(re.findall(r"^(CONFIG|RUN|DATA)=(\S+)$", script, flags=re.M)),
-    }
-    for name, value in variables.items():
-        text = text.replace(f"${name}", value.replace("$ENDING", ending))
-    assert "$" not in text
-    lines = text.strip().splitlines()[:4]
-    found = [shlex.split(line[line.index("python ") :])[1:] for line in lines]
-    assert [words[0] for words in found].count("run_gpt2.py") == 3
-    preset = load_config(ROOT / f"configs/gpt2/run_gpt2_quickstart{ending}.yaml")
+    values = dict(re.findall(r"^(CONFIG|RUN|DATA)=(\S+)$", script, flags=re.M))
+    values |= {"PYTHON": "python", "OTHER": "ROMEO"}
+    text = re.sub(r"\$(\w+)", lambda name: values[name[1]].replace("$ENDING", ending), text)
+    file = f"configs/gpt2/run_gpt2_quickstart{ending}.yaml"
     monkeypatch.chdir(ROOT)
-    for words in (words[1:] for words in found if words[0] == "run_gpt2.py"):
+    preset = load_config(Path(file))
+    text = text.replace(f"{preset.output_dir}/config.yaml", file)  # which holds its values
+    found = re.findall(r"run_gpt2\.py (.*)", text)
+    assert len(found) == 3
+    for words in map(shlex.split, found):
         arguments = parse_arguments(words)
-        # the file that the run writes holds the values of this one
-        file = str(arguments.config).replace(
-            f"{preset.output_dir}/config.yaml", f"configs/gpt2/run_gpt2_quickstart{ending}.yaml"
-        )
-        config = resolve_mode(
-            load_config(file, arguments.overrides), arguments.run_mode, world_size=1
-        )
+        assert arguments.config is not None
+        config = load_config(arguments.config, arguments.overrides)
+        config = resolve_mode(config, arguments.run_mode, world_size=1)
         assert config.data.tokenizer == preset.data.tokenizer
         assert config.data.train in (preset.data.train, ["data/own_text_document"])
         assert config.output_dir in (preset.output_dir, "output/own")
         if arguments.run_mode == "predict":
             assert config.predict.method == "sampling" and config.predict.top_k
-    size = str(preset.model.vocab_size)
-    assert f"SIZE={size}" in script and preset.data.tokenizer is not None
+    assert f"SIZE={preset.model.vocab_size}" in script and preset.data.tokenizer is not None
     assert preset.data.tokenizer.folder == f"data/quickstart{ending}/small"
 
 

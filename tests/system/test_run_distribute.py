@@ -18,6 +18,7 @@ import pytest
 from common.processes.addresses import free_port
 from common.training.metrics import read_metrics
 from tests.cluster_tables import write_tutorial_table
+from tests.tiny import tiny_run
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -291,23 +292,12 @@ def test_standalone(tmp_path: Path) -> None:
 @pytest.fixture
 def tiny(tmp_path: Path, corpus_prefix: Path) -> Path:
     """A run on CPU whose steps take milliseconds."""
-    tree = {
-        "output_dir": str(tmp_path / "run"),
-        "device": "cpu",
-        "model": {
-            "num_layers": 1,
-            "hidden_size": 16,
-            "num_heads": 2,
-            "seq_length": 16,
-            "vocab_size": 101,
-        },
-        "train": {"max_steps": 3, "global_batch_size": 4},
-        "optimizer": {"learning_rate": 0.01},
-        "data": {"train": str(corpus_prefix), "split": "90,10,0"},
-        "validation": {"max_samples": 8},
-        "logging": {"tensorboard": False, "plot": False},
-        "runtime": {"threads": 1},
-    }
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_length": 16}
+    tree = tiny_run(
+        tmp_path / "run", corpus_prefix, model=sizes | {"vocab_size": 101},
+        train={"max_steps": 3, "global_batch_size": 4}, optimizer={"learning_rate": 0.01},
+        runtime={"threads": 1},
+    )  # fmt: skip
     path = tmp_path / "tiny.yaml"
     path.write_text(json.dumps(tree))
     return path

@@ -1,21 +1,32 @@
-"""--run_mode serve as a user starts it: the line that says where, and signals."""
+"""--run_mode serve as a user starts it: the line that says where, signals, and many clients."""
 
+import collections
 import http.client
 import json
+import os
+import random
 import re
 import signal
+import threading
 import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
+from common.inference.load import load_model
 from run_gpt2 import main
-from tests.run_scripts import start_program
+from tests.run_scripts import start_program, wait_until
 from tests.tiny import tiny_run, train_here
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install '.[serve]'")
+CLIENTS = 200
+SECONDS = float(os.environ.get("GPT2_LOAD_SECONDS", "60"))
+WORDS = ["To be", "or not to be", "that is the question", "O Romeo", "the king", "and yet"]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +51,7 @@ def config(
 
 
 class Served:
-    """The process, and a stream of it that has begun."""
+    """The process, and requests to it."""
 
     def __init__(self, config: Path, *words: str, **variables: str) -> None:
         self.child = start_program(
@@ -55,21 +66,29 @@ class Served:
         assert found is not None, line
         self.port = int(found[1])
 
-    def post(self, **fields: Any) -> http.client.HTTPResponse:
+    def request(self, fields: dict[str, Any]) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        headers = {"Content-Type": "application/json", "Authorization": "Bearer secret-of-mine"}
-        body = json.dumps({"prompt": "To be", "logit_bias": {"50256": -100}} | fields)
-        connection.request("POST", "/v1/completions", body, headers)
-        response = connection.getresponse()
-        assert response.status == 200
-        return response
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        headers["Authorization"] = "Bearer secret-of-mine"
+        connection.request("POST", "/v1/completions", json.dumps(fields), headers)
+        return connection
+
+    def post(self, fields: dict[str, Any]) -> http.client.HTTPResponse:
+        return self.request(fields).getresponse()
 
     def stream(self, max_tokens: int) -> http.client.HTTPResponse:
-        response = self.post(max_tokens=max_tokens, stream=True)
-        assert response.readline().startswith(b"data: ")
+        """Return one that has begun."""
+        fields = {"prompt": "To be", "logit_bias": {"50256": -100}, "max_tokens": max_tokens}
+        response = self.post(fields | {"stream": True})
+        assert response.status == 200 and response.readline().startswith(b"data: ")
         return response
 
-    def end(self) -> tuple[int, str, str]:
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+            return str(answer.read().decode())
+
+    def end(self, number: signal.Signals) -> tuple[int, str, str]:
+        self.child.send_signal(number)
         out, error = self.child.communicate(timeout=60)
         return self.child.returncode, out, error
 
@@ -79,32 +98,20 @@ def events(response: http.client.HTTPResponse) -> list[Any]:
     return [line if line == b"[DONE]" else json.loads(line) for line in lines]
 
 
-def test_requests_at_work_end_before_the_server_does(config: Path) -> None:
-    """SIGTERM while a stream has hundreds of tokens left; the key is asked for and not shown."""
-    served = Served(config, GPT2_API_KEY="secret-of-mine")
-    response = served.stream(200)
-    served.child.send_signal(signal.SIGTERM)
-    found = events(response)
-    code, out, error = served.end()
+def test_requests_at_work_have_a_time_to_end(config: Path) -> None:
+    """Ctrl-C during two streams. The one that is not done by then tells its client; the key is
+    asked for and not shown.
+    """
+    served = Served(config, "serve.drain_timeout=3", GPT2_API_KEY="secret-of-mine")
+    short, long = served.stream(30), served.stream(1_000_000)
+    code, out, error = served.end(signal.SIGINT)
+    found = events(short)
     assert found[-1] == b"[DONE]" and found[-2]["choices"][0]["finish_reason"] == "length"
-    assert code == 143 and "every request is answered" in error
-    assert re.search(r"POST /v1/completions 200 [\d.]+ s prompt_tokens=2 tokens=200", out)
-    assert "To be" not in out and "secret-of-mine" not in out + error and "Traceback" not in error
-
-
-def test_a_drain_has_a_limit(config: Path) -> None:
-    """Ctrl-C; what is not done is told to the client."""
-    served = Served(
-        config, "serve.drain_timeout=0.3", "serve.log_prompts=true", GPT2_API_KEY="secret-of-mine"
-    )
-    response = served.stream(1_000_000)
-    began = time.monotonic()
-    served.child.send_signal(signal.SIGINT)
-    found = events(response)
-    code, out, error = served.end()
-    assert time.monotonic() - began < 10
+    found = events(long)
     assert found[-1]["error"]["type"] == "server_error" and b"[DONE]" not in found
-    assert code == 130 and "were given up" in error and 'prompts=["To be"]' in out
+    assert code == 130 and "were given up" in error and "Traceback" not in error
+    assert re.search(r"POST /v1/completions 200 [\d.]+ s prompt_tokens=2 tokens=30", out)
+    assert "To be" not in out and "secret-of-mine" not in out + error
 
 
 @pytest.mark.long
@@ -114,13 +121,75 @@ def test_an_export_says_what_its_checkpoint_says(config: Path) -> None:
     folder, words = config.parent / "tiny", ["--config", str(config), "--run_mode", "export"]
     words += ["export.format=onnx", "predict.window=null", "export.check=false"]
     assert main(words) == 0
-    found = []
-    for path in (folder, folder / "onnx"):
-        served = Served(config, f"checkpoint.load={path}", "predict.window=null")
-        answer = json.loads(served.post(max_tokens=20, temperature=0, model="tiny").read())
-        found.append(answer["choices"][0]["text"])
-        maps = Path(f"/proc/{served.child.pid}/maps").read_text()
-        assert ("libtorch" in maps) == (path == folder)
-        served.child.send_signal(signal.SIGTERM)
-        assert served.end()[0] == 143
-    assert found[0] == found[1] != ""
+    keys = ("predict.window=null", "serve.log_prompts=true")
+    served = Served(config, f"checkpoint.load={folder / 'onnx'}", *keys)
+    fields = {"prompt": "To be", "max_tokens": 20, "temperature": 0, "model": "tiny"}
+    answer = json.loads(served.post(fields).read())["choices"][0]["text"]
+    assert "libtorch" not in Path(f"/proc/{served.child.pid}/maps").read_text()
+    code, out, error = served.end(signal.SIGTERM)
+    assert code == 143 and "every request is answered" in error and 'prompts=["To be"]' in out
+    [expected] = load_model(folder).generate(["To be"], max_new_tokens=20)
+    assert answer == expected.text != ""
+
+
+@pytest.mark.campaign
+def test_a_crowd_of_clients(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every answer is whole, equal requests get equal texts whatever their neighbours, memory stays
+    flat, and in the end nothing is left over. GPT2_LOAD_SECONDS=300 makes five minutes of it.
+    """
+    served = Served(config, "predict.window=null", "serve.read_timeout=3")
+    process = psutil.Process(served.child.pid)
+    threading.Thread(target=served.child.stdout.read, daemon=True).start()  # type: ignore[union-attr]
+    deadline = time.monotonic() + SECONDS
+    texts: dict[str, set[str]] = collections.defaultdict(set)
+
+    def be_client(number: int) -> collections.Counter[str]:
+        """Ask, stream or leave before the answer until the time is over. Return how often."""
+        dice, seen = random.Random(number), collections.Counter[str]()
+        while time.monotonic() < deadline:
+            tokens, prompt = (
+                dice.randint(1, 12),
+                " ".join(dice.choices(WORDS, k=dice.randint(1, 3))),
+            )
+            fields = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
+            fields |= {"logit_bias": {"50256": -100}}
+            if dice.random() < 0.2:
+                served.request(fields | {"n": 8}).close()
+                seen["left"] += 1
+                continue
+            streamed = dice.random() < 0.5
+            response = served.post(fields | {"stream": streamed})
+            if response.status == 200 and streamed:
+                *pieces, done = events(response)
+                assert done == b"[DONE]"
+                text = "".join(piece["choices"][0]["text"] for piece in pieces)
+            elif response.status == 200:
+                tree = json.loads(response.read())
+                assert tree["usage"]["completion_tokens"] == tokens
+                text = tree["choices"][0]["text"]
+            else:
+                assert response.status == 429 and response.headers["retry-after"] == "1"
+            seen[f"stream={streamed}: {response.status}"] += 1
+            if response.status == 200:
+                texts[json.dumps(fields)].add(text)
+        return seen
+
+    memory = []
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        clients = [pool.submit(be_client, number) for number in range(CLIENTS)]
+        while time.monotonic() < deadline:
+            time.sleep(SECONDS / 20)
+            memory.append(process.memory_info().rss / 2**20)
+            assert '"ok"' in served.get("/health")
+        seen = sum((client.result(60) for client in clients), collections.Counter[str]())
+    idle = {"gpt2_running_sequences 0.0", "gpt2_waiting_sequences 0.0"}
+    wait_until(lambda: idle <= {*served.get("/metrics").splitlines()}, "nothing is left over")
+    served.child.send_signal(signal.SIGTERM)
+    assert served.child.wait(40) == 143
+    assert served.child.stderr is not None and "Traceback" not in served.child.stderr.read()
+    with capsys.disabled():
+        print(f"\n{CLIENTS} clients, {SECONDS:g} s: {dict(sorted(seen.items()))}")
+        print(f"memory MiB {[round(each) for each in memory]}")
+    assert all(len(found) == 1 for found in texts.values())
+    assert seen["stream=False: 200"] > 50 and seen["left"] > 50
+    assert max(memory[-5:]) < 1.03 * max(memory[4:10]) + 5

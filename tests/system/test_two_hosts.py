@@ -5,24 +5,18 @@ table, a cable that is pulled.
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from common.training.metrics import read_metrics
-from tests.network_hosts import ADDRESSES, ip, two_hosts
-from tests.run_scripts import pids_with, run_words, start_script, wait_until
+from tests.network_hosts import ADDRESSES, ip
+from tests.run_scripts import ROOT, pids_with, run_words, start_script, wait_until
+from tests.system.test_restarts import CONFIG, hosts, rows_of
 
 pytestmark = pytest.mark.campaign
 
-CONFIG = "configs/gpt2/run_gpt2_tiny.yaml"
 
-
-@pytest.fixture
-def hosts() -> Iterator[tuple[str, str]]:
-    yield from two_hosts()
+__all__ = ["hosts"]
 
 
 @pytest.fixture
@@ -48,7 +42,7 @@ def table(tmp_path: Path) -> Path:
                 }
             )
         )
-    merge = Path(__file__).resolve().parents[2] / "tools" / "merge_hccl.py"
+    merge = ROOT / "tools" / "merge_hccl.py"
     subprocess.run(
         [sys.executable, str(merge), *map(str, single)],
         cwd=tmp_path,
@@ -57,15 +51,6 @@ def table(tmp_path: Path) -> Path:
         timeout=60,
     )
     return tmp_path / "hccl_2s_4p.json"
-
-
-def rows_of(run: Path) -> list[tuple[Any, ...]]:
-    rows = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
-    return [
-        (row["step"], row["loss"], row["grad_norm"], row["sample_hash"])
-        for row in rows
-        if "loss" in row
-    ]
 
 
 def test_a_host_that_is_cut_off_ends_the_run_on_both_with_the_right_blame_and_the_run_resumes(

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tools import compare_runs
 from tools.compare_runs import main
 
 
@@ -49,56 +48,31 @@ def test_equal_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         ({"loss_3": 9.8}, "different: the loss differs from step 3: 9.8, expected 9.7"),
         ({"grad_norm_4": 2.1}, "different: the gradient norm differs from step 4: 2.1"),
-        (
-            {f"grad_norm_{step}": 2.02 for step in range(1, 7)},
-            "every gradient norm is 1.01 times the expected one from step 1",
-        ),
+        ({f"grad_norm_{step}": 2.02 for step in range(1, 7)},
+            "every gradient norm is 1.01 times the expected one from step 1"),
         ({"loss_2": None}, "the loss at step 2 is nan, expected 9.8"),
         ({"sample_hash_5": "x", "sample_hash_6": "y"}, "samples: others from step 5"),
     ],
-)
-def test_the_first_difference_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], expected: str
-) -> None:
+)  # fmt: skip
+def test_the_first_difference_is_named(tmp_path, capsys, changes, expected) -> None:
     one = run_folder(tmp_path / "one")
     code, text = said(capsys, one, run_folder(tmp_path / "other", **changes))
     assert code == 1 and expected in text, text
 
 
-def test_two_frameworks_have_a_wider_tolerance(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("backend", "factor", "tolerance", "expected"),
+    [
+        ("mindspore", 1 + 1e-5, "1e-6", "backend: torch -> mindspore"),
+        ("torch", 1 + 2**-52, "0", "the loss differs from step 3"),
+    ],
+)
+def test_the_tolerance_of_two_frameworks_is_wider_and_with_none_the_last_bit_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], backend, factor, tolerance, expected
 ) -> None:
     one = run_folder(tmp_path / "one")
-    other = run_folder(tmp_path / "other", loss_3=9.7 * (1 + 1e-5))
-    (other / "config.yaml").write_text("backend: mindspore\n")
+    other = run_folder(tmp_path / "other", loss_3=9.7 * factor)
+    (other / "config.yaml").write_text(f"backend: {backend}\n")
     assert said(capsys, one, other)[0] == 0
-    code, text = said(capsys, one, other, "--tolerance", "1e-6")
-    assert code == 1 and "backend: torch -> mindspore" in text and "step 3" in text
-
-
-def test_with_no_tolerance_the_last_bit_counts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one = run_folder(tmp_path / "one")
-    other = run_folder(tmp_path / "other", loss_3=9.7 * (1 + 2**-52))
-    assert said(capsys, one, other)[0] == 0
-    code, text = said(capsys, one, other, "--tolerance", "0")
-    assert code == 1 and "the loss differs from step 3" in text
-
-
-def test_a_folder_that_cannot_be_read_is_found_before_anything_is_trained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run_config(*_: Any) -> Path:
-        raise AssertionError("trained")
-
-    monkeypatch.setattr(compare_runs, "run_config", run_config)
-    config = tmp_path / "config.yaml"
-    config.write_text("output_dir: out\n")
-    earlier = tmp_path / "comparison" / "layers.tsv"
-    earlier.parent.mkdir()
-    earlier.write_text("of an earlier comparison")
-    words = [str(config), str(tmp_path / "absent"), "--layers", "--output", str(earlier.parent)]
-    assert main(words) == 2
-    assert earlier.read_text() == "of an earlier comparison"
-    assert "absent" in capsys.readouterr().err
+    code, text = said(capsys, one, other, "--tolerance", tolerance)
+    assert code == 1 and expected in text and "step 3" in text

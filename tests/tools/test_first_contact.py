@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,27 +49,31 @@ STUBS: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def stubs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    checks = {name: {"asks": f"what {name} is", **fields} for name, fields in STUBS.items()}
+def write_checks(folder: Path, **changes: Any) -> None:
+    checks = {name: {"asks": f"what {name} is"} | own for name, own in (STUBS | changes).items()}
     tree = {"configs": {}, "words": {"cuda": {}}, "checks": checks}
-    (tmp_path / "checks.yaml").write_text(dump_yaml(tree))
+    (folder / "checks.yaml").write_text(dump_yaml(tree))
+
+
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Words of the tool, which finds STUBS."""
+    write_checks(tmp_path)
     monkeypatch.setattr(first_contact, "CHECKS", tmp_path / "checks.yaml")
     monkeypatch.setattr(first_contact, "ask_device", lambda *_: H100)
     monkeypatch.setattr(first_contact, "LIMIT", 2.0)
-    return checks
+    return ["--device", "cuda", "--out", str(tmp_path / "out")]
 
 
 def rows(out: Path) -> dict[str, Any]:
-    return {
-        row["name"]: row for row in json.loads((out / "first_contact.json").read_text())["rows"]
-    }
+    found = json.loads((out / "first_contact.json").read_text())["rows"]
+    return {row["name"]: row for row in found}
 
 
-def test_states_with_their_reasons(stubs: object, tmp_path: Path) -> None:
+def test_states_with_their_reasons(words: list[str], tmp_path: Path) -> None:
     """A check that hangs is ended with a child of a session of its own."""
     out = tmp_path / "out"
-    assert main(["--device", "cuda", "--out", str(out)]) == 1
+    assert main(words) == 1
     found = rows(out)
     assert {name: (row["state"], row["reason"]) for name, row in found.items()} == {
         "good": ("passed", ""),
@@ -89,37 +94,28 @@ def test_states_with_their_reasons(stubs: object, tmp_path: Path) -> None:
     assert "| good: what good is | passed | " in table and "| 1200 | 1000 or more |" in table
 
 
-def test_a_run_ends_with_its_budget_and_continues(
-    stubs: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--device", "cuda", "--out", str(tmp_path / "out")]
+def test_a_run_ends_with_its_budget_and_continues(words, tmp_path, capsys) -> None:
+    out = tmp_path / "out"
     assert main([*words, "--budget", "0"]) == 0
-    assert rows(tmp_path / "out")["good"]["reason"] == NO_TIME
+    assert rows(out)["good"]["reason"] == NO_TIME
     assert main(words) == 2 and "--resume" in capsys.readouterr().err
     assert main([*words, "--resume", "--only", "good"]) == 0
-    before = rows(tmp_path / "out")["good"]
+    before = rows(out)["good"]
     assert main([*words, "--resume", "--only", "hangs", "--budget", "1"]) == 0
-    assert rows(tmp_path / "out")["hangs"]["reason"] == NO_TIME
+    assert rows(out)["hangs"]["reason"] == NO_TIME
     assert main([*words, "--resume"]) == 1
-    after = rows(tmp_path / "out")
-    assert (
-        after["good"] == before and after["hangs"]["state"] == after["wrong"]["state"] == "failed"
-    )
+    after = rows(out)
+    assert after["good"] == before
+    assert after["hangs"]["state"] == after["wrong"]["state"] == "failed"
 
 
-def test_an_interrupt_keeps_what_was_found(
-    stubs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_interrupt_keeps_what_was_found(words: list[str], tmp_path: Path) -> None:
     stop = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(99)"
-    for name, command in (("slow", stop), ("hangs", "1"), ("wrong", "1"), ("broken", "1")):
-        stubs[name] = {"asks": name, "run": [f"-c {shlex.quote(command)}"]}
-    list_of_checks = tmp_path / "checks.yaml"
-    list_of_checks.write_text(dump_yaml({"configs": {}, "words": {"cuda": {}}, "checks": stubs}))
-    words = ["--device", "cuda", "--out", str(tmp_path / "out")]
+    nothing = {name: {"run": ["-c 1"]} for name in ("hangs", "wrong", "broken")}
+    write_checks(tmp_path, slow={"run": [f"-c {shlex.quote(stop)}"]}, **nothing)
     assert main(words) == 130
     assert list(rows(tmp_path / "out")) == ["good"]
-    stubs["slow"]["run"] = ["-c 1"]
-    list_of_checks.write_text(dump_yaml({"configs": {}, "words": {"cuda": {}}, "checks": stubs}))
+    write_checks(tmp_path, slow={"run": ["-c 1"]}, **nothing)
     began = time.time()
     assert main([*words, "--resume"]) == 1  # silent
     assert list(rows(tmp_path / "out")) == list(STUBS)
@@ -129,13 +125,11 @@ def test_an_interrupt_keeps_what_was_found(
 @pytest.mark.parametrize(
     ("kind", "device", "backend"),
     [
-        *(("cpu", H100, "torch"), ("cuda", H100, "torch"), ("npu", ASCEND, "torch")),
-        *(("npu", ASCEND, "mindspore"), ("cpu", H100, "mindspore")),
+        ("cpu", H100, "torch"), ("cuda", H100, "torch"), ("npu", ASCEND, "torch"),
+        ("npu", ASCEND, "mindspore"), ("cpu", H100, "mindspore"),
     ],
-)
-def test_every_check_of_the_list_can_start(
-    kind: str, device: dict[str, Any], backend: str, tmp_path: Path
-) -> None:
+)  # fmt: skip
+def test_every_check_of_the_list_can_start(kind, device, backend, tmp_path) -> None:
     """Its configurations resolve, its scripts and their options are there, and nothing is left of
     a placeholder.
     """
@@ -147,17 +141,8 @@ def test_every_check_of_the_list_can_start(
         (tmp_path / f"{name}.yaml").write_text(text)
     checks = {name: Check(**fields) for name, fields in tree["checks"].items()}
     needs = {need for check in checks.values() for need in check.needs}
-    assert needs == {
-        "known peak rates",
-        "GiB",
-        "devices",
-        "float8 FLOP/s",
-        "uvicorn",
-        "torchao",
-    } | {
-        "deepspeed",
-        "pytest",
-    }
+    of_device = {"known peak rates", "GiB", "devices", "float8 FLOP/s"}
+    assert needs == of_device | {"uvicorn", "torchao", "deepspeed", "pytest"}
     said = (ROOT / first_contact.PROBES).read_text()
     trained = 0
     for check in checks.values():
@@ -173,10 +158,8 @@ def test_every_check_of_the_list_can_start(
             settings = [word for word in rest if re.match(r"[a-z_.0-9]+=", word)]
             if script == "tools/compare_runs.py" and "--set_a" in rest:
                 paths, options = rest[:2], rest[2:]
-                sides = [
-                    [options[i + 1] for i, word in enumerate(options) if word == f"--set_{side}"]
-                    for side in "ab"
-                ]
+                pairs = [*pairwise(options)]
+                sides = [[of for word, of in pairs if word == f"--set_{side}"] for side in "ab"]
                 ranks = [1, 1 + ("--ranks_b" in rest)]
             elif "--config" in rest:
                 paths, sides, ranks = [rest[rest.index("--config") + 1]], [settings], [1]
@@ -188,20 +171,16 @@ def test_every_check_of_the_list_can_start(
     assert trained > 10
 
 
-def test_missing_wheels_are_installed_beside_the_rest(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_wheels_are_installed_beside_the_rest(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "/before")
     for name in ("first_contact_sample", "psutil"):  # one is there already
+        about = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+        kind = "Wheel-Version: 1.0\nTag: py3-none-any\n"
         with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
-            info = f"{name}-1.0.dist-info"
             wheel.writestr(f"{name}.py", "VALUE = 7")
-            wheel.writestr(
-                f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
-            )
-            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-            wheel.writestr(f"{info}/RECORD", "")
+            for file, text in {"METADATA": about, "WHEEL": kind, "RECORD": ""}.items():
+                wheel.writestr(f"{name}-1.0.dist-info/{file}", text)
     install(tmp_path, tmp_path / "site")
     assert __import__("first_contact_sample").VALUE == 7
     assert not (tmp_path / "site" / "psutil.py").exists()

@@ -1,33 +1,34 @@
 """Orders of tools/launch.py to the supervisor. Beside it, the tool waits for tables,
-detaches, and speaks through ssh.
+detaches, and speaks through ssh. What it refuses: test_refusals.py.
 """
 
 import json
 import os
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from common.cluster import hccn, rank_table_files
+from common.cluster.rank_table_files import read_table
 from common.launcher import launch as launching
 from common.launcher.supervisor import Job, Outcome
 from common.run_config import load_config
 from common.run_folder import owned_folder
 from tests.cluster_tables import table_1, write_tutorial_table
-from tests.run_scripts import clean_environment
-from tools import launch
+from tools import launch, launch_container
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml")
 BATCH = "train.global_batch_size=null"
 TRAIN = ["none", CONFIG, "[0,2]", "train", BATCH]
+ONE = ["none", CONFIG, "[0,1]", "train"]
 
 
 def distribute(*options: str, words: list[str] = TRAIN) -> int:
@@ -46,34 +47,36 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
     monkeypatch.setattr(launching, "run_attempts", run_attempts)
     monkeypatch.setattr(launch, "check_before_ranks", lambda mode, config: None)
     monkeypatch.chdir(tmp_path)
-    for name in (
-        "DRY_RUN",
-        "DETACH",
-        "MASTER_PORT",
-        "RANK_TABLE_FILE",
-        "MS_ROLE",
-        "OMP_NUM_THREADS",
-        "HCCL_CONNECT_TIMEOUT",  # MindSpore sets it in the process of another test
-    ):
+    # MindSpore sets the last one in the process of another test
+    names = "DRY_RUN DETACH MASTER_PORT RANK_TABLE_FILE MS_ROLE OMP_NUM_THREADS"
+    for name in (*names.split(), "HCCL_CONNECT_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
     return found
+
+
+@pytest.fixture
+def filling(tmp_path: Path) -> Path:
+    """A table that the platform has not filled."""
+    path = tmp_path / "table.json"
+    path.write_text('{"status": "initializing"}')
+    return path
+
+
+def devices_of(job: Job) -> list[tuple[int, str]]:
+    return [(child.rank, child.environment["DEVICE_ID"]) for child in job.children]
 
 
 def test_a_job_is_what_the_words_and_the_config_say(jobs: list[Job], tmp_path: Path) -> None:
     more = ["output_dir=here", "runtime.stall_limit=50", BATCH]
     words = ["none", CONFIG, "[2,4]", "train", *more]
-    assert distribute(words=words) == 7
-    (job,) = jobs
-    assert (job.log_folder, job.stall_limit) == (tmp_path / "here", 50.0)
-    assert (job.follow, job.hosts) == (True, None)
-    devices = [(child.rank, child.environment["DEVICE_ID"]) for child in job.children]
-    assert devices == [(0, "2"), (1, "3")]
-    assert distribute("--log_dir", "logs", "--quiet", words=words) == 7
+    assert distribute(words=words) == distribute("--log_dir", "logs", "--quiet", words=words) == 7
+    assert (jobs[0].log_folder, jobs[0].stall_limit) == (tmp_path / "here", 50.0)
+    assert (jobs[0].follow, jobs[0].hosts) == (True, None)
+    assert devices_of(jobs[0]) == [(0, "2"), (1, "3")]
+    assert jobs[0].steps == load_config(Path(CONFIG)).train.max_steps
     assert (jobs[1].log_folder, jobs[1].follow) == (tmp_path / "logs", False)
     distribute(words=[*words[:3], "eval", *more])
     assert jobs[2].follow, "what an evaluation finds is its output"
-    distribute(words=words)
-    assert jobs[3].steps == load_config(Path(CONFIG)).train.max_steps
 
 
 @pytest.fixture
@@ -97,154 +100,114 @@ def test_a_second_run_in_the_same_folder_is_told_why_and_does_not_disturb_the_fi
         error = capsys.readouterr().err
         said = "here: another run is writing here; wait for it or choose another folder\n"
         assert error.endswith(said) and error.count("error:") == 1
-    monkeypatch.setenv("DETACH", "1")
-    assert distribute(words=words) == 2, "not in the background's log alone"
-    monkeypatch.delenv("DETACH")
+    with monkeypatch.context() as patch:
+        patch.setenv("DETACH", "1")
+        assert distribute(words=words) == 2, "not in the background's log alone"
+        patch.setenv("DRY_RUN", "1")
+        assert distribute(words=words) == 0
     assert jobs == [] and sorted(held.rglob("*")) == before
     two = ["--master", "127.0.0.1:29511", "--nnodes", "2", "--node_rank", "1"]
     assert distribute(*two, words=words) == 7, "it may be its own run's rank 0, on the other host"
     assert distribute(words=[*words[:3], "eval", *words[4:]]) == 7, "reads alone"
-    monkeypatch.setenv("DRY_RUN", "1")
-    assert distribute(words=words) == 0
-    monkeypatch.delenv("DRY_RUN")
     with owned_folder(held.with_name("ended")):
         pass
     assert distribute(words=[*TRAIN, "output_dir=ended"]) == 7, "a run that has ended holds none"
 
 
-def test_a_table_of_ascends_on_a_machine_without_one(
-    jobs: list[Job],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_table_of_ascends_on_a_machine_without_one(jobs, tmp_path, monkeypatch, capsys) -> None:
     """The cause is named before what follows from it is refused."""
     table = write_tutorial_table(tmp_path / "table.json", servers=1, devices=2)
-    keys = [
-        "backend=mindspore",
-        "precision=fp16",
-        "parallel.model_parallel=2",
-        "train.recompute_slice_activation=true",
-    ]
-    words = ["distribute", str(table), CONFIG, "[0,2]", "train", *keys]
+    keys = ["backend=mindspore", "precision=fp16", "parallel.model_parallel=2"]
+    words = [str(table), CONFIG, "[0,2]", "train", *keys]
     cause = (
         "warning: device=auto chose cpu: this machine shows no Ascend (/dev/davinciN), for"
         " which the rank table is\n"
     )
     monkeypatch.setattr(hccn, "npu_numbers", lambda: [])
-    assert launch.main(words) == 2
+    key = "train.recompute_slice_activation"
+    assert distribute(words=[*words, f"{key}=true"]) == 2
     said = capsys.readouterr().err
-    assert (
-        said.startswith(cause)
-        and "train.recompute_slice_activation" in said.partition("error: ")[2]
-    )
-    assert launch.main([*words[:-1], "device=cpu"]) == 7 and cause not in capsys.readouterr().err
+    assert said.startswith(cause) and key in said.partition("error: ")[2]
+    assert distribute(words=[*words, "device=cpu"]) == 7 and cause not in capsys.readouterr().err
 
 
-def test_full_streams_do_not_prevent_the_start_but_fail_a_dry_run(
-    jobs: list[Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Output of a dry run is all that it is for."""
+def test_full_streams_do_not_prevent_the_start(jobs, monkeypatch) -> None:
     # a flush at the end would fail too
     with Path("/dev/full").open("w") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
         patch.setattr(sys, "stderr", full)
         assert distribute(words=[*TRAIN, "parallel.pipeline_stage=2"]) == 7
     assert len(jobs) == 1
-    with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(
-            [sys.executable, launch.__file__, "distribute", *TRAIN],
-            env=clean_environment(DRY_RUN="1"), stdout=full, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-    assert (done.returncode, done.stderr) == (1, "error: [Errno 28] No space left on device\n")
 
 
 def test_no_pinning(jobs: list[Job]) -> None:
-    words = ["none", CONFIG, "[0,1]", "train"]
-    launch.main(["distribute", *words])
-    launch.main(["distribute", "--no_pinning", *words])
+    distribute(words=ONE)
+    distribute("--no_pinning", words=ONE)
     cores = os.sched_getaffinity(0)
     assert set(jobs[0].children[0].cores) == cores and jobs[1].children[0].cores == ()
     assert [job.children[0].environment["OMP_NUM_THREADS"] for job in jobs] == [str(len(cores))] * 2
 
 
-def test_variables_of_an_earlier_run_are_not_handed_on(
-    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_variables_of_an_earlier_run_are_not_handed_on(jobs, monkeypatch, capsys) -> None:
     monkeypatch.setenv("RANK_TABLE_FILE", "/old/table.json")
     monkeypatch.setenv("MS_ROLE", "MS_WORKER")
-    launch.main(["distribute", "none", CONFIG, "[0,1]", "train"])
-    assert (
-        "RANK_TABLE_FILE=/old/table.json of your environment is not used" in capsys.readouterr().err
-    )
+    distribute(words=ONE)
+    said = "RANK_TABLE_FILE=/old/table.json of your environment is not used"
+    assert said in capsys.readouterr().err
     assert not {"RANK_TABLE_FILE", "MS_ROLE"} & set(jobs[0].children[0].environment)
 
 
 def test_a_table_that_the_platform_is_filling_is_waited_for(
     jobs: list[Job],
-    tmp_path: Path,
+    filling: Path,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = tmp_path / "table.json"
-    path.write_text('{"status": "initializing"}')
     clock = [0.0]
 
     def sleep(seconds: float) -> None:
         clock[0] += seconds
         if clock[0] == 75:
-            write_tutorial_table(path, servers=1, devices=2)
+            write_tutorial_table(filling, servers=1, devices=2)
 
     time = SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0])
     monkeypatch.setattr(rank_table_files, "time", time)
-    assert distribute(words=[str(path), *TRAIN[1:]]) == 7
+    assert distribute(words=[str(filling), *TRAIN[1:]]) == 7
     assert "waiting up to 1800 s" in capsys.readouterr().err
-    filling = f"{path}: status is 'initializing': the platform has not filled the table yet"
-    assert caplog.messages == [f"{filling}; waited {n} of 1800 s" for n in (30, 60)]
-    assert {child.environment["RANK_TABLE_FILE"] for child in jobs[0].children} == {str(path)}
+    said = f"{filling}: status is 'initializing': the platform has not filled the table yet"
+    assert caplog.messages == [f"{said}; waited {n} of 1800 s" for n in (30, 60)]
+    assert {child.environment["RANK_TABLE_FILE"] for child in jobs[0].children} == {str(filling)}
 
 
 def test_detached_the_waiting_is_left_to_the_other_process(
-    jobs: list[Job],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    jobs: list[Job], filling: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    path = tmp_path / "table.json"
-    path.write_text('{"status": "initializing"}')
     started: list[list[str]] = []
-    monkeypatch.setattr(
-        launching.subprocess,
-        "Popen",
-        lambda command, **_: (started.append(command), SimpleNamespace(pid=77))[1],
-    )
+
+    def start(command: list[str], **_: object) -> SimpleNamespace:
+        started.append(command)
+        return SimpleNamespace(pid=77)
+
+    monkeypatch.setattr(launching.subprocess, "Popen", start)
     monkeypatch.setenv("DETACH", "1")
-    words = ["distribute", "--log_dir", "logs", str(path), CONFIG, "[0,2]", "train"]
-    assert launch.main(words) == 0
+    words = ["--log_dir", "logs", str(filling), CONFIG, "[0,2]", "train"]
+    assert distribute(words=words) == 0
     assert "process 77, messages in" in capsys.readouterr().out and jobs == []
-    assert [command[2:] for command in started] == [[words[0], "--quiet", *words[1:]]] and (
-        tmp_path / "logs" / "launcher.log"
-    ).is_file()
+    assert [command[2:] for command in started] == [["distribute", "--quiet", *words]]
+    assert Path("logs/launcher.log").is_file()
 
 
-@pytest.mark.parametrize("value", ["1", "true", "yes", "false", "No", "0"])
-def test_words_that_mean_no(jobs: list[Job], monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+@pytest.mark.parametrize(("value", "runs"), [("1", 0), ("yes", 0), ("false", 1), ("No", 1)])
+def test_words_that_mean_no(jobs, monkeypatch, value, runs) -> None:
     monkeypatch.setenv("DRY_RUN", value)
-    launch.main(["distribute", "none", CONFIG, "[0,1]", "train"])
-    assert len(jobs) == (value in ("false", "No", "0"))
+    distribute(words=ONE)
+    assert len(jobs) == runs
 
 
-def test_a_dry_run_waits_for_no_table_and_meets_nobody(
-    jobs: list[Job],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = tmp_path / "table.json"
-    path.write_text('{"status": "initializing"}')
+def test_a_dry_run_waits_for_no_table_and_meets_nobody(jobs, filling, monkeypatch, capsys) -> None:
     monkeypatch.setenv("DRY_RUN", "1")
-    assert launch.main(["distribute", str(path), CONFIG, "[0,2]", "train"]) == 2
+    assert distribute(words=[str(filling), CONFIG, "[0,2]", "train"]) == 2
     assert "'initializing'" in capsys.readouterr().err
     for master, rank in (("127.0.0.1", "RANK=0 "), ("198.51.100.1", "RANK=2 ")):
         assert distribute("--master", f"{master}:29511", "--nnodes", "3") == 0
@@ -253,46 +216,27 @@ def test_a_dry_run_waits_for_no_table_and_meets_nobody(
 
 
 def test_version_0_reaches_the_ranks_as_1(jobs: list[Job], samples: Path) -> None:
-    from common.cluster.rank_table_files import read_table
-
     source = samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json"
     words = [str(source), CONFIG, "[8,16)", "train", "16", BATCH]
     assert distribute("--log_dir", "logs", words=words) == 7
-    written, given = read_table(Path("logs/rank_table.json")), read_table(source)
-    assert written.version == "1.0" and [device for _, device in written.places()] == [
-        device for _, device in given.places()
-    ]
-    assert jobs[0].children[0].environment["RANK_TABLE_FILE"] == str(
-        Path("logs/rank_table.json").absolute()
-    )
-    assert jobs[0].hosts is not None and [host.address for host in jobs[0].hosts.all] == [
-        server.server_id for server in given.server_list
-    ]
-
-
-def test_one_process(jobs: list[Job]) -> None:
-    assert launch.main(["standalone", CONFIG, "3", "predict", "predict.prompt=x"]) == 7
-    (child,) = jobs[0].children
-    found = child.environment["DEVICE_ID"], child.environment["RANK_SIZE"]
-    assert (child.log_folder, *found) == ("mf_standalone", "3", "1")
-    words = ("--run_mode", "predict", "context.device_id=3", "predict.prompt=x")
-    assert child.command[-4:] == words
-    assert jobs[0].follow
+    path = Path("logs/rank_table.json").absolute()
+    written, given = read_table(path), read_table(source)
+    assert written.version == "1.0"
+    assert [device for _, device in written.places()] == [device for _, device in given.places()]
+    assert jobs[0].children[0].environment["RANK_TABLE_FILE"] == str(path)
+    servers = [server.server_id for server in given.server_list]
+    assert jobs[0].hosts is not None and [host.address for host in jobs[0].hosts.all] == servers
 
 
 def test_over_ssh_each_host_is_a_rank_that_tells_no_progress(jobs: list[Job]) -> None:
     words = ["none", CONFIG, "[0,4)", "train"]
     assert distribute("--hosts", "me@a,b", "--ssh", words=words) == 7
     (job,) = jobs
-    assert [child.log_folder for child in job.children] == [
-        "host_me@a",
-        "host_b",
-    ] and job.stall_limit == float("inf")
-    assert [str(child) for child in job.children] == ["host me@a", "host b"] and job.over_ssh
-    assert (
-        job.children[1].command[2:4] == ("over_ssh", "b")
-        and "--node_rank 1 none" in job.children[1].command[4]
-    )
+    assert [child.log_folder for child in job.children] == ["host_me@a", "host_b"]
+    assert job.stall_limit == float("inf") and job.over_ssh
+    assert [str(child) for child in job.children] == ["host me@a", "host b"]
+    command = job.children[1].command
+    assert command[2:4] == ("over_ssh", "b") and "--node_rank 1 none" in command[4]
 
 
 @pytest.fixture
@@ -300,13 +244,8 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in that runs the command on this machine, on a terminal of its own as -tt asks for,
     for any host but ``gone``.
     """
-    if shutil.which("script") is None:
-        pytest.skip("the script command, which makes a terminal, is absent")
-    try:
-        for end in os.openpty():
-            os.close(end)
-    except OSError:
-        pytest.skip("no pseudo-terminal can be made here: /dev/pts is not mounted")
+    if shutil.which("script") is None or not Path("/dev/pts/ptmx").exists():
+        pytest.skip("no terminal can be made here: script is absent, or /dev/pts is not mounted")
     fake = tmp_path / "bin" / "ssh"
     fake.parent.mkdir()
     fake.write_text(
@@ -316,19 +255,15 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         # script takes the shell from SHELL, which not every environment has
         'SHELL=/bin/bash exec script -qefc "$5" /dev/null\n'
     )
-    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
 
 
 def over_ssh(host: str, text: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, str(ROOT / "tools/launch.py"), "over_ssh", host, text]
     return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-    )
+        [sys.executable, str(ROOT / "tools/launch.py"), "over_ssh", host, text],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
 
 
 @pytest.mark.usefixtures("ssh")
@@ -343,26 +278,16 @@ def test_the_exit_code_of_the_other_side(host: str, text: str, code: int) -> Non
 
 @pytest.mark.usefixtures("ssh")
 def test_a_stop_is_ctrl_c_there() -> None:
-    process = over_ssh(
-        # no child, which bash would wait for before it looks at its trap
-        "a",
-        "trap 'echo saved; exit 130' INT; echo ready; while :; do read -r -t 1; done",
-    )
+    # no child, which bash would wait for before it looks at its trap
+    text = "trap 'echo saved; exit 130' INT; echo ready; while :; do read -r -t 1; done"
+    process = over_ssh("a", text)
     assert process.stdout is not None
     assert any("ready" in line for line in process.stdout)  # not for ever, where it ends before
     process.send_signal(signal.SIGTERM)
     assert "saved" in process.communicate(timeout=60)[0] and process.returncode == 130
 
 
-def test_a_list_of_devices_in_place_of_the_range(jobs: list[Job]) -> None:
-    for option in ("0,1,4", " 4, 0,1"):
-        assert distribute("--devices", option, words=["none", CONFIG, "train", BATCH]) == 7
-    assert [
-        [(child.rank, child.environment["DEVICE_ID"]) for child in job.children] for job in jobs
-    ] == [[(0, "0"), (1, "1"), (2, "4")], [(0, "4"), (1, "0"), (2, "1")]]
-
-
-def test_a_list_of_devices_and_a_rank_table_of_them(
+def test_a_list_of_devices_in_place_of_the_range_and_a_rank_table_of_them(
     jobs: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chips = [
@@ -371,34 +296,61 @@ def test_a_list_of_devices_and_a_rank_table_of_them(
     ]
     table = tmp_path / "table.json"
     table.write_text(json.dumps(table_1(("127.0.0.1", chips))))
-    words = [str(table), CONFIG, "train", BATCH]
-    assert distribute("--devices", "0,1,4", words=words) == 7
-    assert [child.environment["DEVICE_ID"] for child in jobs[0].children] == ["0", "1", "4"]
-    assert jobs[0].children[2].environment["RANK_TABLE_FILE"] == str(table)
-    assert distribute("--devices", "0,1,5", words=words) == 2
+    for option, source in (("0,1,4", "none"), (" 4, 0,1", "none"), ("0,1,4", str(table))):
+        assert distribute("--devices", option, words=[source, CONFIG, "train", BATCH]) == 7
+    assert devices_of(jobs[0]) == devices_of(jobs[2]) == [(0, "0"), (1, "1"), (2, "4")]
+    assert devices_of(jobs[1]) == [(0, "4"), (1, "0"), (2, "1")]
+    assert jobs[2].children[2].environment["RANK_TABLE_FILE"] == str(table)
+    assert distribute("--devices", "0,1,5", words=[str(table), CONFIG, "train", BATCH]) == 2
     assert "--device_num '[0,3)' --visible_devices 0,1,5" in capsys.readouterr().err
 
 
 def test_hosts_find_their_own_address_in_a_list(jobs: list[Job]) -> None:
     assert distribute("--node-ips", "198.51.100.1,127.0.0.1") == 7
-    assert [child.rank for child in jobs[0].children] == [2, 3]
-    assert jobs[0].children[0].environment["MASTER_ADDR"] == "198.51.100.1"
-    assert "NCCL_NET" not in jobs[0].children[0].environment
     assert distribute("--use-rdma", "--num-nodes", "2", "--node_ips", "127.0.0.1,198.51.100.1") == 7
-    assert [child.rank for child in jobs[1].children] == [0, 1]
-    assert jobs[1].children[0].environment["NCCL_NET"] == "IB"
+    assert [[child.rank for child in job.children] for job in jobs] == [[2, 3], [0, 1]]
+    one, two = (job.children[0].environment for job in jobs)
+    assert one["MASTER_ADDR"] == "198.51.100.1"
+    assert "NCCL_NET" not in one and two["NCCL_NET"] == "IB"
 
 
 @pytest.mark.parametrize(
     ("device", "named"), [("cpu", "2, 3"), ("npu", "2 on device 0, 3 on device 1")]
 )
-def test_ranks_on_a_cpu_have_no_devices(
-    device: str, named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_on_a_cpu_have_no_devices(device, named, monkeypatch, capsys) -> None:
     monkeypatch.setenv("DRY_RUN", "1")
-    words = ["--nnodes", "2", "--node_rank", "1", "--master", "198.51.100.1:29500", "none", CONFIG]
-    assert distribute(words=[*words, "[0,2)", "train", f"device={device}", BATCH]) == 0
+    options = ["--nnodes", "2", "--node_rank", "1", "--master", "198.51.100.1:29500"]
+    words = ["none", CONFIG, "[0,2)", "train", f"device={device}", BATCH]
+    assert distribute(*options, words=words) == 0
     said = capsys.readouterr().out
     assert f": {named}; of 4 in all" in said and said.count("OMP_NUM_THREADS") == 1
     assert "# rank 3: logs in " in said
     assert "; as rank 2 with\nRANK_ID=3 DEVICE_ID=1 RANK=3 LOCAL_RANK=1\n" in said
+
+
+def test_docker_gets_source_data_and_command(tmp_path, monkeypatch) -> None:
+    """OneFlow's own line, with the words that its seed shows."""
+    docker, wheel = tmp_path / "docker", tmp_path / "a wheel.whl"
+    docker.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$0.words"\nexit 7\n')
+    docker.chmod(0o755)
+    wheel.touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    words = f"--src {tmp_path} --py 3.7 --image gpt2:dev --extra-mount /usr:/data --devices nvidia"
+    command = "cd x; bash examples/pretrain_345M.sh"
+    more = ["--no-interactive", "--wheel", str(wheel), "--cmd", command]
+    assert launch_container.main([*words.split(), *more]) == 7
+    given = (tmp_path / "docker.words").read_text().splitlines()
+    assert given[:2] == ["run", "--rm"] and "-it" not in given
+    assert given[-4:] == ["gpt2:dev", "bash", "-c", f"pip install '{wheel}' && {command}"]
+    assert given[given.index("-w") + 1] == str(tmp_path)
+    mounts = [word for before, word in pairwise(given) if before == "-v"]
+    assert mounts == [f"{tmp_path}:{tmp_path}", "/usr:/data", f"{tmp_path}:{tmp_path}:ro"]
+    assert given[given.index("--gpus") + 1] == "all"
+
+
+def test_an_ascend_is_passed_on_device_by_device(monkeypatch, capsys) -> None:
+    there = [Path("/dev/davinci10"), Path("/dev/davinci2")]
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: there)
+    assert launch_container.main(["--image", "x", "--devices", "ascend", "--dry-run"]) == 0
+    wanted = "--device /dev/davinci2 --device /dev/davinci10 --device /dev/davinci_manager"
+    assert wanted in capsys.readouterr().out

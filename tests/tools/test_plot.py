@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 import common.training.plot as module
 from tools.plot import main
@@ -22,9 +21,7 @@ def write_run(folder: Path, losses: list[float | None]) -> Path:
     return folder
 
 
-def test_the_curves_are_the_moving_averages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_curves_are_the_moving_averages(tmp_path, monkeypatch) -> None:
     """A null, as metrics.jsonl holds for NaN, leaves a step out."""
     losses = [5.0, 4.0, None, 2.0, 6.0, 1.0]
     runs = [str(write_run(tmp_path / name / "run", losses)) for name in "ab"]
@@ -47,18 +44,3 @@ def test_the_curves_are_the_moving_averages(
     assert [text.get_text() for text in axes.get_legend().get_texts()] == named
     assert axes.get_ylabel() == "loss (nats per token)" and axes.get_xlabel() == "step"
     pyplot.close("all")
-
-
-@pytest.mark.parametrize(("steps", "single"), [(40, []), (150, ["_child0"])])
-def test_a_run_draws_its_mean_where_it_differs(
-    steps: int, single: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = write_run(tmp_path / "one", [1 / step for step in range(1, steps + 1)])
-    pyplot = module.open_pyplot()
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    assert module.plot_loss(run) == run / "loss.png"
-    [axes] = pyplot.gcf().axes
-    monkeypatch.undo()
-    pyplot.close()
-    shown = [line.get_label() for line in axes.lines]
-    assert shown == [*single, "training loss", "validation loss"]

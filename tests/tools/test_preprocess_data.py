@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.dataset import GPTDataset, IndexedDataset
+from common.dataset import GPTDataset, IndexedDataset, IndexedWriter
 from common.dataset.metadata import read_metadata
 from common.dataset.mindrecord import MindRecordSamples
+from tools import merge_datasets
 from tools.preprocess_data import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,12 +29,7 @@ Run = Callable[[str], tuple[object, str]]
 
 
 @pytest.fixture
-def run(
-    tmp_path: Path,
-    gpt2_vocab_files: tuple[Path, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Run:
+def run(tmp_path, gpt2_vocab_files: tuple[Path, Path], monkeypatch, capsys) -> Run:
     """Give a function that runs the tool in ``tmp_path``: its exit code and its messages."""
     monkeypatch.chdir(tmp_path)
     for path in gpt2_vocab_files:
@@ -51,9 +47,8 @@ def test_the_formats_give_equal_pairs(tmp_path, run) -> None:
     texts = ["Hello world", "Ünïcode 中文 text.\nTwo lines", "third"]
     (tmp_path / "a.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
     (tmp_path / "b.json").write_text(json.dumps(texts), encoding="utf-8")
-    (tmp_path / "c.jsonl.gz").write_bytes(
-        gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
-    )
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     pairs = []
     for name in ("a.txt", "b.json", "c.jsonl.gz"):
         code, said = run(f"--input {name} --output-prefix out/{name} --log-interval 1")
@@ -94,11 +89,8 @@ def test_a_stopped_run_leaves_no_output(tmp_path, number, code, workers) -> None
     sentence = "The quick brown fox jumps over the lazy dog, again and again. "
     (tmp_path / "a.txt").write_text((sentence * 10 + "\n\n") * 20_000)
     words = "--input a.txt --output-prefix out/x --tokenizer-backend tokenizers --log-interval 1"
-    child = subprocess.Popen(
-        [sys.executable, TOOL, *VOCABULARY, *words.split(), "--workers", str(workers)],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, TOOL, *VOCABULARY, *words.split(), "--workers", str(workers)]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert child.stderr is not None
         assert any(line.startswith("processed") for line in child.stderr)
@@ -131,13 +123,9 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, run) -> None:
 def test_mindrecord_holds_the_windows_of_the_pair(tmp_path, run, splits) -> None:
     pytest.importorskip("mindspore", reason="MindSpore is not installed")
     for name in "ab":
-        lines = [
-            json.dumps(
-                {"text": f"{name} story, number {k}. " * (k % 7), "note": f"note {name} {k}"}
-            )
-            for k in range(1, 60)
-        ]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        stories = {k: f"{name} story, number {k}. " * (k % 7) for k in range(1, 60)}
+        rows = [{"text": text, "note": f"note {name} {k}"} for k, text in stories.items()]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = "--input a.jsonl b.jsonl --json-keys text note"
     assert run(f"{words} --output-prefix pair/x")[0] == 0
     words += f" --format mindrecord --seq-length 16 --num-splits {splits}"
@@ -157,3 +145,38 @@ def test_mindrecord_holds_the_windows_of_the_pair(tmp_path, run, splits) -> None
         assert metadata and metadata.tokenizer_sha256 == pair.data.metadata().tokenizer_sha256
     # no pair and no temporary file is left
     assert len(list((tmp_path / "out").iterdir())) == 2 * (2 * splits + 1)
+
+
+# ---- merge_datasets ----
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    for number, name in enumerate(("b", "a"), 1):
+        with IndexedWriter(tmp_path / "pairs" / name, np.uint16) as writer:
+            writer.append(np.full(3 * number, number), np.full(number, 3))
+    return tmp_path / "pairs"
+
+
+def merge(output: Path, *inputs: Path) -> int:
+    words = ["--input", *inputs, "--output-prefix", output]
+    return merge_datasets.main([str(word) for word in words])
+
+
+def test_pairs_follow_one_another_as_named(pairs: Path, tmp_path, capsys) -> None:
+    # as a pattern of a shell names them, each with both of its files
+    names = [pairs / name for name in ("b.bin", "b.idx", "a.bin", "a.idx")]
+    assert merge(tmp_path / "out", *names) == 0
+    assert IndexedDataset(tmp_path / "out").tokens.tolist() == [1] * 3 + [2] * 6
+    assert capsys.readouterr().err.endswith("out.bin/.idx: 3 documents, 9 tokens of 2 inputs\n")
+    assert merge(tmp_path / "sorted.bin", pairs) == 0
+    assert IndexedDataset(tmp_path / "sorted").tokens.tolist() == [2] * 6 + [1] * 3
+    written = {path.name for path in tmp_path.glob("*.*")}
+    assert written == {"out.bin", "out.idx", "sorted.bin", "sorted.idx"}
+
+
+def test_a_broken_pair_is_named_and_nothing_is_left(pairs: Path, tmp_path, capsys) -> None:
+    (pairs / "a.bin").write_bytes(b"12")
+    assert merge(tmp_path / "out", pairs) == 2
+    assert "a.bin: is smaller (cut short?) than a.idx says" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))

@@ -20,16 +20,12 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.checkpoint.state import TrainState
-from common.config.schema import (
-    PredictConfig,
-    QuantizationConfig,
-)
+from common.config.schema import PredictConfig, QuantizationConfig
 from common.dataset import Batch
 from common.errors import DeviceError
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
 from common.inputs import make_run
-from common.parallel.packing import KEYS
 from common.parallel.run import Run
 from common.run_config import load_config
 from common.training.metrics import read_metrics
@@ -37,6 +33,7 @@ from common.training.start import Start as StartOfRun
 from tests import tiny
 from tests.host_waits import counted
 from tests.mixed_load import prompts as mixed_load, run
+from tests.packed_corpus import FLAGS
 from tests.tiny import manifest_of, tiny_config
 from tests.twins import random_model
 from torch_gpt2 import offload
@@ -49,7 +46,8 @@ from torch_gpt2.predict import Decoder, Slots
 from torch_gpt2.quantize import LinearQuantizer
 
 Start = Callable[..., Path]
-
+TOKENS = np.random.default_rng(0).integers(0, 101, (4, 17), np.int32)
+BATCH = Batch(tokens=TOKENS, samples=4, consumed_samples=4, sample_hash="")
 SGD = {"optimizer": tiny.SGD}
 BITWISE: dict[str, dict[str, Any]] = {
     # the norms lie between 3.1 and 1.8: acts on some steps, and not on others
@@ -57,9 +55,7 @@ BITWISE: dict[str, dict[str, Any]] = {
     "recompute": SGD | {"train__recompute": "selective"},
     "bf16": SGD | {"precision": "bf16"},
     "bf16 weights": SGD | {"precision": {"parameters": "bfloat16", "compute": "bfloat16"}},
-    "documents kept apart": SGD
-    | dict.fromkeys(map("data__{}".format, KEYS), True)
-    | {"data__eod_id": 3},
+    "documents kept apart": SGD | FLAGS | {"data__eod_id": 3},
     "fp16 that overflows": SGD
     | {"precision": "fp16", "loss_scale": {"initial": 2.0**20, "window": 3}}
     | {"optimizer__schedule": "linear", "optimizer__warmup_steps": 3},
@@ -73,12 +69,8 @@ def config(corpus_prefix: Path, tmp_path: Path) -> Callable[..., Run]:
             "device": device,
             "model__num_heads": 2,
             "train__max_steps": 8,
-            "optimizer": {
-                "learning_rate": 0.01,
-                "warmup_steps": 4,
-                "decay_steps": 8,
-                "weight_decay": 0.1,
-            },
+            "optimizer": {"learning_rate": 0.01, "weight_decay": 0.1}
+            | {"warmup_steps": 4, "decay_steps": 8},
             "validation": {"max_samples": 8, "interval": 4},
         }
         return tiny_config(tmp_path / name, corpus_prefix, **(usual | changes))
@@ -91,15 +83,12 @@ def start(config: Callable[..., Run], tmp_path: Path) -> Start:
     def run(name: str, device: str, **changes: Any) -> Path:
         # attention in the simulated NPU's only form, accelerators' norm and an NPU's float32: a CPU
         # has others, which round otherwise
-        norm = patch(
-            "torch_gpt2.optimizer._norm_by_rows",
-            lambda gradient: torch._foreach_norm([gradient])[0],
-        )
-        wide = [
-            patch(f"torch_gpt2.{file}.wide_type", lambda _: torch.float32)
-            for file in ("optimizer", "parallel.world")
-        ]
-        with sdpa_kernel(SDPBackend.MATH), norm, wide[0], wide[1]:
+        with (
+            sdpa_kernel(SDPBackend.MATH),
+            patch("torch_gpt2.optimizer._norm_by_rows", lambda x: torch._foreach_norm([x])[0]),
+            patch("torch_gpt2.optimizer.wide_type", lambda _: torch.float32),
+            patch("torch_gpt2.parallel.world.wide_type", lambda _: torch.float32),
+        ):
             return tiny.train_here(config(name, device, **changes).model_dump(mode="json"))
 
     return run
@@ -130,24 +119,19 @@ def test_auto_loads_torch_npu_where_cann_is_set_up(monkeypatch: pytest.MonkeyPat
     assert "torch_npu" in sys.modules
 
 
-def test_the_record() -> None:
+def test_the_record(config: Callable[..., Run]) -> None:
     device = select_device("npu", index=3)
     assert device.torch_device == torch.device("npu", 3) and torch.npu.current_device() == 3
     assert device.communication_backend == "hccl"
     assert device.supports("bfloat16") and device.supports("float16")
     assert device.peak_flops("bfloat16") == 313e12  # 910B3, as the simulated one calls itself
-    device.synchronize()
     assert device.peak_memory() == 0
     block = torch.ones(2**20, device="npu")
     assert device.peak_memory() == block.nbytes == 2**22
     del block
     assert device.peak_memory() == 2**22 and torch.npu.memory_allocated() == 0
-    select_device("npu", index=0)
     with pytest.raises(DeviceError, match="device=npu: number 8 asked for, but 8 found"):
         select_device("npu", index=8)
-
-
-def test_a_memory_limit(config: Callable[..., Run]) -> None:
     open_device(config("run", "npu", context={"max_device_memory": "2GB"}))
     assert torch.npu.get_per_process_memory_fraction() == 0.25  # of 8 GiB
 
@@ -180,8 +164,7 @@ def test_a_run_equals_the_cpu_s_bit_for_bit(
     rows = [row for row in rows_of(npu) if "loss" in row]
     assert len(rows) == 8
     if name == "sgd with clip":
-        clipped = [row["grad_norm"] > 2.1 for row in rows]
-        assert any(clipped) and not all(clipped)
+        assert tiny.some_but_not_all([row["grad_norm"] > 2.1 for row in rows])
     if name.startswith("fp16"):
         made = [row["learning_rate"] for row in rows if not row["skipped"]]
         # updates count, though a step starts before the result of the last one is known
@@ -195,9 +178,7 @@ ADAMS: dict[str, dict[str, Any]] = {
     "adam": {"optimizer__name": "adam"},
     "adamw with clip": {"optimizer__clip_grad": 2.1},
     # squares of float32 overflow at 2^128, so norms of rows do at 2^64
-    "adamw that overflows": {
-        "loss_scale": {"mode": "dynamic", "initial": 2.0**66, "window": 3},
-    },
+    "adamw that overflows": {"loss_scale": {"mode": "dynamic", "initial": 2.0**66, "window": 3}},
 }
 
 
@@ -225,39 +206,15 @@ def test_adam(start: Start, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with counted() as waits:
             npu = start(f"npu, {kernel}", "npu", **ADAMS[name])
         taken = [row for row in rows_of(npu) if row.get("skipped") is False]
-        probe = [1] * 3
-        groups = 2  # with and without decay
-        assert len(adamw.calls) == (len(probe) + groups * len(taken)) * kernel
+        # three probes; parameters with and without decay
+        assert len(adamw.calls) == (3 + 2 * len(taken)) * kernel
         assert len(taken) == 8 or (name == "adamw that overflows" and 3 <= len(taken) < 8)
         tiny.require_equal(npu, cpu, 1e-6)
         if name == "adamw":
             first, *found, last = waits.steps
-            assert first and last and len(found) == 7
-            assert [each.total() for each in found] == [int(kernel)] * len(found)
-            assert all(key.startswith("_local_scalar_dense") for each in found for key in each)
+            assert first and last
+            assert [each.total() for each in found] == [int(kernel)] * 7
             assert all("torch_gpt2/device_step.py" in key for each in found for key in each)
-
-
-@pytest.mark.parametrize(("kernel", "most"), [(True, 8), (False, 6 * 36 + 14 + 50)])
-def test_operators_of_an_update(
-    config: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, kernel: bool, most: int
-) -> None:
-    """Of 36 tensors. A list times a tensor takes one for each, since Ascend has no kernel; times a
-    number of the host one in all. Adam's own kernels are not counted.
-    """
-    import _simulated_npu as simulated
-
-    monkeypatch.setattr(TorchDevice, "adam_kernel", kernel)
-    engine = Engine(config("none", "npu"), select_device("npu"))
-    engine.begin(StartOfRun())
-    applied, factor = torch.ones((), device="npu") > 0, torch.full((), 0.5, device="npu")
-    with patch("torch._fused_adamw_"):
-        for _ in range(2):  # the first one makes the moments
-            for tensor in engine.master.tensors.values():
-                tensor.grad = torch.ones_like(tensor)
-            before = simulated.launched()
-            engine._step_on_device(applied, factor)
-    assert simulated.launched() - before <= most
 
 
 def test_bias_corrections_are_exact(config: Callable[..., Run], without_adam_kernel: None) -> None:
@@ -274,58 +231,6 @@ def test_bias_corrections_are_exact(config: Callable[..., Run], without_adam_ker
         assert torch.allclose(weight.detach().cpu(), wanted, rtol=1e-6, atol=0.0), number
 
 
-def test_adam_s_kernel_updates_the_float32_copies(
-    config: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After one step, since later ones begin with weights that rounding to bfloat16 tells apart."""
-    precision = {"parameters": "bfloat16", "compute": "bfloat16"}
-    settings = config("none", "npu", precision=precision, optimizer__warmup_steps=0)
-    found = []
-    for kernel in (True, False):
-        monkeypatch.setattr(TorchDevice, "adam_kernel", kernel)
-        engine = Engine(settings, select_device("npu"))
-        engine.begin(StartOfRun())
-        before = {name: tensor.clone() for name, tensor in engine.master.tensors.items()}
-        engine.run(iter([BATCH]), 1)
-        rows = engine.finish()
-        assert not rows[0].skipped and rows[0].learning_rate > 0.0
-        held = dict(engine.model.named_parameters())
-        for name, tensor in engine.master.tensors.items():
-            assert tensor.dtype == torch.float32 and not torch.equal(tensor, before[name])
-            assert torch.equal(tensor.bfloat16(), held[name])
-        found.append(engine.master.tensors)
-    for name, tensor in found[0].items():
-        # an ulp of the largest weights, and 1e-6 of an update
-        assert torch.allclose(tensor, found[1][name], rtol=2e-7, atol=1e-6 * rows[0].learning_rate)
-
-
-BATCH = Batch(
-    tokens=np.random.default_rng(0).integers(0, 101, (4, 17), np.int32),
-    samples=4,
-    consumed_samples=4,
-    sample_hash="",
-)
-
-
-def test_kernels_that_config_yaml_names(
-    config: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def kernels(**changes: Any) -> dict[str, str]:
-        engine = Engine(config("none", "npu", **changes), select_device("npu"))
-        engine.begin(StartOfRun())
-        return engine.kernels()
-
-    found = kernels()
-    assert found["optimizer"] == "AdamW by a kernel per tensor (aclnnApplyAdamWV2)"
-    assert found["attention"] == "scaled_dot_product_attention"
-    assert kernels(**SGD)["optimizer"] == "SGD over lists of tensors"
-    monkeypatch.setattr(TorchDevice, "adam_kernel", False)
-    monkeypatch.setattr(torch.npu, "get_device_name", lambda *_: "Ascend910A")
-    found = kernels()
-    assert found["optimizer"] == "AdamW over lists of tensors"
-    assert found["attention"] == "written out", "within torch's function"
-
-
 def test_where_adam_s_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is there, computes what AdamW does, and the device is not the first Ascend 910."""
     from torch_npu import adamw
@@ -337,9 +242,9 @@ def test_where_adam_s_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         adamw._fused_adamw(*lists, **rest | change)
 
     assert found() and not select_device("cpu").adam_kernel
-    changes = ({"weight_decay": 0.0}, {"beta2": 0.998}, {"eps": 1e-2})
-    broken = Mock(side_effect=RuntimeError("161002"))
-    for other in (broken, *(partial(wrong, change) for change in changes)):
+    others = [partial(wrong, {"weight_decay": 0.0}), partial(wrong, {"beta2": 0.998})]
+    others += [partial(wrong, {"eps": 1e-2}), Mock(side_effect=RuntimeError("161002"))]
+    for other in others:
         with patch("torch._fused_adamw_", other):
             assert not found()
     with patch.object(torch.npu, "is_bf16_supported", lambda: False):
@@ -375,22 +280,21 @@ def test_a_snapshot_is_copied_through_pinned_memory(config: Callable[..., Run]) 
             engine.finish()
             waits.steps.append(Counter())
             empty.reset_mock()
-            with patch.object(torch.npu, "Event") as event:
+            with patch.object(torch.npu, "Event") as made:
                 snapshot = engine.snapshot(TrainState(step=engine.step))
-            assert snapshot is not None
-            [found] = waits.steps[-1].elements() or [""]
-            assert found.startswith("_local_scalar_dense")
+            [found], event = waits.steps[-1].elements(), made.return_value
+            assert snapshot is not None and found.startswith("_local_scalar_dense")
             taken.append(empty.call_count)
-            event.return_value.record.assert_called_once()
-            event.return_value.synchronize.assert_not_called()
+            event.record.assert_called_once()
+            event.synchronize.assert_not_called()
             before = {name: tensor.cpu().numpy() for name, tensor in engine.local_weights().items()}
             moment = engine.optimizer.state[engine.master.tensors["wte.weight"]]["exp_avg"].cpu()
             engine.run(iter([BATCH]), 1)
             after = engine.local_weights()["wte.weight"].cpu().numpy()
             assert not np.array_equal(after, before["wte.weight"])
-            event.return_value.synchronize.reset_mock()
+            event.synchronize.reset_mock()
             snapshot.ready()
-            event.return_value.synchronize.assert_called_once()
+            event.synchronize.assert_called_once()
             weights, moments = snapshot.files.values()
             for name, array in before.items():
                 np.testing.assert_array_equal(weights[name], array[: len(weights[name])])
@@ -409,16 +313,6 @@ def test_activations_on_the_host_change_no_bit(start: Start, recompute: str) -> 
     assert_same_run(kept, moved)
     assert copies.call_count and all(call.kwargs["pinned"] for call in copies.call_args_list)
     assert [number for number, found in enumerate(waits.steps) if found] == [0, 8]
-
-
-def test_the_counter_of_waits_sees_the_threads_of_the_backward_pass() -> None:
-    x = torch.ones(3, device=select_device("npu").torch_device, requires_grad=True)
-    y = x.clone()
-    y.register_hook(lambda gradient: None if gradient.sum().item() else gradient)
-    with counted() as waits:
-        y.sum().backward()
-    [found] = waits.steps[0].elements()
-    assert found.startswith("_local_scalar_dense waits for the device")
 
 
 def test_four_and_four_resumed_equal_eight_bit_for_bit(start: Start) -> None:
@@ -456,12 +350,11 @@ def test_evaluation_and_a_trace(start: Start) -> None:
         events = json.load(file)["traceEvents"]
     # of 2 micro batches, each with 2 norms a layer and the last
     assert sum(each["name"] == "aten::native_layer_norm" for each in events) >= 2 * (2 * 2 + 1)
-    results = []
     for device in ("npu", "cpu"):
         with sdpa_kernel(SDPBackend.MATH):
             evaluate(*make_run(load_config(folder / "config.yaml", [f"device={device}"]), "eval"))
-        results.append(json.loads((folder / "evaluation.json").read_text())["validation_loss"])
-    assert results[0] == results[1] == rows_of(folder)[-1]["validation_loss"]
+        found = json.loads((folder / "evaluation.json").read_text())["validation_loss"]
+        assert found == rows_of(folder)[-1]["validation_loss"]
 
 
 def test_greedy_tokens_of_prompts_of_different_lengths(masks: set[torch.dtype | None]) -> None:

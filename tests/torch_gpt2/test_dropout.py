@@ -8,6 +8,7 @@ dropout, so that a mask can be read off.
 import itertools
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,9 +50,7 @@ def masks_of(config: Run, rank: int) -> dict[str, Tensor]:
     model = build_parts(config, device, world)[0].train()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.fill_(
-                1.0 if name.endswith(("wpe.weight", "c_proj.bias", "v_proj.bias")) else 0.0
-            )
+            parameter.fill_(float(name.endswith(("wpe.weight", "c_proj.bias", "v_proj.bias"))))
     seen: dict[str, Tensor] = {}
     visible = torch.arange(1, LENGTH + 1, dtype=torch.float64)
 
@@ -64,22 +63,20 @@ def masks_of(config: Run, rank: int) -> dict[str, Tensor]:
         block.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0]))
         block.ln_2.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0]))
 
-        def read(
-            _: Any, __: Any, output: Tensor, inputs: list[Tensor] = inputs, index: str = index
-        ) -> None:
+        def read(at: str, inputs: list[Tensor], _: Any, __: Any, output: Tensor) -> None:
             before, between = inputs
-            if index == first:
+            if at == first:
                 keep("embedding", before > 0)
-            keep(f"attention output {index}", between - before > 0.5)
-            keep(f"mlp output {index}", output - between > 0.5)
+            keep(f"attention output {at}", between - before > 0.5)
+            keep(f"mlp output {at}", output - between > 0.5)
             inputs.clear()
 
-        def read_heads(_: Any, args: tuple[Tensor], index: str = index) -> None:
+        def read_heads(at: str, _: Any, args: tuple[Tensor]) -> None:
             kept = args[0].double()[..., ::HEAD_SIZE].transpose(1, 2)  # (B, heads of this rank, T)
-            keep(f"heads {index}", (kept - 1.0) * (visible * (1 - RATE) / RATE).sqrt())
+            keep(f"heads {at}", (kept - 1.0) * (visible * (1 - RATE) / RATE).sqrt())
 
-        block.register_forward_hook(read)
-        block.attn.c_proj.register_forward_pre_hook(read_heads)
+        block.register_forward_hook(partial(read, index, inputs))
+        block.attn.c_proj.register_forward_pre_hook(partial(read_heads, index))
     device.seed(config.seed + seed_offset(config, world))
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     for number in range(2):  # noqa: B007  (keep reads it)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -48,15 +49,12 @@ def runs(
 ) -> Path:
     """folder / layout / numerics on two NPUs; "one" is one process on the CPU."""
     folder = tmp_path_factory.mktemp("npus")
-    (folder / "ds_config.json").write_text("{}")
+    for name in ("ds_zero.json", "ds_whole.json"):
+        (folder / name).write_text("{}")
     variables = npu_variables | {"ASCEND_HOME_PATH": str(folder)}  # DeepSpeed asks where CANN is
     rows = chosen_rows(request)
-    run_ranks(
-        2,
-        [NPU.case(folder, corpus_prefix, *row) for row in rows],
-        variables=variables,
-        watched="host_waits",
-    )
+    jobs = [NPU.case(folder, corpus_prefix, *row) for row in rows]
+    run_ranks(2, jobs, variables=variables, watched="host_waits")
     with sdpa_kernel(SDPBackend.MATH):  # the simulated NPU's only one
         for numerics in dict.fromkeys(numerics for _, numerics in rows):
             alone = NPU.case(folder, corpus_prefix, "one", numerics)
@@ -90,68 +88,52 @@ def test_two_ranks_over_hccl_equal_one_process(runs: Path, layout: str, numerics
         if layout.startswith("deepspeed"):
             assert layout != "deepspeed" or sum(steps[1].values()) == 3
             continue
-        asked = [
-            sum(found.pop(key) for key in list(found) if "torch_gpt2/device_step.py" in key)
-            for found in steps
-        ]
+        of_adam = "torch_gpt2/device_step.py"
+        asked = [sum(found.pop(key) for key in [*found] if of_adam in key) for found in steps]
         assert asked == [int(numerics == "adamw")] * 8
         assert [number for number, found in enumerate(steps, 1) if found] in ([4, 8], [1, 4, 8])
         assert before  # the counter sees the start of the run
 
 
-@pytest.fixture
-def without_cann(tmp_path: Path) -> dict[str, str]:
-    """torch_npu as pip leaves it on a machine without CANN: torch loads it by itself, and it finds
-    no libraries.
+PROGRAM = """
+import os, sys
+from run_gpt2 import main
+attempted = []
+find_spec = lambda name, *rest: attempted.append(name) if name == "torch_npu" else None
+sys.meta_path.insert(0, type("Watch", (), {"find_spec": staticmethod(find_spec)}))
+config, *runs = sys.argv[1:]
+for words in runs:
+    device, _, os.environ["ASCEND_HOME_PATH"] = words.partition(" ")
+    folder = f"output_dir={config}.{device}"
+    code = main(["--config", config, "--run_mode", "train", f"device={device}", folder])
+    print("code", code, "attempted" if attempted else "untouched", flush=True)
+"""
+
+
+def test_torch_npu_without_cann_is_left_alone(tmp_path: Path, corpus_prefix: Path) -> None:
+    """As pip leaves it on a machine without CANN: torch loads it by itself, and it finds no
+    libraries.
     """
-    package = tmp_path / "site" / "torch_npu"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(
-        "raise ImportError('libhccl.so: cannot open shared object file: No such file or"
-        " directory')\n"
-    )
-    record = tmp_path / "site" / "torch_npu-2.13.0.dist-info"
+    fault = "libhccl.so: cannot open shared object file: No such file or directory"
+    record = tmp_path / "torch_npu-2.13.0.dist-info"
     record.mkdir()
+    (tmp_path / "torch_npu.py").write_text(f"raise ImportError({fault!r})\n")
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-npu\nVersion: 2.13.0\n")
     (record / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
     of_npus = ("ASCEND_", "TORCH_DEVICE_BACKEND")
     kept = {name: each for name, each in os.environ.items() if not name.startswith(of_npus)}
-    return kept | {"PYTHONPATH": str(tmp_path / "site")}
-
-
-def test_torch_npu_without_cann_is_left_alone(
-    without_cann: dict[str, str], tmp_path: Path, corpus_prefix: Path
-) -> None:
-    options = {"env": without_cann, "capture_output": True, "text": True, "timeout": 120}
+    kept["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(ROOT)])
+    options: dict[str, Any] = {"env": kept, "capture_output": True, "text": True, "timeout": 120}
     alone = subprocess.run([sys.executable, "-c", "import torch"], **options)
     assert alone.returncode == 1, "there is a trap"
     assert "Failed to load the backend extension: torch_npu" in alone.stderr
-    tree = tiny_run(tmp_path / "out", corpus_prefix, train__max_steps=2)
-    (tmp_path / "run.yaml").write_text(str(tree))
-    program = f"""
-import os, sys
-sys.path.insert(0, {str(ROOT)!r})
-from run_gpt2 import main
-attempted = []
-def find_spec(name, *rest):
-    if name == "torch_npu":
-        attempted.append(name)
-sys.meta_path.insert(0, type("Watch", (), {{"find_spec": find_spec}}))
-for number, words in enumerate(sys.argv[1:]):
-    device, _, cann = words.partition(" ")
-    os.environ |= {{"ASCEND_HOME_PATH": cann}} if cann else {{}}
-    words = ["--config", {str(tmp_path / "run.yaml")!r}, "--run_mode", "train"]
-    words += [f"device={{device}}", f"output_dir={tmp_path}/{{number}}"]
-    print("code", main(words), "attempted" if attempted else "untouched", flush=True)
-"""
-    words = [sys.executable, "-c", program, "cpu", "auto", "npu", "auto /usr/local/Ascend/latest"]
+    config = tmp_path / "run.yaml"
+    config.write_text(str(tiny_run(tmp_path / "out", corpus_prefix, train__max_steps=2)))
+    words = [sys.executable, "-c", PROGRAM, str(config), "cpu", "auto", "npu", "auto /usr/local"]
     done = subprocess.run(words, **options)
     codes = [line for line in done.stdout.splitlines() if line.startswith("code")]
     ends = ["code 0 untouched", "code 0 untouched", "code 2 attempted", "code 0 attempted"]
     assert codes == ends, done.stdout + done.stderr
-    reason = (
-        "device=npu: torch_npu cannot be loaded (libhccl.so: cannot open shared object file:"
-        " No such file or directory)"
-    )
+    reason = f"device=npu: torch_npu cannot be loaded ({fault})"
     assert f"error: {reason}; source CANN's set_env.sh first" in done.stderr
     assert f"device=auto is the CPU here; {reason}" in done.stdout

@@ -18,16 +18,14 @@ from common.dataset import Batch
 from common.evaluation.rows import ScoredRow, score_rows
 from common.inputs import make_run
 from common.parallel.run import Run
-from common.resolve.derive import resolve_config
 from common.run_config import load_config
-from common.systems.config import open_config
 from common.training.metrics import read_metrics
 from common.training.start import Start
 from tests.packed_corpus import EOD, FLAGS, write_packed_corpus
 from tests.reference import hugging_face_model, hugging_face_names
 from tests.tiny import require_same_bits, rows_of, tiny_config, tiny_run, train_here
 from torch_gpt2.data import split
-from torch_gpt2.device import select_device
+from torch_gpt2.device import TorchDevice, select_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.evaluate import evaluate, make_scorer
 from torch_gpt2.model import GPT2, Attention
@@ -36,6 +34,7 @@ from torch_gpt2.parallel.layout import build_parts
 from torch_gpt2.parallel.world import World
 
 LENGTH = 24
+KEYS = [key for key in FLAGS if key != "data__eod_id"]
 
 
 def make_config(**changes: Any) -> Run:
@@ -150,49 +149,27 @@ def test_losses_and_gradients_are_those_of_single_documents(
         assert error <= 1e-5 * expected.abs().max().clamp(min=1.0), name
 
 
-SMALL = ["device=cpu", "backend=torch", f"data.eod_id={EOD}", "precision=float32"]
-FOREIGN = {
-    "FleetX": (
-        "Global: {local_batch_size: 4, micro_batch_size: 4}\n"
-        "Model: {vocab_size: 101, hidden_size: 32, num_layers: 2, num_attention_heads: 2,"
-        " max_position_embeddings: 24, hidden_dropout_prob: 0.0,"
-        " attention_probs_dropout_prob: 0.0}\n"
-        "Data: {Train: {dataset: {max_seq_len: 24}}}\nOptimizer: {lr: {max_lr: 1.0e-4}}\n",
-        lambda inputs, targets: inputs != EOD,  # GPTDataset
-    ),
-    "MindFormers": (
-        "runner_config: {epochs: 1, batch_size: 4}\nlr_schedule: {learning_rate: 1.0e-4}\n"
-        "train_dataset: {input_columns: [input_ids]}\n"
-        "model: {model_config: {vocab_size: 101, hidden_size: 32, num_layers: 2, num_heads: 2,"
-        " seq_length: 24, hidden_dropout_rate: 0.0, attention_dropout_rate: 0.0,"
-        " embedding_dropout_prob: 0.0}}\n",
-        lambda inputs, targets: targets != EOD,  # GPT2LMHeadModel
-    ),
-}
-"""A file of each system, and which of its losses count."""
-
-
-@pytest.mark.parametrize("system", FOREIGN)
-def test_the_losses_of_other_systems_files_are_a_closed_form(system: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("masks", "counts"),
+    [
+        (True, lambda inputs, targets: inputs != EOD),  # PaddleFleetX's GPTDataset
+        ("targets", lambda inputs, targets: targets != EOD),  # MindFormers' GPT2LMHeadModel
+    ],
+)
+def test_the_losses_of_other_systems_are_a_closed_form(masks: Any, counts: Any) -> None:
     """Minus the mean of the log-probabilities that count, over a whole batch."""
-    text, counts = FOREIGN[system]
-    (tmp_path / "own.yaml").write_text(text)
-    config = resolve_config(open_config(tmp_path / "own.yaml", SMALL).config)
-    model = make_model(config)
+    config = make_config(**dict.fromkeys(KEYS, False) | {"data__eod_mask_loss": masks})
+    model, tokens = make_model(config), windows()
     reference = hugging_face_model(model.config, dict(model.named_parameters()))
-    tokens = windows()
+    inputs, wanted = tokens[:, :-1], tokens[:, 1:]
     with torch.no_grad():
-        logits = reference(tokens[:, :-1]).logits.double().numpy()
+        logs = reference(inputs).logits.double().log_softmax(-1)
         ids, targets = split(tokens, config.packing)
         found = float(model.loss_sum(ids, targets)) / config.packing.counted(tokens.int().numpy())
-    inputs, wanted = tokens[:, :-1].numpy(), tokens[:, 1:].numpy()
-    logits -= logits.max(-1, keepdims=True)
-    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    losses = -np.take_along_axis(logs, wanted[..., None], -1)[..., 0]
-    counted = counts(inputs, wanted)
-    assert 0 < counted.sum() < counted.size
-    assert found == pytest.approx(losses[counted].mean(), rel=1e-6)
-    assert found != pytest.approx(losses.mean(), rel=1e-4)
+    losses, counted = -logs.gather(-1, wanted[..., None])[..., 0], counts(inputs, wanted)
+    assert 0 < counted.sum() < counted.numel()
+    assert found == pytest.approx(losses[counted].mean().item(), rel=1e-6)
+    assert found != pytest.approx(losses.mean().item(), rel=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -217,7 +194,7 @@ def test_each_key_acts_by_itself() -> None:
     ids, targets = split(windows())
     losses = {}
     for name in ("", *FLAGS):
-        keys = {key: key == name for key in FLAGS if key != "data__eod_id"}
+        keys = {key: key == name for key in KEYS}
         model = make_model(make_config(**keys))
         losses[name] = model.loss_sum(*split(windows(), model.packing)).item()
         assert (model.packing is None) == (name in ("", "data__eod_id"))
@@ -237,28 +214,21 @@ def test_one_graph_keeps_documents_apart_by_blocks(blocks: BlockAttention) -> No
     model = model_of("blocks recomputed", blocks)
     ids, targets = split(windows(), model.packing)
     compiled = torch.compile(model.loss_sum, backend="aot_eager", fullgraph=True, dynamic=False)
-    results = []
-    for function in (model.loss_sum, compiled):
-        model.zero_grad()
-        loss = function(ids, targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        results.append((loss.detach(), [parameter.grad for parameter in model.parameters()]))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
+    parameters = [*model.parameters()]
+    eager, found = (
+        torch.autograd.grad(f(ids, targets), parameters) for f in (model.loss_sum, compiled)
+    )
+    torch.testing.assert_close(found, eager, rtol=1e-5, atol=1e-5)
 
 
 def test_blocks_are_for_devices_with_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_gpt2.device import TorchDevice
-
     assert make_model(make_config()).blocked is None
     monkeypatch.setattr(TorchDevice, "compiles", True)
     assert make_model(make_config()).h[0].attn.blocked is not None
-    for changes in (
-        {"model__attention_dropout": 0.1},
-        {"precision": {"softmax": "bfloat16"}},
-        {"model__num_heads": 4},
-        {"data__reset_attention_mask": False},
-    ):
-        assert make_model(make_config(**changes)).blocked is None
+    others = {"model__attention_dropout": 0.1, "precision": {"softmax": "bfloat16"}}
+    others |= {"model__num_heads": 4, "data__reset_attention_mask": False}
+    for key, value in others.items():
+        assert make_model(make_config(**{key: value})).blocked is None
 
 
 def test_the_mean_is_over_counted_tokens_of_the_global_batch() -> None:
@@ -274,16 +244,13 @@ def test_the_mean_is_over_counted_tokens_of_the_global_batch() -> None:
     loss = model.loss_sum(ids, targets) / counted
     loss.backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    batch = Batch(
-        tokens=tokens.int().numpy(), samples=len(tokens), consumed_samples=4, sample_hash=""
-    )
+    batch = Batch(tokens=tokens.int().numpy(), samples=4, consumed_samples=4, sample_hash="")
     [result] = engine.run(iter([batch]), 1)
     assert result.loss == pytest.approx(loss.item(), rel=1e-6)
     assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5)
-    first, second = (model.loss_sum(*split(part, config.packing)) for part in tokens.split(2))
-    means = [(part != EOD).sum() for part in ids.split(2)]
-    naive = (first / means[0] + second / means[1]) / 2
-    assert abs(naive.item() / result.loss - 1) > 1e-4
+    parts = [model.loss_sum(*split(part, config.packing)) for part in tokens.split(2)]
+    naive = sum(loss / (part != EOD).sum() for loss, part in zip(parts, ids.split(2), strict=True))
+    assert abs(naive.item() / 2 / result.loss - 1) > 1e-4
     model.load_state_dict(engine.model.state_dict())
     total, number = engine.evaluate([np.asarray(tokens.int())])
     assert number == counted

@@ -19,7 +19,6 @@ from common.config.schema import PrecisionConfig, PredictConfig
 from common.generation.beam_search import search_beams
 from common.generation.generate import Continuation, generate
 from common.generation.prompts import Prompt
-from common.generation.sampling import Logits
 from tests.mixed_load import prompts as mixed_prompts, run
 from tests.reference import hugging_face_model
 from tests.twins import random_model
@@ -84,8 +83,8 @@ def continued(
     """Continue prompts. batch: sequences at once; all, if None.
     settings: of PredictConfig, and more arguments of ``generate``.
     """
-    given = ("biases", "read", "vocab_size", "window")
-    words = {name: settings.pop(name) for name in given if name in settings}
+    given = {"biases", "read", "vocab_size", "window"} & settings.keys()
+    words = {name: settings.pop(name) for name in given}
     config = PredictConfig.model_validate(settings)
     new = new_tokens if isinstance(new_tokens, list) else [new_tokens] * len(rows)
     prompts = [Prompt(text="", ids=ids, new_tokens=n) for ids, n in zip(rows, new, strict=True)]
@@ -183,25 +182,12 @@ def test_the_end_of_text_equals_transformers(model: GPT2, least: int) -> None:
 
 
 def test_a_sequence_depends_only_on_seed_prompt_and_number(model: GPT2) -> None:
-    """float32. Other batches, other neighbours of other lengths, more sequences: the same
-    tokens.
-    """
+    """float32. Other batches, other neighbours of other lengths, more sequences: the same."""
     words = {"strategy": "sampling", "temperature": 1.5, "top_p": 0.95}
     expected = ours(model, prompts(), 1, num_sequences=3, **words)
     assert len({tuple(row) for row in expected}) == 12
-    for batch in (2, 5, 64):
-        assert ours(model, prompts(), batch, num_sequences=3, **words) == expected
+    assert ours(model, prompts(), 5, num_sequences=3, **words) == expected
     assert ours(model, prompts(), 8, **words) == expected[::3]
-    assert ours(model, prompts()[:2], 8, **words) == expected[:6:3]
-
-
-@on_both
-def test_the_last_position_is_used(model: GPT2, device: TorchDevice) -> None:
-    """A full row continues with its neighbours, whose tokens do not change."""
-    ids = np.random.default_rng(0).integers(0, 101, 47).tolist()
-    found = ours(model, [ids, [3]], 2, new_tokens=[1, 47], device=device)
-    assert found[:1] == theirs(model, [ids], 1)
-    assert found[1:] == theirs(model, [[3]], 47)
 
 
 @pytest.mark.parametrize(("types", "tolerance"), [("bfloat16", 2e-2), ("float16", 2e-3)])
@@ -216,29 +202,17 @@ def test_narrow_types_give_the_model_s_own_logits(types: str, tolerance: float, 
     decoder, text = Decoder(model, CPU, batch), prompts()[0]
     with torch.no_grad():
         expected = model.logits(model.eval()(torch.tensor([text]))).numpy()[0]
-    rows = [text[: 5 + row] for row in range(batch)]
-    found = [decoder.start(rows, 10)] + [
-        decoder.step([text[len(ids) + at] for ids in rows]) for at in range(9)
-    ]
-    for at, logits in enumerate(found):
-        wanted = np.stack([expected[len(ids) - 1 + at] for ids in rows])
-        np.testing.assert_allclose(logits, wanted, rtol=0, atol=tolerance * np.abs(expected).max())
+    logits, bound = decoder.start([text[: 5 + row] for row in range(batch)], 10), np.abs(expected)
+    for at in range(4, 14):
+        wanted = expected[at : at + batch]
+        np.testing.assert_allclose(logits, wanted, rtol=0, atol=tolerance * bound.max())
+        logits = decoder.step(text[at + 1 : at + 1 + batch])
 
 
 def test_padded_ids_are_never_chosen(model: GPT2) -> None:
     with torch.no_grad():
         model.wte.weight[101:] = 100.0 * model.wte.weight[0]
     assert max(ours(model, [[1, 2, 3]], strategy="sampling", temperature=50.0)[0]) < 101
-
-
-def test_a_cpu_without_onednn_generates_the_same(
-    model: GPT2, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = theirs(model, prompts())
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert ours(model, prompts(), 3) == expected
-    narrow = random_model(precision=PrecisionConfig(compute="bfloat16"))
-    assert len(ours(narrow, [[1, 2, 3]], new_tokens=4)[0]) == 4
 
 
 @pytest.mark.parametrize(
@@ -257,30 +231,6 @@ def test_a_mixed_load_equals_single_requests(
     assert len(captured) <= 4
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-4), ("bfloat16", 0.5)])
-def test_logits_after_every_token_of_a_prompt_are_the_models(dtype: Any, tolerance: float) -> None:
-    """With nothing taken over, and with the first 20 of 40 tokens. Sums are in another order: one
-    step of bfloat16 at the largest logits, of size 60, is 0.25.
-    """
-    model = random_model(precision=PrecisionConfig(compute=dtype, softmax=dtype))
-    slots = Slots(model, CPU, 3)
-    ids = np.random.default_rng(1).integers(0, 101, 40).tolist()
-    with torch.no_grad():
-        expected = model.logits(model(torch.tensor([ids])))[0].numpy()
-    for slot, reuse in ((1, 0), (2, 20)):
-        rows: dict[int, Logits] = {}
-        slots.copy(1, 2, reuse)
-
-        def observe(first: int, logits: Logits, rows: dict[int, Logits] = rows) -> None:
-            rows.update({first + n: row for n, row in enumerate(logits)})
-
-        last = slots.admit(slot, ids, reuse, observe)
-        assert sorted(rows) == list(range(reuse, 40))
-        np.testing.assert_allclose(np.stack(list(rows.values())), expected[reuse:], atol=tolerance)
-        assert np.abs(expected).max() < 64
-        np.testing.assert_array_equal(last, rows[39])
-
-
 def test_a_captured_step_gives_the_logits_of_the_growing_one(
     model: GPT2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,9 +245,8 @@ def test_a_captured_step_gives_the_logits_of_the_growing_one(
     rows = prompts()[:3]
     expected, found = one.start(rows, 29), other.start(rows, 29)
     for number in range(29):
-        if number == 10:
-            one.reorder([2, 0, 0])
-            other.reorder([2, 0, 0])
+        for decoder in (one, other) if number == 10 else ():
+            decoder.reorder([2, 0, 0])
         tokens = expected.argmax(1).tolist()
         expected, found = one.step(tokens), other.step(tokens)
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
@@ -343,11 +292,11 @@ def test_a_gpu_replays_what_it_has_captured() -> None:
     memory = device.graph_memory()
     before = ["Stream().wait_stream", "stream().__enter__", "step", "stream().__exit__"]
     before += ["current_stream().wait_stream", "graph().__enter__", "step", "graph().__exit__"]
+    before += ["CUDAGraph().replay"]
     for _ in range(2):
         module.reset_mock()
         run = device.capture(module.step, memory)
         assert run() is run() is module.step()
-        called = [name for name, _, _ in module.mock_calls]
-        steps = [name for name in called if name in {*before, "CUDAGraph().replay"}]
-        assert steps == [*before, "CUDAGraph().replay", "CUDAGraph().replay", "step"]
+        steps = [name for name, _, _ in module.mock_calls if name in before]
+        assert steps == [*before, "CUDAGraph().replay", "step"]
         assert module.graph.call_args.kwargs["pool"] is memory

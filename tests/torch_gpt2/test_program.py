@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from common.config.schema import PredictConfig
 from common.errors import ConfigError
@@ -17,6 +17,8 @@ from common.generation.exported import ExportedDecoder
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
 from common.systems.hugging_face.weights import open_hugging_face
+from tests.reference import hugging_face_model
+from tests.twins import random_model
 from torch_gpt2.program import FILE, ProgramModel, write_program
 
 VOCABULARY, POSITIONS = 131, 40
@@ -26,36 +28,12 @@ TOLERANCE = 2e-5
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[GPT2LMHeadModel, Path]:
-    """transformers' model with weights that differ from their initial ones, and its folder."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=2, n_head=4, n_embd=32, n_inner=96, vocab_size=VOCABULARY, n_positions=POSITIONS,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    net = GPT2LMHeadModel(config).eval()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.mul_(3).add_(torch.randn_like(parameter) * 0.02)
+    """transformers' model of random weights, and its folder."""
+    model = random_model(seq_length=POSITIONS, vocab_size=VOCABULARY, ffn_hidden_size=96)
+    net = hugging_face_model(model.config, dict(model.named_parameters()))
     folder = tmp_path_factory.mktemp("hf")
     net.save_pretrained(folder)
     return net, folder
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["cache", "no cache"])
-def written(
-    oracle: tuple[GPT2LMHeadModel, Path],
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Path:
-    folder = tmp_path_factory.mktemp("pt2")
-    with open_hugging_face(oracle[1]) as weights:
-        write_program(folder, weights, cache=request.param)
-    return folder / FILE
-
-
-def open_program(file: Path, source: Path) -> ProgramModel:
-    with open_hugging_face(source) as weights:
-        return ProgramModel(file, weights.model)
 
 
 _STRANGER = """
@@ -104,12 +82,17 @@ def test_plain_torch_runs_it(oracle: tuple[GPT2LMHeadModel, Path], tmp_path: Pat
             assert np.abs(np.array(logits) - expected).max() < TOLERANCE
 
 
-def test_greedy_tokens_equal_those_of_transformers(
-    oracle: tuple[GPT2LMHeadModel, Path], written: Path
+def test_greedy_tokens_without_a_cache_equal_those_of_transformers(
+    oracle: tuple[GPT2LMHeadModel, Path], tmp_path: Path
 ) -> None:
-    """Rows of different lengths, the longer one up to the last position."""
+    """Rows of different lengths, the longer one up to the last position; with a cache:
+    tests/gpt2_toolkit. A damaged file is one message.
+    """
     net, source = oracle
-    decoder = ExportedDecoder(open_program(written, source), POSITIONS, rows=2)
+    with open_hugging_face(source) as weights:
+        model = weights.model
+        write_program(tmp_path, weights, cache=False)
+    decoder = ExportedDecoder(ProgramModel(tmp_path / FILE, model), POSITIONS, rows=2)
     random = np.random.default_rng(1)
     prompts = [
         Prompt(text="", ids=random.integers(0, VOCABULARY, length).tolist(), new_tokens=new)
@@ -123,13 +106,8 @@ def test_greedy_tokens_equal_those_of_transformers(
             do_sample=False, eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
         assert each.tokens == expected[0, ids.shape[1] :].tolist()
-
-
-def test_a_damaged_program_is_one_message(
-    oracle: tuple[GPT2LMHeadModel, Path], written: Path, tmp_path: Path
-) -> None:
-    content = written.read_bytes()
-    for damaged in (b"", content[:100], content[: len(content) // 2], content[:-1]):
+    content = (tmp_path / FILE).read_bytes()
+    for damaged in (b"", content[:100], content[:-1]):
         (tmp_path / FILE).write_bytes(damaged)
         with pytest.raises(ConfigError, match=r"torch .* cannot open it .* export it again"):
-            open_program(tmp_path / FILE, oracle[1])
+            ProgramModel(tmp_path / FILE, model)

@@ -2,6 +2,7 @@
 transformers' model.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", [8, 2])
 def test_equals_torch_and_numpy(bits: int) -> None:
     generator = torch.Generator().manual_seed(bits)
     x = torch.randn(32, 64, generator=generator) * 2
@@ -49,70 +50,40 @@ def test_weights_by_channel_equal_torch() -> None:
     weight = torch.randn(16, 48, generator=torch.Generator().manual_seed(0))
     weight[3] = 0  # a channel without a maximum keeps its zeros
     levels = scheme.weight_levels(5)
-    scales = scheme.scale_of(np.abs(weight.numpy()).max(1, keepdims=True), levels.high)
-    ours = FakeQuantize.apply(weight, torch.from_numpy(scales), levels)
-    zeros = torch.zeros(16, dtype=torch.int32)
-    theirs = torch.fake_quantize_per_channel_affine(
-        weight, torch.from_numpy(scales)[:, 0], zeros, 0, *levels
-    )
+    scales = torch.from_numpy(scheme.scale_of(weight.abs().amax(1, True).numpy(), levels.high))
+    theirs = by_channel(weight, scales[:, 0], 0, *levels)
+    ours = FakeQuantize.apply(weight, scales, levels)
     assert torch.equal(ours, theirs)
-    integers = scheme.quantize(weight.numpy(), scales, levels)
-    assert np.array_equal(integers * scales, ours) and integers.max() == 15
+    assert bool((ours[3] == 0).all())
 
 
 class PlainQuantizer:
     """The scheme in another form, over transformers' layers and torch's own kernels."""
 
-    def __init__(self, config: QuantizationConfig) -> None:
-        self.config = config
-        self.weight, self.sums = 0.0, dict[str, float]()
-        self.maxima: dict[str, float] = {}
-
-    def attach(self, model: torch.nn.Module) -> None:
+    def __init__(self, config: QuantizationConfig, model: torch.nn.Module) -> None:
+        self.config, self.weight = config, 0.0
+        self.sums, self.maxima = dict[str, float](), dict[str, float]()
+        skip = tuple(config.skip)
         for name, module in model.named_modules():
             short = name.removeprefix("transformer.")
-            if isinstance(module, Conv1D) and not self.skips(short):
-                module.forward = self.forward_of(module, short)  # type: ignore[method-assign]
+            if isinstance(module, Conv1D) and not (short.startswith(skip) or short.endswith(skip)):
+                module.forward = partial(self.forward, module, short)  # type: ignore[method-assign]
 
-    def skips(self, name: str) -> bool:
-        return any(name.startswith(entry) or name.endswith(entry) for entry in self.config.skip)
-
-    def forward_of(self, module: Any, name: str) -> Any:
-        def forward(x: Tensor) -> Tensor:
-            return self.input(x, name) @ self.rounded_weight(module.weight, name) + module.bias
-
-        return forward
-
-    def rounded_weight(self, weight: Tensor, name: str) -> Tensor:
+    def forward(self, module: Any, name: str, x: Tensor) -> Tensor:
         high = 2 ** (self.config.weight_bits - 1) - 1
+        scales = module.weight.detach().abs().amax(0) / high
         if self.config.weights == "abs_max":
-            parts = weight.chunk(3, 1) if name.endswith("c_attn") else [weight]
-            return torch.cat(
-                [
-                    torch.fake_quantize_per_tensor_affine(
-                        part, float(part.detach().abs().max() / high), 0, -high, high
-                    )
-                    for part in parts
-                ],
-                1,
-            )
-        scales = weight.detach().abs().amax(0) / high
-        zeros = torch.zeros(len(scales), dtype=torch.int32)
-        return torch.fake_quantize_per_channel_affine(weight, scales, zeros, 1, -high, high)
+            parts = scales.chunk(3 if name.endswith("c_attn") else 1)
+            scales = torch.cat([part.max().expand_as(part) for part in parts])
+        weight = by_channel(module.weight, scales, 1, -high, high)
+        return self.input(x.flatten(0, 1), name).view_as(x) @ weight + module.bias
 
     def input(self, x: Tensor, name: str) -> Tensor:
-        high = 2 ** (self.config.activation_bits - 1) - 1
-        kind = self.config.activations
+        kind, high = self.config.activations, 2 ** (self.config.activation_bits - 1) - 1
         if kind == "none":
             return x
         if kind == "dynamic":
-            flat = x.flatten(0, 1)
-            scales = flat.detach().abs().amax(1) / high
-            zeros = torch.zeros(len(scales), dtype=torch.int32)
-            rounded = torch.fake_quantize_per_channel_affine(
-                flat, scales, zeros, 0, -high - 1, high
-            )
-            return rounded.view_as(x)
+            return by_channel(x, x.detach().abs().amax(1) / high, 0, -high - 1, high)
         maximum = float(x.detach().abs().max())
         if kind == "moving_average_abs_max":
             self.maxima[name] = max(maximum, self.maxima.get(name, 0.0))
@@ -124,10 +95,13 @@ class PlainQuantizer:
 
     def end_step(self) -> None:
         self.weight = 0.9 * self.weight + 1
-        self.sums = {
-            name: 0.9 * self.sums.get(name, 0.0) + maximum for name, maximum in self.maxima.items()
-        }
+        self.sums = {name: 0.9 * self.sums.get(name, 0.0) + m for name, m in self.maxima.items()}
         self.maxima = {}
+
+
+def by_channel(x: Tensor, scales: Tensor, axis: int, low: int, high: int) -> Tensor:
+    zeros = torch.zeros(len(scales), dtype=torch.int32)
+    return torch.fake_quantize_per_channel_affine(x, scales, zeros, axis, low, high)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,8 +120,7 @@ def test_training_equals_a_plain_loop(kind: str) -> None:
 
     model = hugging_face_model(config.model, start)
     assert config.quantization is not None
-    plain = PlainQuantizer(config.quantization)
-    plain.attach(model)
+    plain = PlainQuantizer(config.quantization, model)
     unrounded = hugging_face_model(config.model, start)
     expected, without = [], []
     for index, tokens in enumerate(batches):
@@ -161,13 +134,12 @@ def test_training_equals_a_plain_loop(kind: str) -> None:
             with torch.no_grad():
                 loss_of(model)
             plain.end_step()
-        loss = loss_of(model)
-        model.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        loss, parameters = loss_of(model), [*model.parameters()]
+        gradients = torch.autograd.grad(loss, parameters)
+        norm = torch.nn.utils.get_total_norm(gradients)
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= config.optimizer.learning_rate * parameter.grad
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter -= config.optimizer.learning_rate * gradient
         plain.end_step()
         expected.append((loss.item(), norm.item()))
         without.append(loss_of(unrounded).item())
@@ -180,9 +152,8 @@ def test_frozen_embeddings_keep_their_values() -> None:
     engine = make_engine(config)
     before = {name: value.detach().clone() for name, value in engine.model.named_parameters()}
     run(engine, token_batches(config)[:2])
-    same = {
-        name for name, value in engine.model.named_parameters() if torch.equal(before[name], value)
-    }
+    after = dict(engine.model.named_parameters())
+    same = {name for name, value in before.items() if torch.equal(after[name], value)}
     assert same == {EMBEDDING, "wpe.weight"}
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from common.training.recording import RecordRequest
 from tests.reference import hugging_face_model, hugging_face_names
 from tests.tiny import tiny_run, train_here
 from torch_gpt2 import engine as engine_module
-from torch_gpt2.model import GPT2, MLP
+from torch_gpt2.model import GPT2
 
 LAYERS = 3
 
@@ -38,29 +39,25 @@ def record(corpus_prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             "data__split": "100,0,0",
         }
         request = RecordRequest(step=step, samples=samples, folder=tmp_path / name)
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patched:
             for key, value in request.variables().items():
-                patch.setenv(key, value)
+                patched.setenv(key, value)
             train_here(tiny_run(tmp_path / f"run_{name}", corpus_prefix, **(usual | changes)))
         return tmp_path / name
 
     return run
 
 
-class Scaled(MLP):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 1.001 * super().forward(x)
-
-
-def alter(monkeypatch: pytest.MonkeyPatch, change: Callable[[GPT2], Any]) -> None:
+def altered(change: Callable[[GPT2], Any]) -> Any:
+    """Have ``change`` done to the model that an engine builds."""
     build = engine_module.build_parts
 
-    def altered(*given: Any) -> list[GPT2]:
+    def build_altered(*given: Any) -> list[GPT2]:
         parts = build(*given)
         change(parts[0])
         return parts
 
-    monkeypatch.setattr(engine_module, "build_parts", altered)
+    return patch.object(engine_module, "build_parts", build_altered)
 
 
 def test_the_record_is_what_transformers_computes(record: Any, tmp_path: Path) -> None:
@@ -69,13 +66,13 @@ def test_the_record_is_what_transformers_computes(record: Any, tmp_path: Path) -
     with ExitStack() as stack:
         reader = StepReader(folder, stack)
         found = {name: reader.read(name) for name in load_file(folder / "rank_00000.safetensors")}
-    weights = {
-        name.partition("/")[2]: torch.from_numpy(values)
-        for name, values in found.items()
-        if name.startswith("weights/")
-    }
+
+    def section(kind: str) -> dict[str, torch.Tensor]:
+        chosen = [name for name in found if name.startswith(f"{kind}/")]
+        return {name.partition("/")[2]: torch.from_numpy(found[name]) for name in chosen}
+
     config = load_config(tmp_path / "run_one" / "config.yaml").model
-    model = hugging_face_model(config, weights)
+    model = hugging_face_model(config, section("weights"))
     tokens = torch.from_numpy(found["tokens"].astype(np.int64))
     outputs = model(tokens[:, :-1], output_hidden_states=True)
     for state in outputs.hidden_states:
@@ -87,17 +84,8 @@ def test_the_record_is_what_transformers_computes(record: Any, tmp_path: Path) -
     for name, state in zip(names, states, strict=True):
         np.testing.assert_allclose(found[f"forward/{name}"], state.detach(), atol=1e-5, rtol=1e-5)
         np.testing.assert_allclose(found[f"backward/{name}"], state.grad, atol=1e-8, rtol=1e-4)
-    gradients = hugging_face_names(
-        {
-            name.partition("/")[2]: torch.from_numpy(values)
-            for name, values in found.items()
-            if name.startswith("gradients/")
-        },
-        101,
-    )
-    for name, gradient in gradients.items():
+    for name, gradient in hugging_face_names(section("gradients"), 101).items():
         expected = model.get_parameter(name).grad
-        assert expected is not None
         torch.testing.assert_close(gradient, expected, atol=1e-7, rtol=1e-4)
     facts = json.loads((folder / "rank_00000.json").read_text())
     assert facts["loss"] == pytest.approx(loss.item(), rel=1e-6)
@@ -109,47 +97,39 @@ def test_equal_steps_have_no_difference(record: Any) -> None:
     one, other = record("one"), record("other", train__micro_batch_size=1)
     found = compare_records(one, other, None)
     assert found.first is None and not found.left_out and found.tolerance == 1e-5
-    assert {row.section for row in found.rows} == {
-        "tokens", "weights", "forward", "backward", "gradients",
-    }  # fmt: skip
+    sections = {"tokens", "weights", "forward", "backward", "gradients"}
+    assert {row.section for row in found.rows} == sections
     scaled = record("scaled", loss_scale={"mode": "static", "initial": 1024.0})
     assert compare_records(one, scaled, None).first is None
 
 
-def test_a_fault_is_named(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_named(record: Any) -> None:
     """A layer whose output is scaled, and a gradient that is, with which nothing else differs."""
     one = record("one")
-    for layer in range(LAYERS):
-        with monkeypatch.context() as patch:
-            alter(patch, lambda model, at=layer: setattr(model.h[at].mlp, "__class__", Scaled))
-            row = compare_records(one, record(f"layer {layer}"), None).first
-        assert row is not None and (row.section, row.name) == ("forward", f"h.{layer}.mlp")
-        assert row.relative == pytest.approx(1e-3, rel=0.01)
-        assert row.place == (0, 0, 0) and row.sample == 0
-    for name in ("h.1.mlp.c_fc.weight", "h.0.ln_2.bias", "wpe.weight"):
-        with monkeypatch.context() as patch:
-            alter(patch, lambda model, at=name: scaled_gradient(model.get_parameter(at)))
+
+    def scaled(*given: Any) -> Any:
+        return 1.001 * given[-1]
+
+    with altered(lambda model: model.h[1].mlp.register_forward_hook(scaled)):
+        row = compare_records(one, record("layer"), None).first
+    assert row is not None and (row.section, row.name) == ("forward", "h.1.mlp")
+    assert row.relative == pytest.approx(1e-3, rel=0.01)
+    assert row.place == (0, 0, 0) and row.sample == 0
+    for name in ("h.1.mlp.c_fc.weight", "wpe.weight"):
+        with altered(lambda model, at=name: model.get_parameter(at).register_hook(scaled)):
             rows = compare_records(one, record(name), None).rows
         assert [(row.section, row.name) for row in rows if row.differs] == [("gradients", name)]
 
 
-def scaled_gradient(parameter: torch.Tensor) -> None:
-    parameter.register_hook(lambda gradient: 1.001 * gradient)
-
-
-def test_samples_are_spread_over_the_batch(record: Any) -> None:
-    folder = record("one", samples=2)
-    facts = json.loads((folder / "rank_00000.json").read_text())
-    assert facts["samples"] == [0, 2]
-    assert load_file(folder / "rank_00000.safetensors")["forward/h.0"].shape == (2, 16 * 16)
-
-
 def test_other_samples_and_weights_come_first(record: Any, tmp_path: Path) -> None:
-    one = record("one")
-    row = compare_records(one, record("seed", seed=7), None).first
+    """And samples are spread over the batch, where not all are recorded."""
+    one = record("one", samples=2)
+    assert json.loads((one / "rank_00000.json").read_text())["samples"] == [0, 2]
+    assert load_file(one / "rank_00000.safetensors")["forward/h.0"].shape == (2, 16 * 16)
+    row = compare_records(one, record("seed", samples=2, seed=7), None).first
     assert row is not None and row.section == "tokens"
-    trained = record("trained", checkpoint__init_from=str(tmp_path / "run_one"))
-    row = compare_records(one, trained, None).first
+    start = {"checkpoint__init_from": str(tmp_path / "run_one")}
+    row = compare_records(one, record("trained", samples=2, **start), None).first
     assert row is not None and (row.section, row.name) == ("weights", "wte.weight")
 
 

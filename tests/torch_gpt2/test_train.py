@@ -1,26 +1,23 @@
 """Whole runs in this process: resume, stop, finetune, what is written."""
 
-import gzip
 import json
 import math
 import os
 import signal
-from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from common.checkpoint.folders import find_checkpoint
+from common.checkpoint.folders import find_checkpoint, require_checkpoint
 from common.checkpoint.manifest import read_manifest, write_manifest
 from common.errors import (
     CheckpointError,
     ConfigError,
     DataError,
     DeviceError,
-    DivergedError,
     StopRequested,
     UserError,
 )
@@ -28,8 +25,14 @@ from common.inputs import make_run
 from common.run_config import load_config
 from common.training.metrics import MetricsWriter, read_metrics
 from common.weights.initial import initial_rows
-from tests.tiny import require_same_bits, results_of, rows_of, tensors_of, tiny_run, train_here
-from torch_gpt2.engine import Engine
+from tests.tiny import (
+    require_same_bits,
+    results_of,
+    rows_of,
+    tensors_of,
+    tiny_run,
+    train_here,
+)
 from torch_gpt2.evaluate import evaluate
 
 ADAMW = {"learning_rate": 0.01, "warmup_steps": 4, "decay_steps": 20, "weight_decay": 0.1}
@@ -41,13 +44,8 @@ def start(corpus_prefix: Path, tmp_path: Path) -> Any:
     """Start a run of 20 tiny steps under ``tmp_path / name``; returns its folder."""
 
     def run(name: str, steps: int = 20, **changes: Any) -> Path:
-        usual: dict[str, Any] = {
-            "model__hidden_size": 16,
-            "model__num_heads": 2,
-            "model__dropout": 0.1,
-            "train__max_steps": steps,
-            "optimizer": ADAMW,
-        }
+        small = {"model__hidden_size": 16, "model__num_heads": 2, "model__dropout": 0.1}
+        usual: dict[str, Any] = small | {"train__max_steps": steps, "optimizer": ADAMW}
         return train_here(tiny_run(tmp_path / name, corpus_prefix, **(usual | changes)))
 
     return run
@@ -56,7 +54,6 @@ def start(corpus_prefix: Path, tmp_path: Path) -> Any:
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bf16": {"precision": "bf16"},
-    "fp16": {"precision": "fp16", "loss_scale": {"initial": 2.0**16, "window": 3}},
     # OneFlow's, Megatron's and MindFormers' first scale, which overflows in the first steps
     "fp16 from 2^32": {
         "precision": "fp16",
@@ -67,12 +64,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
         "precision": {"parameters": "float16", "compute": "float16"},
         "loss_scale": {"initial": 64.0, "window": 3},
     },
-    "pure fp16": {
-        "precision": dict.fromkeys(("parameters", "compute", "softmax", "layer_norm"), "float16"),
-        "loss_scale": {"initial": 64.0, "window": 3},
-    },
     "sgd": {"optimizer": SGD},
-    "recompute": {"train__recompute": "full"},
 }
 
 
@@ -92,17 +84,12 @@ def test_ten_and_ten_resumed_equal_twenty_bit_for_bit(start: Any, name: str) -> 
     require_same_bits(start("parts", **PRECISIONS[name]), whole)
 
 
-def test_ten_and_ten_equal_twenty_with_skipped_outliers(
-    start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ten_and_ten_equal_twenty_with_skipped_outliers(start: Any) -> None:
     """Steps skipped after the resume follow from the losses before it."""
     # half a deviation, so that ordinary steps are skipped; 8 steps of history, with all of which
     # the second half starts
-    changes: dict[str, Any] = {
-        "logging__outlier_deviations": 0.5,
-        "logging__outlier_window": 8,
-        "train__on_outlier": "skip",
-    }
+    changes: dict[str, Any] = {"logging__outlier_deviations": 0.5, "logging__outlier_window": 8}
+    changes["train__on_outlier"] = "skip"
     whole = start("whole", **changes)
     rows = rows_of(whole)
     skipped = [row["step"] for row in rows if row["skipped"]]
@@ -112,79 +99,30 @@ def test_ten_and_ten_equal_twenty_with_skipped_outliers(
     start("parts", steps=10, **changes)
     torch.manual_seed(999)
     require_same_bits(start("parts", **changes), whole)
-    # without its history the second half would decide otherwise: the test is not blind
-    start("forgetful", steps=10, **changes)
-    begin = Engine.begin
-    monkeypatch.setattr(
-        Engine, "begin", lambda *words: replace(begin(*words), losses=[], grad_norms=[])
-    )
-    assert results_of(start("forgetful", **changes)) != results_of(whole)
-
-
-def test_a_trace_of_two_steps(start: Any) -> None:
-    """Torch's own names of operators, twice the number of calls of one step, and the run's results
-    unchanged.
-    """
-
-    def calls(folder: Path, steps: str) -> Counter[str]:
-        [path] = (folder / "profile").iterdir()
-        assert path.name == f"steps_{steps}_rank_0.json.gz"
-        with gzip.open(path) as file:
-            events = json.load(file)["traceEvents"]
-        return Counter(event["name"] for event in events if event.get("cat") == "cpu_op")
-
-    plain = start("plain", steps=3)
-    two = start("two", steps=3, profile={"start": 2, "stop": 3, "memory": True})
-    one = start("one", steps=3, profile={"start": 3})
-    require_same_bits(two, plain)
-    # 2 layers, 2 micro batches
-    assert calls(two, "2_3")["aten::gelu"] == 2 * calls(one, "3_3")["aten::gelu"] == 2 * 2 * 2
 
 
 def test_going_back_to_an_older_checkpoint_repeats_the_same_steps(start: Any) -> None:
-    """By its folder; later rows are dropped. Once more, the same command does nothing more."""
+    """By its folder; later rows are dropped. Once more, the same command does nothing more. In
+    another folder the run is saved there.
+    """
     whole = start("whole", checkpoint__interval=5, checkpoint__keep=0)
     before = results_of(whole), {key: each.tobytes() for key, each in tensors_of(whole).items()}
     for resume in (str(whole / "checkpoints" / "step_00000005"), "auto"):
         start("whole", checkpoint__resume=resume)
         after = {key: each.tobytes() for key, each in tensors_of(whole).items()}
         assert (results_of(whole), after) == before
+    copied = tensors_of(start("copy", checkpoint__resume=str(whole)))
+    assert {key: each.tobytes() for key, each in copied.items()} == before[1]
 
 
 def test_validation_and_asynchronous_saving_do_not_change_the_run(start: Any) -> None:
-    plain = start("plain")
-    busy = start("busy", validation__interval=3, checkpoint__interval=2, checkpoint__keep=2)
-    saved = {"checkpoint__interval": 2, "checkpoint__asynchronous": False}
-    inline = start("inline", data__prefetch=0, **saved)
+    plain, saved = start("plain"), {"checkpoint__interval": 2, "checkpoint__keep": 2}
+    busy = start("busy", validation__interval=3, **saved)
+    inline = start("inline", data__prefetch=0, checkpoint__asynchronous=False, **saved)
     require_same_bits(busy, plain)
     require_same_bits(inline, plain)
     names = sorted(path.name for path in (busy / "checkpoints").iterdir())
     assert names == ["latest", "step_00000018", "step_00000020"]
-
-
-def test_learning_happens_and_the_run_folder_is_complete(start: Any) -> None:
-    changes = {"logging": {"tensorboard": True, "plot": True}, "validation__interval": 60}
-    optimizer = {"learning_rate": 0.02, "warmup_steps": 4}
-    folder = start("run", steps=120, optimizer=optimizer, **changes)
-    rows = read_metrics(folder / "metrics.jsonl")
-    losses = [row["loss"] for row in rows if "loss" in row]
-    assert math.log(101) - 0.2 < losses[0] < math.log(101) + 0.2
-    assert sum(losses[-10:]) / 10 < losses[0] - 0.3
-    wanted = (
-        "step loss learning_rate grad_norm tokens_per_second samples_per_second step_time mfu"
-        " loss_scale consumed_samples sample_hash"
-    )
-    assert all(set(wanted.split()) <= row.keys() for row in rows if "loss" in row)
-    validations = [row for row in rows if "validation_loss" in row]
-    assert [row["step"] for row in validations] == [60, 120]
-    assert validations[-1]["validation_perplexity"] == math.exp(validations[-1]["validation_loss"])
-    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
-    assert load_config(folder / "config.yaml").train.max_steps == 120
-    assert (folder / "checkpoints" / "latest").read_text().strip() == "step_00000120"
-    manifest = read_manifest(folder / "checkpoints" / "step_00000120")
-    assert manifest["state"]["consumed_samples"] == 480
-    assert manifest["versions"]["torch"] == torch.__version__
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -205,13 +143,9 @@ def test_a_signal_stops_at_a_step_boundary_and_saves(
     done = len(rows_of(tmp_path / "parts"))
     assert stop.value.exit_code == 128 + number and (tmp_path / "parts" / "loss.png").is_file()
     name, folder = {2: "Ctrl-C", 15: "SIGTERM"}[number], tmp_path / "parts" / "checkpoints"
-    assert str(stop.value) == (
-        f"stopped by {name} after step {done}; saved in {folder}; the same command resumes with"
-        " checkpoint.resume=auto"
-    )
-    assert 3 <= done < 20
-    checkpoint = find_checkpoint(tmp_path / "parts")
-    assert checkpoint is not None and checkpoint.name == f"step_{done:08d}"
+    said = f"stopped by {name} after step {done}; saved in {folder}; the same command resumes with"
+    assert str(stop.value) == f"{said} checkpoint.resume=auto" and 3 <= done < 20
+    assert find_checkpoint(tmp_path / "parts") == folder / f"step_{done:08d}"
     require_same_bits(start("parts"), whole)
 
 
@@ -233,19 +167,6 @@ def test_finetuning_starts_from_weights_with_a_new_optimizer(start: Any) -> None
         assert equal == (used == whole)
 
 
-def test_gradients_or_weights_that_become_infinite_are_not_a_success(
-    start: Any, tmp_path: Path
-) -> None:
-    scale = {"mode": "static", "initial": 2.0**60}
-    with pytest.raises(DivergedError, match=r"3 steps in a row had no finite gradient"):
-        start("run", precision="fp16", loss_scale=scale, train__max_skipped_steps=3)
-    assert [row["skipped_steps"] for row in rows_of(tmp_path / "run")] == [1, 2, 3]
-    fast = {"name": "sgd", "learning_rate": 1e38, "schedule": "constant", "clip_grad": 0.0}
-    with pytest.raises(DivergedError, match=r"the loss is (nan|inf)"):
-        start("fast", steps=6, optimizer=fast)
-    assert find_checkpoint(tmp_path / "fast") is None
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -254,8 +175,8 @@ def test_gradients_or_weights_that_become_infinite_are_not_a_success(
         ({"data__train": "nowhere"}, DataError, "nowhere"),
         ({"model__vocab_size": 60}, DataError, "vocab_size is 60"),
         ({"model__seq_length": 100_000, "model__dropout": 0.0}, DataError, "seq_length"),
-        ({"device": "cuda"}, DeviceError, "device=cuda"),
-        ({"device": "npu"}, DeviceError, "device=npu"),
+        ({"device": "cuda"}, DeviceError, "device=cuda: no usable GPU (torch "),
+        ({"device": "npu"}, DeviceError, "device=npu: torch_npu"),
     ],
 )
 def test_bad_input(
@@ -273,13 +194,9 @@ def test_bad_input(
 RUN, BASE = {"name": "run"}, {"name": "other", "checkpoint__init_from": "run"}
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], type[UserError], str]] = [
     (RUN, {"model__hidden_size": 32}, CheckpointError, "hidden_size is 16 there and 32 in the"),
-    (RUN, {"model__hidden_size": 32}, CheckpointError, "model.ffn_hidden_size=64"),
-    (RUN, {"model__hidden_size": 32}, CheckpointError, "output_dir="),
     (BASE, {"model__num_layers": 3}, CheckpointError, "=from_checkpoint, or model.num_layers=2"),
     (RUN, {"optimizer": SGD}, CheckpointError, "optimizer.name=adamw, the config says sgd"),
-    (RUN, {"model__num_heads": 4}, CheckpointError, "or model.num_heads=2"),
     (BASE, {"model__num_heads": 4}, CheckpointError, "or model.num_heads=2"),
-    (RUN, {"model__layer_norm_epsilon": 0.5}, CheckpointError, "or model.layer_norm_epsilon=1e-05"),
     (RUN, {"checkpoint__resume": "never"}, ConfigError, "checkpoint.resume=never"),
 ]
 
@@ -297,8 +214,7 @@ def test_a_checkpoint_of_another_run_is_refused(
 
 
 def test_a_broken_state_of_the_generators_is_one_message(start: Any) -> None:
-    checkpoint = find_checkpoint(start("run", steps=1))
-    assert checkpoint is not None
+    checkpoint = require_checkpoint(start("run", steps=1), "test")
     manifest = read_manifest(checkpoint)
     manifest["engine"]["rng"]["torch"] = [{"cpu": "@@@"}]
     write_manifest(checkpoint, manifest)
@@ -317,24 +233,12 @@ def test_a_changed_precision_or_loss_scale_is_obeyed_on_resume(start: Any) -> No
         assert rows[-2]["loss_scale"] == scale
 
 
-def test_a_finished_run_of_another_folder_is_saved_here(start: Any) -> None:
-    base = start("base", steps=3)
-    found = tensors_of(start("copy", steps=3, checkpoint__resume=str(base)))
-    assert all((found[name] == each).all() for name, each in tensors_of(base).items())
-
-
-def test_going_back_and_being_killed_resumes_from_there(
-    start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_going_back_and_being_killed_resumes_from_there(start: Any) -> None:
     folder = start("run", steps=8, checkpoint__interval=4, checkpoint__keep=0)
-
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("common.training.session.train_loop", killed)
-    with pytest.raises(KeyboardInterrupt):
-        start("run", steps=10, checkpoint__resume=str(folder / "checkpoints" / "step_00000004"))
-    monkeypatch.undo()
+    older = str(folder / "checkpoints" / "step_00000004")
+    killed = patch("common.training.session.train_loop", side_effect=KeyboardInterrupt)
+    with killed, pytest.raises(KeyboardInterrupt):
+        start("run", steps=10, checkpoint__resume=older)
     start("run", steps=10)
     assert [row["step"] for row in rows_of(folder)] == list(range(1, 11))
 
@@ -343,26 +247,25 @@ def test_training_begins_at_the_shared_initial_weights(start: Any) -> None:
     """Not at their rounding: the float32 copies of bfloat16 weights are filled from the generator
     itself.
     """
-    kinds = {"parameters": "bfloat16", "compute": "bfloat16"}
-    folder = start("run", steps=1, precision=kinds, optimizer={"learning_rate": 1e-30})
+    precision = PRECISIONS["bf16 weights"]
+    folder = start("run", steps=1, optimizer={"learning_rate": 1e-30}, **precision)
     name, model = "h.0.mlp.c_fc.weight", load_config(folder / "config.yaml").model
     saved = tensors_of(folder)[f"model.safetensors/{name}"]
     assert saved.tobytes() == initial_rows(model, 1234, name, saved.shape).tobytes()
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("changes", "attention", "optimizer"),
     [
-        ({}, "attention scaled_dot_product_attention; {norm}; optimizer fused AdamW"),
-        (
-            {"train__fused_attention": False, "optimizer__name": "sgd"},
-            "attention written out; {norm}; optimizer SGD",
-        ),
+        ({}, "scaled_dot_product_attention", "fused AdamW"),
+        ({"train__fused_attention": False, "optimizer__name": "sgd"}, "written out", "SGD"),
     ],
 )
-def test_a_run_names_its_kernels(start: Any, changes: dict[str, Any], expected: str) -> None:
+def test_a_run_names_its_kernels(
+    start: Any, changes: dict[str, Any], attention: str, optimizer: str
+) -> None:
     """Without attention dropout, for which a CPU's kernel is not made."""
     folder = start("run", 1, model__attention_dropout=0.0, **changes)
-    norm = "layer norm native_layer_norm in float32"
     found = (folder / "config.yaml").read_text().splitlines()[-1]
-    assert found == f"# kernels: {expected.format(norm=norm)}"
+    norm = "layer norm native_layer_norm in float32"
+    assert found == f"# kernels: attention {attention}; {norm}; optimizer {optimizer}"

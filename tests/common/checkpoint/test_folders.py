@@ -2,13 +2,13 @@
 never started over.
 """
 
-import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,17 +16,8 @@ import pytest
 from common.checkpoint.folders import find_checkpoint, whole_checkpoints
 from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.errors import CheckpointError, ConfigError, UserError
-from common.log import LOG
 from common.training.start import Start, where_to_start
 from tests.tiny import tiny_config
-
-
-@pytest.fixture(autouse=True)
-def _log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    LOG.propagate = True
-    caplog.set_level(logging.INFO)
-    yield
-    LOG.propagate = False
 
 
 def save(folder: Path, *steps: int, **writer: Any) -> CheckpointWriter:
@@ -42,31 +33,25 @@ def snapshot(step: int) -> Snapshot:
     return Snapshot(files={"model.safetensors": {"w": np.ones(3, np.float32)}}, manifest=manifest)
 
 
+def steps(folder: Path) -> list[int]:
+    return [int(path.name[5:]) for path in whole_checkpoints(folder)]
+
+
 def start(run: Path, **checkpoint: Any) -> Start:
     config = tiny_config(run, checkpoint=checkpoint)
     data: Any = SimpleNamespace(tokenizer_record=None, fingerprint="")
     return where_to_start(config, data)
 
 
-def refuse(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Stand in for a folder without permission, which does not stop root."""
-    look = os.scandir
-
-    def scandir(path: Any) -> Any:
-        if Path(path) == folder:
-            raise PermissionError(13, "Permission denied", str(path))
-        return look(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
-
-
 @pytest.mark.parametrize("resume", ["auto", "latest", "never"])
 def test_a_folder_that_cannot_be_read_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str
 ) -> None:
+    """A missing permission would not stop root."""
     checkpoints = tmp_path / "checkpoints"
     save(checkpoints, 5, 10)
-    refuse(monkeypatch, checkpoints)
+    denied = PermissionError(13, "Permission denied", str(checkpoints))
+    monkeypatch.setattr(os, "scandir", Mock(side_effect=denied))
     expected = r"checkpoints: cannot be read: Permission denied; .* nothing was started"
     with pytest.raises(CheckpointError, match=expected):
         start(tmp_path, resume=resume)
@@ -91,14 +76,10 @@ DAMAGE: list[tuple[list[Callable[[Path], Any]], str]] = [
     ([lambda folder: linked(folder, "/mnt/not mounted/here")],
      r"is a link to /mnt/not mounted/here, which is not there; is its disk mounted\?"),
     ([lambda folder: (folder / STEP / "manifest.json").unlink()], LOST),
-    ([lambda folder: (folder / STEP / "manifest.json").unlink(),
-      lambda folder: (folder / "latest").unlink()], LOST),
     ([lambda folder: shutil.rmtree(folder / STEP)],
      "latest names 'step_00000020', which is not a whole checkpoint here; "),
     ([lambda folder: shutil.rmtree(folder / STEP),
       lambda folder: (folder / "latest").write_bytes(b"\0\0\0")], r"latest names '\\x00"),
-    ([lambda folder: (folder / "latest").unlink(), lambda folder: (folder / "latest").mkdir()],
-     "latest: is not a file, expected one"),
     ([lambda folder: (folder / "latest").unlink(), lambda folder: os.mkfifo(folder / "latest")],
      "latest: is not a file, expected one"),
     ([shutil.rmtree, Path.touch],
@@ -173,7 +154,7 @@ def test_checkpoints_that_a_run_has_not_seen_stay(tmp_path: Path) -> None:
         (tmp_path / "elsewhere" / f"step_{step:08d}").rename(tmp_path / f"step_{step:08d}")
     for step in (20, 30):
         writer.save(snapshot(step))
-    assert [int(path.name[5:]) for path in whole_checkpoints(tmp_path)] == [3, 7, 30, 90]
+    assert steps(tmp_path) == [3, 7, 30, 90]
 
 
 def test_the_newest_good_checkpoint_stays(tmp_path: Path) -> None:
@@ -181,12 +162,10 @@ def test_the_newest_good_checkpoint_stays(tmp_path: Path) -> None:
     writer.confirm(11)
     for step in (20, 30, 40):
         writer.save(snapshot(step))
-        assert [int(path.name[5:]) for path in whole_checkpoints(tmp_path)] == [10, step], (
-            "a step after it has not shown that it is good"
-        )
+        assert steps(tmp_path) == [10, step], "a step after it has not shown that it is good"
     writer.confirm(41)
     writer.save(snapshot(50))
-    assert [int(path.name[5:]) for path in whole_checkpoints(tmp_path)] == [40, 50]
+    assert steps(tmp_path) == [40, 50]
 
 
 def test_unwritable_checkpoint_folders_are_named_at_the_start(
@@ -197,9 +176,7 @@ def test_unwritable_checkpoint_folders_are_named_at_the_start(
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["latest", "step_00000005"]
 
-    def read_only(*_: Any, **__: Any) -> None:
-        raise OSError(30, "Read-only file system")
-
+    read_only = Mock(side_effect=OSError(30, "Read-only file system"))
     monkeypatch.setattr("tempfile.TemporaryFile", read_only)
     expected = "checkpoints cannot be written there: Read-only file system"
     with pytest.raises(ConfigError, match=expected):

@@ -1,15 +1,18 @@
 """Folders whole or absent: kill -9 and a full disk at any moment leave a checkpoint that loads."""
 
 import errno
+import multiprocessing
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +25,9 @@ from common.checkpoint.writer import CheckpointWriter, Part, Snapshot
 from common.errors import StorageError
 from common.weights.pieces import TensorSlice, open_stored
 
-ROOT = Path(__file__).resolve().parents[3]
+FORK = multiprocessing.get_context("fork")
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+IT_WAS_FULL = r"step_00000010.*No space left on device.*earlier checkpoints are whole"
 
 
 def snapshot(step: int, size: int = 10) -> Snapshot:
@@ -80,14 +85,9 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     writer.save(snapshot(5))
     writer.wait()
 
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(module, "write_safetensors", full)
+    monkeypatch.setattr(module, "write_safetensors", Mock(side_effect=FULL))
     writer.save(snapshot(10))
-    with pytest.raises(
-        StorageError, match=r"step_00000010.*No space left on device.*earlier checkpoints are whole"
-    ):
+    with pytest.raises(StorageError, match=IT_WAS_FULL):
         writer.wait()
     assert assert_loads(tmp_path) == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000005"]
@@ -97,40 +97,29 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     assert assert_loads(tmp_path) == 15
 
 
-_SAVE_FOREVER = """
-import sys
-from pathlib import Path
-import numpy as np
-from common.checkpoint.writer import CheckpointWriter, Snapshot
-writer = CheckpointWriter(Path(sys.argv[1]), keep=2)
-step = int(sys.argv[2])
-while True:
-    step += 1
-    tensors = {"w": np.full(300_000, step, np.float32)}
-    manifest = {"state": {"step": step}, "engine": {}, "config": {}}
-    writer.save(Snapshot(files={"model.safetensors": tensors}, manifest=manifest))
-    print(step, flush=True)
-"""
-
-
-def kill_while_saving(folder: Path, kills: int) -> None:
-    moments, step = random.Random(0), 0
-    for _ in range(kills):
-        words = [sys.executable, "-c", _SAVE_FOREVER, str(folder), str(step)]
-        with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE) as child:
-            assert child.stdout is not None
-            for _ in range(3):  # two saves are surely whole when the third begins
-                child.stdout.readline()
-            time.sleep(moments.uniform(0.0, 0.05))
-            child.send_signal(signal.SIGKILL)
-        found = assert_loads(folder)
-        assert found > step
-        step = found
+def save_forever(folder: Path, step: int, told: Any) -> None:
+    writer = CheckpointWriter(folder, keep=2)
+    while True:
+        step += 1
+        writer.save(snapshot(step, size=300_000))
+        told.send(step)
 
 
 @pytest.mark.parametrize("kills", [8, pytest.param(200, marks=pytest.mark.campaign)])
 def test_kill_nine_while_saving(tmp_path: Path, kills: int) -> None:
-    kill_while_saving(tmp_path, kills)
+    moments, step = random.Random(0), 0
+    for _ in range(kills):
+        saved, told = FORK.Pipe(duplex=False)
+        child = FORK.Process(target=save_forever, args=(tmp_path, step, told))
+        child.start()
+        for _ in range(3):  # two saves are surely whole when the third begins
+            saved.recv()
+        time.sleep(moments.uniform(0.0, 0.05))
+        child.kill()
+        child.join()
+        found = assert_loads(tmp_path)
+        assert found > step
+        step = found
 
 
 @pytest.mark.parametrize("moment", ["before the new one is in place", "after"])
@@ -210,28 +199,25 @@ def test_a_part_that_is_not_whole_is_an_error_of_storage(tmp_path: Path) -> None
         CheckpointWriter(tmp_path, active=False, asynchronous=False).save(part(10, 0))
 
 
-_DIE_WHILE_SAVING = """
-import os, signal, sys
-from pathlib import Path
-from common.checkpoint.writer import CheckpointWriter
-from tests.common.checkpoint.test_writer import part
+def save_part(folder: Path, rank: int, dying: int, moment: str) -> None:
+    """Save, or die as a file or folder is made durable or renamed."""
 
-folder, rank, dying, moment = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    def die(of: str, before: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            name = arguments[0]
+            if not isinstance(name, Path):
+                name = os.readlink(f"/proc/self/fd/{name}")
+            if moment == f"{of} of {Path(name).name.lstrip('.').split('.')[0]}":
+                os.kill(os.getpid(), signal.SIGKILL)
+            before(*arguments)
 
-def die(of, before):
-    def call(*arguments):
-        name = arguments[0]
-        if not isinstance(name, Path):
-            name = os.readlink(f"/proc/self/fd/{name}")
-        if moment == f"{of} of {Path(name).name.lstrip('.').split('.')[0]}":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return before(*arguments)
-    return call
+        return call
 
-if rank == dying:
-    os.fsync, os.replace = die("fsync", os.fsync), die("rename", os.replace)
-CheckpointWriter(folder, active=False, asynchronous=False, patience=1.0).save(part(10, rank))
-"""
+    if rank == dying:
+        os.fsync, os.replace = die("fsync", os.fsync), die("rename", os.replace)
+    patience = 1.0 if dying else 60.0  # where rank 1 dies, rank 0 waits for its part in vain
+    writer = CheckpointWriter(folder, active=False, asynchronous=False, patience=patience)
+    writer.save(part(10, rank))
 
 
 @pytest.mark.parametrize(
@@ -245,19 +231,21 @@ CheckpointWriter(folder, active=False, asynchronous=False, patience=1.0).save(pa
     ],
 )
 def test_a_rank_that_dies_while_saving_leaves_the_old_checkpoint(
-    tmp_path: Path, dying: int, moment: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], dying: int, moment: str
 ) -> None:
     save_parts(tmp_path, 5)
-    words = [sys.executable, "-c", _DIE_WHILE_SAVING, str(tmp_path)]
     ranks = [
-        subprocess.Popen([*words, str(rank), str(dying), moment], cwd=ROOT, stderr=subprocess.PIPE)
-        for rank in (0, 1)
+        FORK.Process(target=save_part, args=(tmp_path, rank, dying, moment)) for rank in (0, 1)
     ]
-    printed = [rank.communicate(timeout=60)[1].decode() for rank in ranks]
-    codes = [rank.returncode for rank in ranks]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    printed = capfd.readouterr().err
+    codes = [rank.exitcode for rank in ranks]
     assert codes == ([-signal.SIGKILL, 0] if dying == 0 else [1, -signal.SIGKILL]), printed
     said = "step_00000010: the checkpoint could not be written: ranks [1] have not written their"
-    assert dying == 0 or f"{said} parts within 1 s" in printed[0]
+    assert dying == 0 or f"{said} parts within 1 s" in printed
     assert_parts_load(tmp_path, 5)
     [left] = tmp_path.glob(".*")
     assert left.name.split(".")[1] == ("latest" if "latest" in moment else "step_00000010")
@@ -281,28 +269,20 @@ def test_the_rank_whose_disk_is_full_is_the_one_that_says_so(
             assert failed.wait(10)
             return write(path, tensors)
         path.write_bytes(b"a part")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise FULL
 
     monkeypatch.setattr(module, "write_safetensors", of_rank)
     writers = [CheckpointWriter(tmp_path, active=rank == 0, patience=0.2) for rank in (0, 1)]
     writers[full].save(part(10, full))
-    with pytest.raises(
-        StorageError, match=r"step_00000010.*No space left on device.*earlier checkpoints are whole"
-    ):
+    with pytest.raises(StorageError, match=IT_WAS_FULL):
         writers[full].wait()
     failed.set()
     writers[1 - full].save(part(10, 1 - full))
-    if full == 1:
-        with pytest.raises(
-            StorageError, match=r"ranks \[1\] have not written their parts within 0\.2 s"
-        ):
-            writers[0].wait()
-    else:
-        writers[1].wait()
+    said = r"ranks \[1\] have not written their parts within 0\.2 s"
+    with pytest.raises(StorageError, match=said) if full == 1 else nullcontext():
+        writers[1 - full].wait()
     assert_parts_load(tmp_path, 5)
-    assert not list(tmp_path.glob(f".step_00000010.tmp/*rank_{full:05d}*")), (
-        "its space is given back"
-    )
+    assert not list(tmp_path.glob(f".step_00000010.tmp/*rank_{full:05d}*")), "space is given back"
     monkeypatch.undo()
     save_parts(tmp_path, 10)
     assert_parts_load(tmp_path, 10)

@@ -1,21 +1,23 @@
 """Files, bases, overrides, and what is said when they are wrong."""
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
 
-from common.config.load import dump_config, flatten, parse_scalar
+from common.config.aliases import ALIASES
+from common.config.hints import schema_keys
+from common.config.load import dump_config, flatten
 from common.errors import ConfigError
+from common.resolve.derive import resolve_config
 from common.run_config import load_config
 
-MINIMAL = """
-output_dir: out
+MINIMAL = """output_dir: out
 model: {num_layers: 2, hidden_size: 8, num_heads: 2, seq_length: 16, vocab_size: 100}
-train: {max_steps: 3, micro_batch_size: 2}
 optimizer: {learning_rate: 6e-4}
+train: {max_steps: 3, micro_batch_size: 2}
+logging: {interval: 1}
 """
 
 
@@ -31,14 +33,6 @@ def error_of(path: Path, *overrides: str) -> str:
         load_config(path, overrides)
     assert caught.value.exit_code == 2
     return str(caught.value)
-
-
-numbers = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(10**12), 10**12)
-
-
-@given(numbers | st.booleans() | st.none())
-def test_scalars_read_back_as_json_writes_them(value: object) -> None:
-    assert parse_scalar(json.dumps(value), "here") == value
 
 
 def test_dump_reads_back_equal(config_file: Path) -> None:
@@ -87,16 +81,13 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
         assert said in error_of(path)
     assert f"did you mean {path}?" in error_of(tmp_path / "ran.yaml")
     assert "cannot be read" in error_of(tmp_path)
-    (tmp_path / "link.yaml").symlink_to("link.yaml")
-    assert "Too many levels of symbolic links" in error_of(tmp_path / "link.yaml")
 
 
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
-        *((text, [text]) for text in ("1984", "007", "1e3", "true", "yes", "null", "~", "")),
-        *((text, [text]) for text in ("Once: upon [a", '"quoted"', "#1", "{a: b}", "- a", "!b")),
-        *((text, [text]) for text in ("[CLS][MASK]", "[MASK]", "[CLS]宝玉", "[[Paris]]", "[1] a")),
+        *((text, [text]) for text in ("1984", "1e3", "null", "", "Once: upon [a", '"quoted"')),
+        *((text, [text]) for text in ("{a: b}", "[CLS][MASK]", "[MASK]", "[[Paris]]", "[1] a")),
         *((text, [text]) for text in ("[Laughs, then cries]", "[12 men]", '["a", b]', "[")),
         ('["[CLS]", \'b\', "it\'s"]', ["[CLS]", "b", "it's"]),
         ("[464, 3290]", [[464, 3290]]),
@@ -117,18 +108,13 @@ def test_prompts_arrive_as_typed(config_file: Path, text: str, kept: list[str]) 
         ("predict.output_file", "null", None),
         ("predict.stop", "1984", ["1984"]),
         ("predict.stop", "null", ["null"]),
-        ("serve.name", "1.50", "1.50"),
         ("data.train", "2024", ["2024"]),
         ("data.train", "[A, B]", ["A", "B"]),
         ("data.train", "", None),
-        ("data.tokenizer.folder", "2024", "2024"),
-        ("predict.logprobs", "2", 2),
         ("data.split", "[98,1,1]", "98,1,1"),
-        ("data.split", "98/1/1", "98,1,1"),
         ("checkpoint.resume", "true", "latest"),
         ("checkpoint.resume", "false", "never"),
         ("parallel.strategy", "SPS", "parameter_server"),
-        ("parallel.strategy", "DPS", "ddp"),
     ],
 )
 def test_text_is_the_same_in_a_file_and_on_the_command_line(
@@ -142,9 +128,7 @@ def test_text_is_the_same_in_a_file_and_on_the_command_line(
         assert dict(flatten(config.model_dump()))[key] == kept
 
 
-@pytest.mark.parametrize(
-    "text", ["08", "1e5", "no", "null-ish", "0x1F", "~", "true", "1_000", "a: b", "#x", "é"]
-)
+@pytest.mark.parametrize("text", ["08", "1e5", "no", "0x1F", "~", "1_000", "a: b", "#x", "é"])
 def test_text_survives_being_dumped(config_file: Path, text: str) -> None:
     config = load_config(config_file)
     predict = config.predict.model_copy(update={"prompt": [text]})
@@ -178,15 +162,64 @@ def test_a_length_of_the_command_line_replaces_that_of_the_file(config_file: Pat
 @pytest.mark.parametrize(
     ("word", "same"),
     [
-        ("O0", "float32"),
-        ("O1", "fp16"),
-        ("O2", "{parameters: float16, compute: float16}"),
-        ("pure_fp16", "{parameters: fp16, compute: float16, softmax: fp16, layer_norm: float16}"),
+        ("precision=O1", "precision=fp16"),
+        ("precision=O2", "precision={parameters: float16, compute: float16}"),
+        (
+            "precision=pure_fp16",
+            "precision={parameters: fp16, compute: float16, softmax: fp16, layer_norm: float16}",
+        ),
+        ("parallel.micro_batch_num=4", "train.accumulation_steps=4"),
+        ("parallel.enable_parallel_optimizer=true", "parallel.zero_stage=1"),
+        ("parallel.enable_parallel_optimizer=true parallel.zero_stage=3", "parallel.zero_stage=3"),
+        ("parallel.enable_parallel_optimizer=false", ""),
+        (
+            "parallel.zero_stage=1"
+            " parallel.parallel_optimizer_config.gradient_accumulation_shard=true",
+            "parallel.zero_stage=2",
+        ),
+        ("context.device_target=CPU device=auto", "device=cpu"),
+        ("parallel.gradients_mean=false parallel.parallel_mode=1", "parallel.parallel_mode=1"),
     ],
 )
-def test_apexs_words_for_precision(config_file: Path, word: str, same: str) -> None:
-    found, expected = (load_config(config_file, [f"precision={text}"]) for text in (word, same))
-    assert found.precision == expected.precision
+def test_words_of_other_systems(config_file: Path, word: str, same: str) -> None:
+    found, expected = (
+        load_config(config_file, re.findall(r"\S+=(?:\{.*\}|\S+)", each)) for each in (word, same)
+    )
+    assert found == expected
+
+
+def test_aliases_are_not_keys_of_the_schema_and_stand_for_ones_that_are() -> None:
+    keys = schema_keys()
+    assert not ALIASES.keys() & keys.keys()
+    assert {alias.ours for alias in ALIASES.values()} <= keys.keys()
+
+
+def test_samples_of_an_epoch_are_a_length(config_file: Path) -> None:
+    """In batches of 2, of data with 1,000 windows."""
+    for length, words, steps in (
+        ("num_samples: 30", [], 15),
+        ("num_samples: 30, max_epochs: 3", [], 45),
+        ("max_steps: 9", ["train.max_epochs=2", "train.num_samples=5"], 5),
+        ("num_samples: 30", ["train.max_epochs=0.5"], 7),
+        ("num_samples: 30, max_epochs: 3", ["train.max_steps=7"], 7),
+    ):
+        config_file.write_text(MINIMAL.replace("max_steps: 3", length))
+        run = resolve_config(load_config(config_file, words), samples_per_epoch=1000)
+        assert run.train.max_steps == steps
+
+
+def test_both_places_of_an_alias_are_named(config_file: Path) -> None:
+    (config_file.parent / "base.yaml").write_text("parallel:\n  micro_batch_num: 4\n")
+    config_file.write_text(
+        MINIMAL.replace("max_steps: 3", "accumulation_steps: 2") + "base: base.yaml\n"
+    )
+    message = r"{}and .*base\.yaml:2: train\.accumulation_steps={} and"
+    with pytest.raises(ConfigError, match=message.format(r"run\.yaml:4 ", 2)):
+        load_config(config_file)
+    with pytest.raises(ConfigError, match=message.format("^command line ", 3)):
+        load_config(config_file, ["train.accumulation_steps=3"])
+    agreed = load_config(config_file, ["train.accumulation_steps=4"])
+    assert agreed.train.accumulation_steps == 4
 
 
 def test_presets_find_data_of_the_projects_folder(
@@ -213,17 +246,13 @@ def test_presets_find_data_of_the_projects_folder(
     assert load_config(config_file).data.train[1] == "data/mine_document"
 
 
-def test_bases_that_name_the_next_twice_are_read_once_each(tmp_path: Path) -> None:
-    """With a read for each mention, the 30 files would be read 2^30 times."""
+def test_bases_that_name_the_next_twice_and_a_long_chain(tmp_path: Path) -> None:
+    """Each is read once: with a read for each mention, the 30 files would be read 2^30 times."""
     for number in range(30):
         text = f"base: [{number + 1}.yaml, {number + 1}.yaml]\nseed: {number}\n"
         (tmp_path / f"{number}.yaml").write_text(text)
     (tmp_path / "30.yaml").write_text(MINIMAL)
     assert load_config(tmp_path / "0.yaml").seed == 0
-
-
-def test_bases_in_a_long_chain(tmp_path: Path) -> None:
     for number in range(80):
         (tmp_path / f"{number}.yaml").write_text(f"base: {number + 1}.yaml\n")
-    with pytest.raises(ConfigError, match="more than 64 levels"):
-        load_config(tmp_path / "0.yaml")
+    assert "more than 64 levels" in error_of(tmp_path / "0.yaml")

@@ -16,7 +16,6 @@ import yaml
 
 from common.config.load import build_config, flatten
 from common.config.schema import RunConfig
-from common.errors import ConfigError
 from common.resolve.derive import resolve_config, written_ranks
 from common.run_config import load_config
 from common.systems.config import open_config
@@ -165,38 +164,6 @@ def files_of(path: Path) -> Iterator[Path]:
     yield path
 
 
-def rounded_bytes(config: RunConfig) -> int:
-    """Bytes of linear layers in the type of the products, where micro batches share them: 12 h^2
-    weights a layer and 9 h biases.
-    """
-    model = config.model
-    elements = model.num_layers * (12 * model.hidden_size**2 + 9 * model.hidden_size)
-    return 2 * elements if config.rounds_weights_once else 0
-
-
-def state_bytes(config: RunConfig) -> float:
-    """Bytes of one parameter: weight, float32 gradient, two float32 moments and, for float16, a
-    float32 copy.
-    """
-    parallel, half = config.parallel, config.precision.parameters == "float16"
-    ranks = parallel.data_parallel or 1
-    weight, gradient, optimizer = (2, 4, 12) if half else (4, 4, 8)
-    gradient /= ranks if parallel.zero_stage >= 2 else 1
-    return weight + gradient + optimizer / (ranks if parallel.zero_stage else 1)
-
-
-def test_the_table_names_every_preset() -> None:
-    assert sorted(EXPECTED) == PRESETS
-
-
-def golden_is(name: str, values: dict[str, str]) -> None:
-    text = "".join(f"{key} = {value}\n" for key, value in values.items())
-    golden = GOLDEN / f"{name}.txt"
-    if os.environ.get("UPDATE_GOLDEN"):
-        golden.write_text(text)
-    assert text == golden.read_text(), "a default or preset changed; if that is wanted: make golden"
-
-
 def literals(config: RunConfig) -> dict[str, str]:
     return {key: repr(value) for key, value in flatten(config.model_dump())}
 
@@ -206,20 +173,27 @@ def defaults() -> dict[str, str]:
     return literals(resolve_config(build_config(NEEDED), world_size=1))
 
 
-def test_golden_defaults() -> None:
-    golden_is("defaults", defaults())
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_golden(name: str) -> None:
-    """Lines that differ from the defaults; "absent" stands for a key that a preset has not."""
+def own_of(name: str) -> dict[str, str]:
+    """Values that differ from the defaults; "absent" stands for a key that a preset has not."""
     values = literals(resolved(name))
     own = {key: value for key, value in values.items() if defaults().get(key) != value}
-    golden_is(name, own | {key: "absent" for key in defaults() if key not in values})
+    return own | {key: "absent" for key in defaults() if key not in values}
 
 
-def test_every_golden_file_has_its_preset() -> None:
-    assert sorted(path.stem for path in GOLDEN.glob("*.txt")) == sorted(["defaults", *PRESETS])
+@pytest.mark.parametrize("name", ["defaults", *PRESETS])
+def test_golden(name: str) -> None:
+    values = defaults() if name == "defaults" else own_of(name)
+    text = "".join(f"{key} = {value}\n" for key, value in values.items())
+    golden = GOLDEN / f"{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text(), "a default or preset changed; if that is wanted: make golden"
+
+
+def test_every_file_has_its_preset() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == {"defaults", *PRESETS}
+    used = {path.resolve() for name in PRESETS for path in files_of(FOLDER / f"{name}.yaml")}
+    assert used == {path.resolve() for path in FOLDER.rglob("*.yaml")}
 
 
 def test_json_schema_is_up_to_date() -> None:
@@ -233,11 +207,10 @@ def test_json_schema_is_up_to_date() -> None:
 def test_shape_and_parameter_count_are_the_published_ones(name: str) -> None:
     model = resolved(name).model
     longest = max((key for key in SHAPES if name.startswith(key)), key=len)
-    layers, hidden, heads, window, positions, vocabulary = SHAPES[longest]
+    layers, hidden, _, _, positions, vocabulary = SHAPES[longest]
     found = (model.num_layers, model.hidden_size, model.num_heads, model.seq_length)
-    assert found == (layers, hidden, heads, window)
-    found = (model.max_positions, model.vocab_size, model.ffn_hidden_size)
-    assert found == (positions, vocabulary, 4 * hidden)
+    assert (*found, model.max_positions, model.vocab_size) == SHAPES[longest]
+    assert model.ffn_hidden_size == 4 * hidden
     blocks = layers * (12 * hidden * hidden + 13 * hidden)
     closed_form = (vocabulary + positions) * hidden + blocks + 2 * hidden
     assert count_parameters(model) == closed_form == EXPECTED[name].parameters
@@ -247,18 +220,13 @@ def test_shape_and_parameter_count_are_the_published_ones(name: str) -> None:
 def test_batch_layout_and_rates_are_those_of_the_source(name: str) -> None:
     expected, config = EXPECTED[name], resolved(name)
     train, parallel, model = config.train, config.parallel, config.model
-    data, tensor, pipeline = expected.layout
+    data, tensor, _ = expected.layout
     found = (parallel.data_parallel, parallel.model_parallel, parallel.pipeline_stage)
     assert found == expected.layout
     found = (train.micro_batch_size, train.accumulation_steps, train.global_batch_size)
     assert found == (expected.micro, expected.accumulation, expected.global_batch)
     assert expected.micro * data * expected.accumulation == expected.global_batch
     assert expected.global_batch * model.seq_length == expected.tokens
-    assert model.num_heads % tensor == model.num_layers % pipeline == 0
-    if config.backend == "mindspore":
-        assert expected.accumulation >= pipeline  # MindFormers' rule
-    if parallel.zero_stage >= 2:
-        assert tensor == pipeline == 1  # PaddleFleetX's matrix of what combines
     if model.vocab_size == 50257:
         assert config.vocab_rows == {1: 50304, 2: 50432, 4: 50688, 8: 51200}[tensor]
     rates = (config.optimizer.learning_rate, config.optimizer.min_learning_rate)
@@ -301,33 +269,17 @@ def test_hyper_parameters_of_the_chinese_models(name: str, own: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_parallel_preset_refuses_another_number_of_devices(name: str) -> None:
-    config = load_config(FOLDER / f"{name}.yaml", sizes_of(name))
-    if config.parallel.data_parallel is None:
-        assert resolve_config(config).parallel.data_parallel == 1
-        return
-    message = f"= {EXPECTED[name].devices} processes, but 1 are running"
-    with pytest.raises(ConfigError, match=message):
-        resolve_config(config)
-
-
-@pytest.mark.parametrize("name", PRESETS)
 def test_presets_work_on_either_backend_unless_their_source_is_mindspore(name: str) -> None:
     assert resolved(name, "backend=mindspore").backend == "mindspore"
     if load_config(FOLDER / f"{name}.yaml", sizes_of(name)).backend == "torch":
         assert resolved(name, "backend=torch").backend == "torch"
 
 
-def test_bases_exist_and_are_used() -> None:
-    used = {path.resolve() for name in PRESETS for path in files_of(FOLDER / f"{name}.yaml")}
-    assert used == {path.resolve() for path in FOLDER.rglob("*.yaml")}
-
-
-@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.yaml")), ids=lambda path: path.stem)
-def test_editors_find_the_schema(path: Path) -> None:
-    first = path.read_text().partition("\n")[0]
-    relative = first.removeprefix("# yaml-language-server: $schema=")
-    assert (path.parent / relative).resolve() == ROOT / "configs" / "schema.json"
+def test_editors_find_the_schema() -> None:
+    for path in FOLDER.rglob("*.yaml"):
+        first = path.read_text().partition("\n")[0]
+        relative = first.removeprefix("# yaml-language-server: $schema=")
+        assert (path.parent / relative).resolve() == ROOT / "configs" / "schema.json"
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -351,7 +303,3 @@ def test_the_arithmetic_in_the_comments_is_right(name: str) -> None:
     assert lines["one step"][1] == expected.tokens
     assert lines.get("devices", ("", 1))[1] == expected.devices
     assert lines.get("batch", ("", expected.global_batch))[1] == config.train.global_batch_size
-    if "memory" in lines:
-        whole = state_bytes(config) * expected.parameters + rounded_bytes(config)
-        stages = expected.layout[1] * expected.layout[2]
-        assert lines["memory"][1] == round(whole / stages / 1e9, 1)

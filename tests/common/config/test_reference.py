@@ -1,79 +1,131 @@
-"""The generated page of all keys: it is current, whole, and right about the backends."""
+"""The generated page of all keys is current and right about the backends. Every key that a user may
+give acts: some code reads it, and not only its schema. Tables have a row for every name that the
+schema takes, and for every part of an update rule.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
 from common.config.hints import schema_keys
 from common.config.reference import COMPILED_TOO, TORCH_ONLY, config_reference
-from common.errors import ConfigError
-from common.resolve.derive import resolve_config
-from common.run_config import load_config
+from common.config.schema import EvaluationConfig, LoggingConfig, Tracker
+from common.config.tokenizer_kinds import TokenizerKind
+from common.config.update_rules import RULES, STATE_PARTS, RuleName, rule_keeping
+from common.evaluation.text import DETOKENIZERS
+from common.flags import make_parser
+from common.systems.config import COMMAND_LINES, DIALECTS
+from common.systems.mindformers.read import MOMENTS as OF_MINDFORMERS
+from common.systems.oneflow.read import MOMENTS as OF_ONEFLOW
+from common.tokenizer import TOKENIZERS
+from common.training.report import STYLES
+from common.training.trackers import STORES
+from tests.common.resolve.test_refusals import TABLE
+from tests.key_reads import Source
 from tools.config_schema import main
+from tools.convert_config import Request
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "config_reference.md"
-OVERRIDES = {
-    "engine": "engine=deepspeed",
-    "precision.float8": "precision=fp8",
-    "precision.float8_head": "precision=bf16 precision.float8_head=true",
-    "train.compile": "train.compile=true",
-    "train.compile_mode": "train.compile_mode=reduce-overhead",
-    "train.offload_activations": "train.offload_activations=true",
-    "parallel.async_tensor_parallel": "parallel.async_tensor_parallel=true"
-    " parallel.sequence_parallel=true parallel.model_parallel=2",
-    "parallel.strategy": "parallel.strategy=parameter_server",
-    "parallel.virtual_stages": "parallel.virtual_stages=2"
-    " parallel.pipeline_schedule=interleaved_1f1b parallel.pipeline_stage=2"
-    " train.accumulation_steps=2 train.micro_batch_size=4",
-    "deepspeed": "engine=deepspeed deepspeed.offload_optimizer=true parallel.zero_stage=1"
-    " parallel.data_parallel=2 train.micro_batch_size=4",
-    "parallel.sequence_parallel": "parallel.sequence_parallel=true parallel.model_parallel=2",
-    "parallel.shard_size": "parallel.shard_size=2 parallel.zero_stage=1 parallel.data_parallel=2"
-    " train.micro_batch_size=4",
-}
-"""For each key of PyTorch only, a run that uses it; of two processes where it needs them."""
 
 
-def rows() -> dict[str, list[str]]:
-    """The cells of each row behind its key, by the whole name of the key."""
-    found: dict[str, list[str]] = {}
-    for part in re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.M)[1:]:
-        section = part.partition("\n")[0]
-        for line in re.findall(r"^\| (`\w.*) \|$", part, flags=re.M):
-            name, *cells = re.split(r" (?<!\\)\| ", line)
-            key = name.strip("`")
-            key = key if section == "top level" else f"{section}.{key}"
-            if "Other names" not in section:
-                assert key not in found
-                found[key] = cells
-    return found
-
-
-def test_the_page_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_is_current_and_has_a_row_for_every_key(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     if os.environ.get("UPDATE_GOLDEN"):
         PAGE.write_text(config_reference(), encoding="utf-8")
     assert main(["--reference"]) == 0
-    assert PAGE.read_text(encoding="utf-8") == capsys.readouterr().out, "make golden"
-
-
-def test_every_key_has_one_row_with_a_type_and_a_meaning() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == capsys.readouterr().out, "make golden"
     keys = {key for key, is_section in schema_keys().items() if not is_section or "." in key}
-    found = rows()
-    assert found.keys() == keys | {"base"}, "make golden"
-    for key, (values, default, meaning, backend) in found.items():
-        assert values and default and len(meaning) > 3 and backend, key
+    found = re.findall(r"^\| `(\S+)` (?:\| .+ ){4}\|$", page.partition("\n## Other")[0], re.M)
+    assert sorted(found) == sorted(key.partition(".")[2] or key for key in keys | {"base"})
 
 
-@pytest.mark.parametrize("key", sorted(TORCH_ONLY | COMPILED_TOO))
-def test_a_key_of_pytorch_is_taken_there_and_refused_on_mindspore(key: str) -> None:
-    words = ["device=cpu", *OVERRIDES[key].split()]
-    world_size = 2 if "=2" in OVERRIDES[key] else 1
-    config = ROOT / "configs" / "gpt2" / "run_gpt2_tiny.yaml"
-    resolve_config(load_config(config, words), world_size=world_size)
-    with pytest.raises(ConfigError, match="for backend torch"):
-        resolve_config(load_config(config, ["backend=mindspore", *words]), world_size=world_size)
+def test_keys_of_pytorch_are_refused_on_mindspore() -> None:
+    """By rows of tests/common/resolve/refusals.yaml."""
+    words = " ".join(row[0] for row in TABLE["of torch"])
+    assert [key for key in TORCH_ONLY | COMPILED_TOO if f"{key}=" not in words] == ["deepspeed"]
+
+
+# ---- keys that are read, and rows of tables ----
+
+SCHEMA = ROOT / "common" / "config" / "schema.py"
+FOLDERS = ("common", "torch_gpt2", "mindformers_gpt2", "gpt2_toolkit", "tools")
+PLANTED = {
+    "ModelConfig": ('activation: Literal["gelu_tanh", "relu"] = "gelu_tanh"', "model.activation"),
+    "TrainConfig": ("interval: Count = 1", "train.interval"),
+    "OptimizerConfig": ('state: Text = "x"', "optimizer.state"),
+    "LossScaleConfig": ("momentum: Count = 1", "loss_scale.momentum"),
+}
+"""Keys that no code reads, added to the schema before the search. Other sections have keys of some
+of these names, and other objects such attributes.
+"""
+SCHEMAS: dict[str, dict[str, str]] = {
+    "common.config.schema.RunConfig": {
+        "model.dropout": "resolved.py gives it to the three rates, which are read",
+        **dict.fromkeys((key for _, key in PLANTED.values()), "planted"),
+    },
+    "common.study.definition.Definition": {},
+    "common.serving.protocol.CompletionRequest": {
+        "best_of": "must equal n, which is read",
+        "user": "names a client: accepted, unused",
+        "stream_options.include_obfuscation": "accepted, unused",
+    },
+}
+"""Keys that nothing reads by name, and the reason. A key that is only read from a dump or by a
+variable name belongs there too.
+"""
+
+
+@pytest.fixture(scope="module")
+def source() -> Source:
+    text = SCHEMA.read_text(encoding="utf-8")
+    for section, (line, key) in PLANTED.items():
+        head = f"class {section}(Section):\n"
+        assert head in text
+        assert key not in schema_keys(), f"{key} is a key now: plant another one"
+        text = text.replace(head, f"{head}    {line}\n")
+    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return Source(ROOT, [*files, ROOT / "run_gpt2.py"], {SCHEMA: text})
+
+
+@pytest.mark.parametrize("root", SCHEMAS)
+def test_every_key_is_read(source: Source, root: str) -> None:
+    own = root.rpartition(".")[0].replace("config.schema", "config.")
+    assert source.unread_keys(root, own) == SCHEMAS[root].keys(), (
+        "read each key where it acts, from a config with an annotated type, or take it out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("table", "names"),
+    [
+        (RULES, get_args(RuleName)),
+        (TOKENIZERS, get_args(TokenizerKind)),
+        (STYLES, get_args(LoggingConfig.model_fields["style"].annotation)),
+        (STORES | {"tensorboard": None}, get_args(Tracker)),  # which this project writes itself
+        (DETOKENIZERS, get_args(EvaluationConfig.model_fields["detokenize"].annotation)),
+        (OF_MINDFORMERS, STATE_PARTS),
+        (OF_ONEFLOW, STATE_PARTS),
+    ],
+)
+def test_every_name_has_a_row(table: dict[str, Any], names: Any) -> None:
+    assert table.keys() == set(names)
+
+
+def test_the_converter_knows_every_dialect() -> None:
+    (option,) = (each for each in make_parser(None, Request)._actions if each.dest == "system")
+    of_files = {"mindformers", "fleetx", "gpt2_chinese"}
+    assert len(of_files) == len(DIALECTS)
+    assert set(option.choices or ()) == of_files | COMMAND_LINES.keys()
+
+
+def test_a_rule_is_known_by_its_parts() -> None:
+    kept = (("exp_avg_sq", "exp_avg"), ("momentum_buffer",), (), ("sum",))
+    assert [rule_keeping(parts) for parts in kept] == ["adamw", "sgd", "adamw", "adamw"]

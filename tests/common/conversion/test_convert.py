@@ -12,7 +12,6 @@ import runpy
 import signal
 import sys
 import tracemalloc
-import types
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -25,18 +24,19 @@ from hypothesis import given, settings, strategies as st
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from common.checkpoint.folders import NoCheckpointError, require_checkpoint  # noqa: E402
 from common.checkpoint.manifest import write_manifest  # noqa: E402
 from common.config.resolved import resolve_model  # noqa: E402
 from common.config.schema import ModelConfig  # noqa: E402
 from common.conversion.convert import convert, convert_as_mindformers_did, warn_of_heads  # noqa: E402
+from common.conversion.foreign import explained  # noqa: E402
 from common.errors import CheckpointError, ConfigError, StorageError  # noqa: E402
 from common.systems.hugging_face.weights import write_hugging_face  # noqa: E402
-from common.systems.own_folder import write_project  # noqa: E402
 from common.systems.table import FORMATS, detect  # noqa: E402
 from common.systems.weights import Weights  # noqa: E402
 from common.tensor_files.containers import open_tensors  # noqa: E402
-from common.training.opened_checkpoint import Checkpoint  # noqa: E402
-from tests.common.systems.tiny_weights import as_weights, random_arrays, refused  # noqa: E402
+from common.training.opened_checkpoint import Checkpoint, open_checkpoint  # noqa: E402
+from tests.common.systems.tiny_weights import Evil, as_weights, random_arrays, refused  # noqa: E402
 from tests.reference import hugging_face_model  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 
@@ -79,32 +79,24 @@ def run(source: Path, target: Path, to: str, **more: Any) -> Path:
 
 
 def save(model: Any, folder: Path, form: str) -> Path:
-    """Checkpoint folder as a present or an old transformers writes it."""
-    if form in ("safetensors", "shards"):
-        model.save_pretrained(folder, max_shard_size="10KB" if form == "shards" else "1GB")
-        assert (folder / "model.safetensors.index.json").is_file() == (form == "shards")
-        return folder
-    folder.mkdir()
-    model.config.save_pretrained(folder)
-    state = model.state_dict()
-    if form == "old bin":  # as the files of 2019: no prefix, masks, no head
-        state = dict(model.transformer.state_dict())
-        state |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 9, 9) for layer in range(2)}
-    if form == "bin shards":  # names in turn, so that both are needed for every block
-        places = {
-            name: f"pytorch_model-0000{n % 2 + 1}-of-00002.bin" for n, name in enumerate(state)
-        }
+    """Checkpoint folder as transformers writes it."""
+    is_whole = form == "safetensors"
+    model.save_pretrained(folder, max_shard_size="1GB" if is_whole else "10KB")
+    assert (folder / "model.safetensors.index.json").is_file() != is_whole
+    if form == "old shards":  # names in turn, so that both are needed for every block
+        for file in folder.glob("model*"):
+            file.unlink()
+        state = model.state_dict()
+        places = {name: f"pytorch_model-{n % 2 + 1}-of-2.bin" for n, name in enumerate(state)}
         for file in {*places.values()}:
             part = {name: tensor for name, tensor in state.items() if places[name] == file}
             torch.save(part, folder / file)
         index = {"metadata": {}, "weight_map": places}
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-        return folder
-    torch.save(state, folder / "pytorch_model.bin")
     return folder
 
 
-@pytest.mark.parametrize("form", ["safetensors", "shards", "bin", "bin shards", "old bin"])
+@pytest.mark.parametrize("form", ["safetensors", "shards", "old shards"])
 def test_a_model_of_transformers_gives_the_same_logits_here(tmp_path: Path, form: str) -> None:
     model = theirs()
     source = save(model, tmp_path / "source", form)
@@ -128,41 +120,42 @@ def test_transformers_opens_what_comes_back(source: Path, tmp_path: Path) -> Non
 
 
 def test_the_command_line_of_mindformers(tmp_path: Path, capsys: Any) -> None:
-    model = theirs()
-    file = save(model, tmp_path / "bin", "bin") / "pytorch_model.bin"
+    state, file = theirs().state_dict(), tmp_path / "pytorch_model.bin"
+    torch.save(state, file)
     target = tmp_path / "gpt2.ckpt"
     words = ["--torch_path", str(file), "--mindspore_path", str(target)]
-    assert main(["--layers", "2", *words]) == 0
+    two = ["--layers", "2"]
+    assert main([*words, *two]) == 0
     with open_tensors(target) as found:
         assert len(found) == 16 * 2 + 4
         query = found["backbone.blocks.1.attention.dense1.weight"].read()
-    state = model.state_dict()
     np.testing.assert_array_equal(query, state["transformer.h.1.attn.c_attn.weight"][:, :24].T)
-    before = target.read_bytes()
+    empty, before = str(tmp_path / "empty.bin"), target.read_bytes()
+    torch.save({"wte.weight": torch.zeros(0, 4)}, empty)
+    (tmp_path / "taken").mkdir()
     for more, fault in (
+        ([*two, "--torch_path", empty], "vocab_size=0 of the model"),
+        ([*two, "--mindspore_path", f"{tmp_path}/taken"], "could not be written: Is a directory"),
+        ([*two, "--mindspore_path", f"{tmp_path}/no/x.ckpt"], "be written: No such file"),
         (["--layers", "1"], "has 2 blocks, and --layers says 1; say --layers 2"),
         ([], "--layers says 12; say --layers 2"),  # MindFormers' default
-        (["--layers", "2", "--verify"], "go together, and with nothing else"),
-        (["--layers", "2", "--to", "hf"], "go together, and with nothing else"),
+        ([*two, "--verify"], "go together, and with nothing else"),
     ):
-        assert main([*more, *words]) == 2
+        assert main([*words, *more]) == (1 if "be written" in fault else 2)
         assert fault in capsys.readouterr().err and target.read_bytes() == before
+    assert not list(tmp_path.glob(".*")), "nothing is left"
 
 
 def random_weights(model: ModelConfig, dtype: str, seed: int) -> Weights:
+    """Float32 of any bits, with NaNs, infinities and -0 too; finite bfloat16."""
     arrays, words = random_arrays(model, seed), np.random.default_rng(seed)
-    if dtype == "float32":  # of any bits: NaNs, infinities and -0 too
-        arrays = {
-            name: words.integers(0, 2**32, array.shape, np.uint32).view(np.float32)
-            for name, array in arrays.items()
-        }
-    elif dtype == "bfloat16":  # of finite numbers
-        arrays = {
-            name: words.integers(0, 0x7F80, array.shape, np.uint16)
-            for name, array in arrays.items()
-        }
-    else:
-        arrays = {name: array.astype(dtype) for name, array in arrays.items()}
+    for name, array in arrays.items():
+        if dtype == "float32":
+            arrays[name] = words.integers(0, 2**32, array.shape, np.uint32).view(np.float32)
+        elif dtype == "bfloat16":
+            arrays[name] = words.integers(0, 0x7F80, array.shape, np.uint16)
+        else:
+            arrays[name] = array.astype(dtype)
     return as_weights(model, arrays, dtype)
 
 
@@ -222,11 +215,6 @@ def test_types_are_rounded_as_torch_does(source: Path, tmp_path: Path, dtype: st
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch executed",)
-
-
 def config(**changes: Any) -> Callable[[Path], object]:
     """Return a function that changes the config.json of a folder."""
 
@@ -251,15 +239,12 @@ BAD: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     # message: what is done to a folder of transformers, more words of the command
     r"hf: no weights of a known format here; say --from":
         (lambda folder: (folder / "model.safetensors").unlink(), []),
-    r"hf/model.safetensors: not a whole safetensors file":
-        (lambda folder: os.truncate(folder / "model.safetensors", 9000), []),
     r"hf/pytorch_model.bin: its pickle names posix.system":
         (weights(lambda _: {"transformer.wte.weight": Evil()}), []),
     r"missing transformer.h.2.ln_1.weight \[24\]": (config(n_layer=3), []),
     r"transformer.wte.weight is \[101, 24\], the model's is \[101, 12\]": (config(n_embd=12), []),
     r"activation_function='relu'; our model": (config(activation_function="relu"), []),
     r"num_heads='four' of the model: Input should be a valid integer": (config(n_head="four"), []),
-    r"5 heads do not divide a width of 24": (config(n_head=5), []),
     r"1000000000 blocks; expected 10000 at most": (config(n_layer=10**9), []),
     r"no config of a GPT-2: n_layer, n_embd, n_head, vocab_size, n_positions missing":
         (lambda folder: (folder / "config.json").write_text("{}"), []),
@@ -299,13 +284,9 @@ def test_a_path_that_is_not_there(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for convert_it in (
-        lambda: run(Path(name), tmp_path / "out", "mindformers"),
-        lambda: run(Path(name), tmp_path / "out", "mindformers", source_format="hf"),
-        lambda: convert_as_mindformers_did(2, Path(name), tmp_path / "out"),
-    ):
+    for format in (None, "hf"):
         with pytest.raises(ConfigError, match=message.format(tmp_path)):
-            convert_it()
+            run(Path(name), tmp_path / "out", "mindformers", source_format=format)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
@@ -322,8 +303,7 @@ def test_a_full_disk_and_a_folder_in_use(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("common.systems.run_state.dump_yaml", full)
-    message = "other: the weights could not be written: .*No space left on device"
-    with pytest.raises(StorageError, match=message):
+    with pytest.raises(StorageError, match="the weights could not be written"):
         run(source, tmp_path / "other", "mindformers")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
 
@@ -389,43 +369,42 @@ def test_a_scheduler_that_stops_it_finds_nothing_left(
     assert stopped.value.code == 143 and [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_verify_finds_a_bit(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flipped(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
-        sums, file = write_project(folder, weights, dtype), folder / "model.safetensors"
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 1
-        file.write_bytes(data)
-        manifest = json.loads((folder / "manifest.json").read_text())
-        manifest["files"]["model.safetensors"]["crc32"] = zlib.crc32(data)
-        write_manifest(folder, manifest)
-        return sums
-
-    wrong = dataclasses.replace(FORMATS["torch_gpt2"], write=flipped)
-    monkeypatch.setitem(FORMATS, "torch_gpt2", wrong)
-    with pytest.raises(CheckpointError, match=r"read back, ln_f.bias differs"):
-        run(source, tmp_path / "ours", "torch_gpt2")
-    assert not (tmp_path / "ours").exists()
+def flip(folder: Path) -> None:
+    """Change a bit of a checkpoint of ours, and its checksum."""
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["model.safetensors"]["crc32"] = zlib.crc32(data)
+    write_manifest(folder, manifest)
 
 
 @pytest.mark.parametrize(
-    ("to", "file"),
-    [("torch_gpt2", "manifest.json"), ("hf", "config.json"), ("mindformers", "model.yaml")],
+    ("to", "damage", "message"),
+    [
+        ("torch_gpt2", flip, "read back, ln_f.bias differs"),
+        ("torch_gpt2", lambda folder: (folder / "manifest.json").write_text("{}"), "manifest.json"),
+        ("mindformers", lambda folder: (folder / "model.yaml").write_text("{}"), "model.yaml"),
+    ],
 )
-def test_the_converter_opens_its_result(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, file: str
-) -> None:
-    """Also without --verify: what cannot be opened is not left there."""
+def test_the_converter_reads_its_result(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, damage: Any,
+    message: str,
+) -> None:  # fmt: skip
+    """What cannot be opened is not left there, also without --verify, which compares the bits."""
     format = FORMATS[to]
 
     def damaged(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
         sums = format.write(folder, weights, dtype)  # type: ignore[misc]
-        (folder / file).write_text("{}")
+        damage(folder)
         return sums
 
     monkeypatch.setitem(FORMATS, to, dataclasses.replace(format, write=damaged))
-    message = rf"hf: what was made of it cannot be read back: {file}: .*fix or remove it there"
+    if damage is not flip:
+        message = rf"hf: what was made of it cannot be read back: {message}: .*fix or remove it"
     with pytest.raises(CheckpointError, match=message):
-        run(source, tmp_path / "out", to, verify=False)
+        run(source, tmp_path / "out", to, verify=damage is flip)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
@@ -457,47 +436,41 @@ def test_verify_computes_the_logits_of_both_sides(
         return
     assert 0 < found["largest_difference"] < 1e-5 * found["largest_logit"]
     assert "logits: largest difference" in told
-    backend = {"torch_gpt2": "torch_gpt2", "mindspore": "mindformers_gpt2"}[target]
-    assert f"{backend}.predict" in sys.modules
 
 
 @pytest.mark.parametrize(
     ("width", "heads", "said"),
     [
-        (192, 6, None), (192, 3, None), (192, 8, "8 heads, where a GPT-2 of width 192 has 12 or 6"
-            " or 3;"), (768, 12, None),
-        (768, 16, "has 12;"), (512, 32, "has 8 or 4;"),
-        (10, 2, None), (128, 1, "has 8 or 4 or 2;"), (5120, 40, None),
+        (192, 3, ""), (192, 8, "8 heads, where a GPT-2 of width 192 has 12 or 6 or 3;"),
+        (768, 16, "has 12;"), (128, 1, "has 8 or 4 or 2;"), (5120, 40, ""), (10, 2, ""),
     ],
 )  # fmt: skip
 def test_unusual_heads_are_said_at_any_width(
-    monkeypatch: pytest.MonkeyPatch, width: int, heads: int, said: str | None
+    caplog: pytest.LogCaptureFixture, width: int, heads: int, said: str
 ) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(
-        "common.conversion.convert.LOG", types.SimpleNamespace(warning=lines.append)
-    )
     warn_of_heads(Path("x"), MODEL.model_copy(update={"hidden_size": width, "num_heads": heads}))
-    assert len(lines) == (said is not None) and (said or "") in "".join(lines)
+    assert bool(caplog.records) == bool(said) and said in caplog.text
 
 
 def test_logits_that_differ_are_an_error(source: Path, tmp_path: Path) -> None:
     def compare(path: Path, theirs: Any, wrong: float = 1.001) -> Any:
         runners = {"hf": theirs, "torch_gpt2": lambda *_: np.full((2, 9, 101), wrong)}
-        target = tmp_path / "ours"
-        more = {"source_format": "hf", "verify": True, "runners": runners}
-        return convert(path, target, target_format="torch_gpt2", **more)
+        return convert(
+            path, tmp_path / "ours", target_format="torch_gpt2", source_format="hf", verify=True,
+            runners=runners,
+        )  # fmt: skip
 
     def ones(*_: Any) -> np.ndarray:
         return np.ones((2, 9, 101))
 
-    for wrong in (1.001, np.nan):
-        with pytest.raises(CheckpointError, match=r"its logits .torch_gpt2. differ by"):
-            compare(source, ones, wrong)
+    for theirs, wrong, message in (
+        (ones, 1.001, r"its logits .torch_gpt2. differ by"),
+        (ones, np.nan, r"its logits .torch_gpt2. differ by"),
+        (lambda *_: {}[3], 1, "its framework for hf could not run it: 3; convert without --verify"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            compare(source, theirs, wrong)
         assert not (tmp_path / "ours").exists()
-    message = "its framework for hf could not run it: 3; convert without --verify, or fix"
-    with pytest.raises(CheckpointError, match=message):
-        compare(source, lambda *_: {}[3])
     alone = compare(source / "model.safetensors", ones)
     assert "prefer another file" in alone["logits"]["reason"]
 
@@ -511,5 +484,39 @@ def test_convert_as_mindformers_did_needs_a_place(source: Path, tmp_path: Path) 
     torch.save({"wte.weight": torch.zeros(0, 4)}, tmp_path / "empty.bin")
     with pytest.raises(ConfigError, match="vocab_size=0 of the model"):
         convert_as_mindformers_did(2, tmp_path / "empty.bin", tmp_path / "x.ckpt")
-    with pytest.raises(StorageError, match="could not be written: No such file"):
-        convert_as_mindformers_did(2, file, tmp_path / "nowhere" / "gpt2.ckpt")
+    convert_as_mindformers_did(2, file, tmp_path / "new" / "gpt2.ckpt")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["gpt2.ckpt"]
+
+
+# ---- where a checkpoint of ours is expected ----
+
+INIT, LOAD = "checkpoint.init_from", "the run in output_dir, or checkpoint.load"
+INSTEAD = (
+    # where, for what, and the end of the message; only a model's name may be one of the hub
+    ("hf/config.json", INIT, ": it is a Hugging Face folder; give checkpoint.init_from=hf"),
+    ("hf", "checkpoint.resume=latest", ": it is a Hugging Face folder; give checkpoint.resume=hf"),
+    ("hf", LOAD, ": it is a Hugging Face folder; give checkpoint.load=hf"),
+    ("ours/model.safetensors", INIT, ": it is a file of a checkpoint; give the folder ours"),
+    ("gpt2", INIT, "(looked in {0}); a model of the Hugging Face hub is named as hf://OWNER/NAME"),
+    ("gpt2", LOAD, "there is no such file or folder (looked in {0})"),
+    ("there/gpt2", INIT, "there is no such file or folder (looked in {0})"),
+    ("there", INIT, "expected a run folder, its checkpoints folder"),
+)
+
+
+def test_what_is_there_instead_and_what_to_give(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the message says to give is taken."""
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    run(source, Path("ours"), "torch_gpt2")
+    for where, why, said in INSTEAD:
+        with pytest.raises(NoCheckpointError) as caught:
+            require_checkpoint(Path(where), why)
+        message = str(explained(caught.value))
+        assert message.startswith(f"{where}: no whole checkpoint here ({why}): ")
+        assert said.format(tmp_path) in message
+        assert ("hf://" in message) == ("hf://" in said), message
+    assert open_checkpoint(Path("hf"), "x").is_foreign
+    assert not open_checkpoint(Path("ours"), "x").is_foreign

@@ -9,101 +9,62 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 torch = pytest.importorskip("torch")
 
-import torch_gpt2.train  # noqa: E402
-from common.checkpoint.folders import require_checkpoint  # noqa: E402
-from common.checkpoint.manifest import write_manifest  # noqa: E402
-from common.config.load import build_config  # noqa: E402
-from common.config.schema import RunConfig  # noqa: E402
 from common.conversion.convert import convert  # noqa: E402
 from common.errors import CheckpointError  # noqa: E402
-from common.inputs import make_run  # noqa: E402
-from common.resolve.derive import resolve_config  # noqa: E402
 from common.systems.table import FORMATS  # noqa: E402
-from common.tensor_files.arrays import TensorKind  # noqa: E402
 from common.tensor_files.containers import open_tensors  # noqa: E402
-from common.tensor_files.mindspore_ckpt import stream_mindspore  # noqa: E402
-from common.training.metrics import read_metrics  # noqa: E402
+from tests.tiny import SGD, require_same_bits, rows_of, tiny_run, train_here  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 
-
-def make_config(folder: Path, prefix: Path, **sections: dict[str, Any]) -> RunConfig:
-    sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "seq_length": 16}
-    tree: dict[str, Any] = {
-        "output_dir": str(folder),
-        "device": "cpu",
-        "model": sizes | {"vocab_size": 101, "hidden_dropout": 0.1},
-        "train": {"max_steps": 6, "micro_batch_size": 2, "global_batch_size": 4},
-        "optimizer": {
-            "learning_rate": 0.01, "warmup_steps": 2, "decay_steps": 6, "weight_decay": 0.1,
-        },
-        "data": {"train": str(prefix), "split": "100,0,0"},
-        "logging": {"tensorboard": False, "plot": False},
-    }  # fmt: skip
-    for name, section in sections.items():
-        tree[name] = {**tree.get(name, {}), **section}
-    return resolve_config(build_config(tree))
-
-
-def train(folder: Path, prefix: Path, **sections: dict[str, Any]) -> Path:
-    torch_gpt2.train.train(*make_run(make_config(folder, prefix, **sections)))
-    return folder
-
-
-SGD = {"name": "sgd", "momentum": 0.9, "learning_rate": 0.1, "schedule": "constant"}
+ADAMW = {"learning_rate": 0.01, "warmup_steps": 2, "decay_steps": 6, "weight_decay": 0.1}
 FLOAT16 = {
     "precision": {"compute": "float16"},
     "loss_scale": {"mode": "dynamic", "initial": 1024, "window": 2},
 }
 
 
+def train(folder: Path, prefix: Path, steps: int = 2, **changes: Any) -> Path:
+    changes = {"optimizer": ADAMW, "model__hidden_dropout": 0.1} | changes
+    return train_here(tiny_run(folder, prefix, train__max_steps=steps, **changes))
+
+
 @pytest.mark.parametrize(
-    ("way", "sections"),
+    ("way", "changes"),
     [
         (["mindformers", "megatron"], FLOAT16),
         (["torch_gpt2", "mindformers_r0.3", "megatron_core"], {"optimizer": SGD}),
     ],
 )
 def test_a_run_resumes_bit_for_bit(
-    tmp_path: Path, corpus_prefix: Path, way: list[str], sections: dict[str, Any]
+    tmp_path: Path, corpus_prefix: Path, way: list[str], changes: dict[str, Any]
 ) -> None:
     """Moments, step, schedule, loss scale, place in the data and dropout masks."""
-    train(tmp_path / "whole", corpus_prefix, **sections)
-    half = {**sections, "train": {"max_steps": 3}}
-    before = train(tmp_path / "half", corpus_prefix, **half)
+    whole = train(tmp_path / "whole", corpus_prefix, 6, **changes)
+    before = train(tmp_path / "half", corpus_prefix, 3, **changes)
     for number, target in enumerate([*way, "torch_gpt2"]):
         ranks = {"model_parallel": 2, "pipeline_stage": 2} if FORMATS[target].write_shards else {}
         result = convert(before, tmp_path / str(number), target_format=target, verify=True, **ranks)
         assert result["step"] == 3
         before = tmp_path / str(number)
-    train(tmp_path / "resumed", corpus_prefix, **sections, checkpoint={"resume": str(before)})
-    kept = ("step", "loss", "grad_norm", "learning_rate", "loss_scale", "consumed_samples",
-            "sample_hash")  # fmt: skip
-    steps = [
-        [[row.get(name) for name in kept] for row in read_metrics(tmp_path / run / "metrics.jsonl")]
-        for run in ("whole", "resumed")
-    ]
-    assert steps[1] == steps[0][3:] and [row[0] for row in steps[1]] == [4, 5, 6]
-    ends = [require_checkpoint(tmp_path / folder, "") for folder in ("whole", "resumed")]
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        assert (ends[0] / file).read_bytes() == (ends[1] / file).read_bytes()
+    resumed = {"checkpoint__resume": str(before), **changes}
+    require_same_bits(train(tmp_path / "resumed", corpus_prefix, 6, **resumed), whole, last=3)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    return train(folder / "run", corpus_prefix, train={"max_steps": 2})
+    return train(folder / "run", corpus_prefix)
 
 
 def test_training_says_that_it_does_not_begin_at_checkpoint_load(
     trained: Path, tmp_path: Path, corpus_prefix: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train(tmp_path, corpus_prefix, train={"max_steps": 1}, checkpoint={"load": str(trained)})
+    train(tmp_path, corpus_prefix, 1, checkpoint__load=str(trained))
     assert "not for training; set checkpoint.resume to resume from it" in caplog.text
-    assert read_metrics(tmp_path / "metrics.jsonl")[0]["step"] == 1
+    assert rows_of(tmp_path)[0]["step"] == 1
 
 
 def test_weights_without_a_run(
@@ -164,34 +125,9 @@ def test_a_checkpoint_of_mindspore_itself(
 def test_files_that_do_not_belong_together_are_refused(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     convert(trained, folder, target_format="mindformers")
-    config = yaml.safe_load((folder / "model.yaml").read_text())
-
-    def fails(match: str, source: Path = folder) -> None:
-        with pytest.raises(CheckpointError, match=match):
-            convert(source, tmp_path / "out", target_format="torch_gpt2")
-        assert not (tmp_path / "out").exists()
-
-    (tmp_path / "ours").mkdir()
-    manifest = json.loads((require_checkpoint(trained, "") / "manifest.json").read_text())
-    write_manifest(tmp_path / "ours", manifest | {"files": {}, "config": {"model": [1]}})
-    fails(r"broken manifest: config.model: .* valid dictionary, found \[1\]", tmp_path / "ours")
-    config["run"]["engine"]["optimizer_steps"] = 5
-    (folder / "model.yaml").write_text(yaml.safe_dump(config))
-    fails("global_step is 2.0, and model.yaml says 5: they are of two runs")
-    config["run"]["engine"]["optimizer_steps"] = 2
-    (folder / "model.yaml").write_text(yaml.safe_dump(config))
-    with open_tensors(folder / "gpt2.ckpt") as found:
-        lost = "adam_v.backbone.layernorm.beta"
-        kept = {name: tensor for name, tensor in found.items() if name != lost}
-        kinds = {name: TensorKind(dtype=x.dtype, shape=x.shape) for name, x in kept.items()}
-        arrays = (np.array(tensor.read()) for tensor in kept.values())
-        stream_mindspore(tmp_path / "cut.ckpt", kinds, arrays)
-    (tmp_path / "cut.ckpt").replace(folder / "gpt2.ckpt")
-    fails(r"missing adam_v.backbone.layernorm.beta \[16\]")
-
-
-def test_every_format_that_holds_a_run_is_tested() -> None:
-    here = {"torch_gpt2", "mindspore", "mindformers", "mindformers_r0.3", "megatron"}
-    read_only = {"deepspeed", "oneflow"}  # tests/common/systems has their own files
-    holding = {name for name, format in FORMATS.items() if format.holds_run}
-    assert holding == here | {"megatron_core"} | read_only
+    text = (folder / "model.yaml").read_text()
+    (folder / "model.yaml").write_text(text.replace("optimizer_steps: 2", "optimizer_steps: 5"))
+    message = r"global_step is 2.0, and model.yaml says 5: they are of two runs"
+    with pytest.raises(CheckpointError, match=message):
+        convert(folder, tmp_path / "out", target_format="torch_gpt2")
+    assert not (tmp_path / "out").exists()

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.dataset import IndexedDataset, IndexedWriter
+from common.dataset import GPTDataset, IndexedDataset, IndexedWriter
 from common.dataset.preprocess import PreprocessOptions, preprocess
 from common.dataset.token_files import TokenFiles
 from common.dataset.workers import TokenizerChoice
 from common.tokenizer import TOKENIZERS, Framing, PackedIds
 
 WritePair = Callable[..., Path]
+WHOLE: dict[str, Any] = {"split": "train", "split_weights": (1, 0, 0), "seed": 7}
+"""Options of open_samples for all of the data."""
 
 
 @pytest.fixture
@@ -44,6 +46,33 @@ def write_pair(tmp_path: Path) -> WritePair:
 def offsets_of() -> Callable[[TokenFiles], list[int]]:
     """The first token of each document, and the number of tokens."""
     return lambda data: [data.tokens_before(n) for n in range(data.document_count + 1)]
+
+
+def windows_of(data: Path | TokenFiles, seq_length: int, **changes: Any) -> GPTDataset:
+    return GPTDataset(data, seq_length=seq_length, **{**WHOLE, **changes})
+
+
+def files_of(prefix: Path, *endings: str) -> list[bytes]:
+    return [Path(f"{prefix}{ending}").read_bytes() for ending in endings or (".bin", ".idx")]
+
+
+def write_table(
+    pa: Any, path: Path, rows: Any, kind: str = "parquet", group: int = 130, column: str = "body"
+) -> Path:
+    """Write a table of the columns number and ``column``, in groups of ``group`` rows."""
+    from pyarrow import parquet
+
+    array = rows if isinstance(rows, pa.Array | pa.ChunkedArray) else pa.array(rows, pa.string())
+    table = pa.table({"number": list(range(len(array))), column: array})
+    if kind.startswith("parquet"):
+        options = {"compression": "zstd", "data_page_size": 4096, "use_dictionary": "dict" in kind}
+        parquet.write_table(table, path, row_group_size=group, **options)
+        return path
+    make = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
+    options = pa.ipc.IpcWriteOptions(compression="zstd" if kind == "zstd" else None)
+    with pa.OSFile(str(path), "wb") as sink, make(sink, table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=group)
+    return path
 
 
 class ByteTokenizer:

@@ -1,8 +1,11 @@
-"""Formats are told apart by content; every kind of corpus gives the same documents."""
+"""Formats are told apart by content; every kind of corpus gives the same documents; what is no
+corpus is refused with its place.
+"""
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import logging
 import os
@@ -11,9 +14,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from common.dataset import json_array
 from common.dataset.blocks import DocumentRule, read_blocks
 from common.dataset.corpus import CorpusFormat, open_corpus
 from common.dataset.documents import documents_of
+from common.dataset.json_array import array_items
+from common.dataset.preprocess import preprocess
 from common.errors import DataError
 
 TEXT, JSONL, ARRAY = CorpusFormat.TEXT, CorpusFormat.JSONL, CorpusFormat.ARRAY
@@ -34,13 +40,11 @@ TEXT, JSONL, ARRAY = CorpusFormat.TEXT, CorpusFormat.JSONL, CorpusFormat.ARRAY
         ("a.json", '["broken', ARRAY),
         ("a.jsonl", '{"text": "broken\n', JSONL),
         ("a.json", '"one"\n\n"two"\n', JSONL),
-        ("a.jsonl", '"one \\u4f60"', JSONL),
         ("a.txt", '"one"\n"two"\n', JSONL),
         ("a.txt", '"One," he said.\n"Two."\n', TEXT),
         ("a.txt", '"A quotation."\n', TEXT),
         ("a.txt", '[{"a": ' + "[" * 200_000, TEXT),
         ("a.txt", '{"a": ' + "9" * 5000 + "}\n", TEXT),
-        ("a.jsonl", '{"a": ' + "[" * 200_000 + "\n", JSONL),
         ("a.bin", '["' + "x" * (2 << 20) + '"]', ARRAY),
         ("a.jsonl", '{"text": "' + "x" * (2 << 20) + '"}', JSONL),
     ],
@@ -50,43 +54,23 @@ def test_the_format_is_judged_by_content(tmp_path, caplog, name, content, expect
     path = tmp_path / (name + (".gz" if zipped else ""))
     path.write_bytes(gzip.compress(content.encode(), 1) if zipped else content.encode())
     with caplog.at_level(logging.INFO, "common.dataset.corpus"):
-        corpus = open_corpus(path)
-    assert (corpus.format, corpus.gzipped) == (expected, zipped)
+        assert open_corpus(path).format is expected
     lies = expected is not TEXT and name in ("a.txt", "a.bin")
     assert [record.levelno for record in caplog.records] == [
         logging.WARNING if lies else logging.INFO
     ]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "is empty"),
-        (b" \n\n", "is empty"),
-        ("text".encode("utf-16"), "is UTF-16"),
-        (b'{\n "a": "one",\n "b": "two"\n}\n', "one JSON object over several lines"),
-        (b"\x1f\x8bxx", "gzip stream is broken"),
-        (gzip.compress(b"x" * 100, mtime=0)[:-9], "gzip stream is broken"),
-    ],
-)
-def test_input_that_cannot_be_a_corpus_is_refused(tmp_path, content, message) -> None:
-    path = tmp_path / "a.json"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        open_corpus(path)
-
-
 def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="not found"):
-        open_corpus(tmp_path / "absent.txt")
-    with pytest.raises(DataError, match="is a folder"):
-        open_corpus(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    for special in (tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(
-            DataError, match=r"is a device, a pipe or a socket.*write its content to a file first"
-        ):
-            open_corpus(special)
+    for path, message in (
+        (tmp_path / "absent.txt", "not found"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "pipe", r"is a device, a pipe or a socket.*write its content to a file first"),
+        (Path("/dev/zero"), r"is a device, a pipe or a socket"),
+    ):
+        with pytest.raises(DataError, match=message):
+            open_corpus(path)
 
 
 def documents(
@@ -128,15 +112,77 @@ def test_every_format_gives_the_same_documents(tmp_path, texts, block_bytes, win
         DocumentRule.LINE: ["\n", "\n\n"],
         DocumentRule.EOT: ["<|endoftext|>", "\n<|endoftext|>\n", "<|endoftext|><|endoftext|>"],
     }
+    path = tmp_path / "e.txt"
     for rule, separators in plain.items():
         for separator in separators:
             content = separator.join(texts) + separator
-            (tmp_path / "e.txt").write_bytes(
-                (content.replace("\n", "\r\n") if windows else content).encode()
-            )
-            assert documents(tmp_path / "e.txt", rule, block_bytes) == texts
+            path.write_bytes((content.replace("\n", "\r\n") if windows else content).encode())
+            assert documents(path, rule, block_bytes) == texts
+    path.write_text(whole := "\n" + "\n\n".join(texts) + " \n", newline="")
+    assert documents(path, DocumentRule.FILE, 2) == [whole]
 
 
-def test_file_mode_keeps_the_text_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("\na\n\nb \n")
-    assert documents(tmp_path / "a.txt", DocumentRule.FILE, 2) == ["\na\n\nb \n"]
+VALUES = st.sampled_from(["12e3", "-1.5", "true", "null", "-Infinity", '{"a": [1e5, "x"]}', "[]"])
+PARTS = [r"\ud83d\ude00", r"\ud83d", r"\uDC00", r"\\", r"\u0041", r"\n", "a", "漢", " , ] ", "[{"]
+STRINGS = st.lists(st.sampled_from(PARTS)).map(lambda parts: f'"{"".join(parts)}"')
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    items=st.lists(VALUES | STRINGS),
+    size=st.integers(1, 40),
+    comma=st.sampled_from([",", " ,", ",\n  "]),
+)
+def test_items_of_an_array_are_those_of_json(items, size, comma) -> None:
+    """Whatever is read at once: values and escapes may be cut anywhere."""
+    text = f"[{comma.join(items)}]"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_array, "_READ_BYTES", size)
+        file = io.BytesIO(b"\xef\xbb\xbf" * (size > 3) + text.encode())
+        assert list(array_items(file, Path("a.json"))) == list(enumerate(json.loads(text), 1))
+
+
+DEEP, LONG = "[" * 200_000, "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", "", "is empty"),
+        ("a.json", " \n\n", "is empty"),
+        ("a.json", "text".encode("utf-16"), "is UTF-16"),
+        ("a.json", '{\n "a": "one",\n "b": "two"\n}\n', "one JSON object over several lines"),
+        ("a.json", b"\x1f\x8bxx", "gzip stream is broken"),
+        ("a.json", gzip.compress(b"x" * 100, mtime=0)[:-9], "gzip stream is broken"),
+        ("a.json", '["a"\n "b"]', "after 1 items: expected ',' or ']'"),
+        ("a.json", '["a",\n]', "after 1 items: Expecting value"),
+        ("a.json", '["a", "b\nc"]', "after 1 items: Invalid control character;"),
+        ("a.json", '["a", "bcd', "after 1 items: Unterminated string; .* if it was cut short"),
+        ("a.json", '["a"]\n["b"]', "after 1 items: the array has ended, and more text follows"),
+        ("a.json", '["a", ' + DEEP, "after 1 items: nested deeper than 64 levels"),
+        ("a.json", f'["a", {LONG}]', "after 1 items: a number of more digits than Python"),
+        ("a.json", b'["ab",\n "\xe7\x94\xb2\xff"]', "byte 12 is not UTF-8 .*; give its --encoding"),
+        ("a.json", '[{"text": "a"},\n  {"body": "b"}]', "item 2: the key 'text' is missing.*'body"),
+        ("a.json", '["", ""]', "all 2 documents under 'text' are empty"),
+        ("a.jsonl", '{"text": "a"}\n\n{"b": 1, "n": 1}\n', "line 3, column 1: the key 'text' is"),
+        ("a.jsonl", '{"text": "a"}\n{"text": 3}\n', "line 2, column 1: .*of 'text' is a number"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b"\n', "line 2, column 13: Expecting ',' delimiter"),
+        ("a.jsonl", '{"text": "a"}\n{"n": ' + DEEP, "line 2, column 1: nested deeper than 64"),
+        ("a.jsonl", '{"text": "a"}\n{"n": ' + LONG + "}", "line 2, column 1: a number of more"),
+        ("a.jsonl", '{"text": "a"}\n\ufeff{"text": "b"}\n', "line 2, column 1: a byte order mark"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "line 2, column 11: byte 24 is not UTF-8"),
+        ("a.txt", "ab\n\nc\0d", "holds NUL bytes .0x00., 1 of 7; the file is binary"),
+        ("a.txt", b"ab\n\nc\xe4d", "line 3, column 2: byte 5 is not UTF-8"),
+    ],
+)
+def test_what_is_no_corpus_is_refused_and_leaves_nothing(
+    tmp_path, monkeypatch, options_for, name, content, message
+) -> None:
+    monkeypatch.setattr(json_array, "_READ_BYTES", 16)
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    for block_bytes in (1, 1 << 20):
+        options = options_for(path, output_prefix=tmp_path / "out" / "x", block_bytes=block_bytes)
+        with pytest.raises(DataError, match=message):
+            preprocess(options)
+    assert not list((tmp_path / "out").glob("*"))

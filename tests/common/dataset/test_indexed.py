@@ -13,10 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from common.dataset import IndexedDataset, IndexedWriter, token_dtype
-from common.dataset.fleetx import FleetXDataset, FleetXWriter
-from common.dataset.indexed import HEADER, MAGIC
+from common.dataset.fleetx import FleetXDataset, FleetXWriter, fleetx_dtype
+from common.dataset.indexed import HEADER
 from common.dataset.preprocess import PreprocessResult, preprocess
-from common.errors import DataError, StorageError
+from common.errors import DataError
+from tests.common.dataset.conftest import files_of, write_table
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +41,12 @@ def write_theirs(megatron, prefix: Path, dtype, documents: list[list[list[int]]]
     builder.finalize(f"{prefix}.idx")
 
 
-def write_ours(prefix: Path, dtype, documents: list[list[list[int]]]) -> None:
-    with IndexedWriter(prefix, dtype) as writer:
+def write_ours(writer, prefix: Path, dtype, documents: list[list[list[int]]]) -> None:
+    with writer(prefix, dtype) as file:
         for document in documents:
-            flat = np.array([token for sequence in document for token in sequence], dtype=np.int64)
-            writer.append(
-                flat,
-                np.array([len(sequence) for sequence in document], dtype=np.int64),
-                np.array([len(document)]),
-            )
+            sizes = np.array([len(sequence) for sequence in document], dtype=np.int64)
+            tokens = np.array([token for sequence in document for token in sequence], np.int64)
+            file.append(tokens, sizes, np.array([len(document)]))
 
 
 DOCUMENTS = st.lists(
@@ -68,17 +66,38 @@ def test_bytes_equal_megatrons_and_each_reads_the_other(
     dtype = megatron.DType.optimal_dtype(vocab_size)
     assert token_dtype(vocab_size) == dtype
     write_theirs(megatron, tmp_path / "theirs", dtype, documents)
-    write_ours(tmp_path / "ours", dtype, documents)
-    for extension in ("bin", "idx"):
-        assert (tmp_path / f"ours.{extension}").read_bytes() == (
-            tmp_path / f"theirs.{extension}"
-        ).read_bytes()
+    write_ours(IndexedWriter, tmp_path / "ours", dtype, documents)
+    assert files_of(tmp_path / "ours") == files_of(tmp_path / "theirs")
     ours = IndexedDataset(tmp_path / "theirs")
     theirs = megatron.IndexedDataset(str(tmp_path / "ours"))
     sequences = [sequence for document in documents for sequence in document]
     assert [part.tolist() for part in (ours[n] for n in range(len(ours)))] == sequences
     assert [theirs[n].tolist() for n in range(len(theirs))] == sequences
     assert ours.document_index[:].tolist() == theirs.document_indices.tolist()
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(documents=DOCUMENTS, vocab_size=st.sampled_from([65534, 65535]))
+def test_fleetx_files_have_the_bytes_of_numpy(tmp_path, documents, vocab_size, offsets_of) -> None:
+    """numpy.save and numpy.savez wrote FleetX's own."""
+    dtype = np.uint16 if vocab_size < 65535 else np.int32
+    assert fleetx_dtype(vocab_size) == dtype
+    sequences = [sequence for document in documents for sequence in document]
+    flat = np.array([token for sequence in sequences for token in sequence], dtype)
+    np.save(tmp_path / "theirs_ids.npy", flat)
+    lens = np.array([len(sequence) for sequence in sequences], dtype=np.int32)
+    docs = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+    np.savez(tmp_path / "theirs_idx.npz", lens=lens, docs=docs)
+    write_ours(FleetXWriter, tmp_path / "ours", dtype, documents)
+    assert files_of(tmp_path / "ours", "_ids.npy") == files_of(tmp_path / "theirs", "_ids.npy")
+    with np.load(tmp_path / "ours_idx.npz") as ours, np.load(tmp_path / "theirs_idx.npz") as theirs:
+        for name in ("lens", "docs"):
+            assert ours[name].dtype == theirs[name].dtype
+            assert ours[name].tolist() == theirs[name].tolist()
+    ends = np.cumsum([0, *(sum(map(len, document)) for document in documents)])
+    assert offsets_of(FleetXDataset(tmp_path / "ours")) == ends.tolist()
 
 
 ROWS = [
@@ -89,56 +108,43 @@ ROWS = [
 """Rows as those of Megatron's own test, and more of white space and of nothing."""
 
 
-def megatron_bytes(megatron, tmp_path: Path, rows: list[str]) -> tuple[bytes, bytes]:
-    """The pair that megatron-core's builder writes of bytes as tokens, driven as
-    tools/preprocess_data.py of Megatron-LM drives it: a text without a token is a document without
-    a sequence, and has no end-of-document token.
-    """
-    builder = megatron.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
-    for row in rows:
-        ids = [*row.encode(), 256] if row else []
-        builder.add_document(ids, [len(ids)] if ids else [])
-    builder.finalize(str(tmp_path / "theirs.idx"))
-    return (tmp_path / "theirs.bin").read_bytes(), (tmp_path / "theirs.idx").read_bytes()
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "strings.json", "array.json", "a.parquet", "a.arrow"])
 def test_every_row_is_a_document_as_in_megatron(
     megatron, tmp_path, options_for, name, offsets_of
 ) -> None:
+    """Their builder is driven as tools/preprocess_data.py of Megatron-LM drives it: a text without
+    a token is a document without a sequence, and has no end-of-document token.
+    """
+    builder = megatron.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
+    for row in ROWS:
+        ids = [*row.encode(), 256] if row else []
+        builder.add_document(ids, [len(ids)] if ids else [])
+    builder.finalize(str(tmp_path / "theirs.idx"))
     path = tmp_path / name
-    if name.startswith("a."):
-        lines = "".join(json.dumps({"text": row}) + "\n" for row in ROWS)
-    else:
-        lines = "\n".join(map(json.dumps, ROWS))
-    if path.suffix in (".parquet", ".arrow"):
+    if name.endswith(("parquet", "arrow")):
         pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-        table = pa.table({"text": ROWS})
-        if path.suffix == ".parquet":
-            from pyarrow import parquet
-
-            parquet.write_table(table, path)
-        else:
-            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-                writer.write_table(table)
+        kind = "parquet" if name.endswith("parquet") else "file"
+        write_table(pa, path, ROWS, kind, column="text")
+    elif name == "array.json":
+        path.write_text(json.dumps(ROWS))
     else:
-        path.write_text(json.dumps(ROWS) if name == "array.json" else lines)
+        rows = [{"text": row} for row in ROWS] if name == "a.jsonl" else ROWS
+        path.write_text("\n".join(map(json.dumps, rows)))
 
     def run(format: str, block_bytes: int) -> PreprocessResult:
         options = {"format": format, "block_bytes": block_bytes}
         return preprocess(options_for(path, output_prefix=tmp_path / format, **options))
 
-    expected = megatron_bytes(megatron, tmp_path, ROWS)
     for block_bytes in (50, 1 << 20):
         result = run("indexed", block_bytes)
         (prefix,) = result.prefixes
-        found = [prefix.with_name(f"{prefix.name}{end}").read_bytes() for end in (".bin", ".idx")]
-        assert tuple(found) == expected
+        assert files_of(prefix) == files_of(tmp_path / "theirs")
         assert (result.progress.documents, result.progress.empty) == (len(ROWS), 2)
     of_fleetx = FleetXDataset(run("fleetx", 50).prefixes[0])
     pair = IndexedDataset(prefix)
     assert of_fleetx.tokens.tolist() == pair.tokens.tolist()
     assert offsets_of(of_fleetx) == offsets_of(pair)
+    assert (metadata := of_fleetx.metadata()) is not None and metadata.tokens == pair.token_count
 
 
 @pytest.mark.parametrize("writer", ["Megatron-LM", "fairseq"])
@@ -185,13 +191,9 @@ def test_members_in_closed_form(write_pair, offsets_of) -> None:
     assert (data.token_count, len(data), data.document_count) == (13, 4, 3)
     assert data.tokens.tolist() == list(range(13))
     assert data[1].tolist() == list(range(3, 10))
-    assert data.dtype == np.uint16
-
-
-@pytest.mark.parametrize("extension", ["", ".bin", ".idx"])
-@pytest.mark.parametrize("name", ["data", "corpus.v1.2"])
-def test_a_prefix_may_contain_dots_and_carry_an_extension(write_pair, name, extension) -> None:
-    assert IndexedDataset(f"{write_pair([4], name=name)}{extension}").token_count == 4
+    for name in ("corpus.v1.2", "corpus.v1.2.bin", "corpus.v1.2.idx"):
+        write_pair([4], name="corpus.v1.2")
+        assert IndexedDataset(data.prefix.with_name(name)).token_count == 4
 
 
 def test_the_content_key_follows_the_content(write_pair, tmp_path) -> None:
@@ -207,114 +209,66 @@ def test_the_content_key_follows_the_content(write_pair, tmp_path) -> None:
     )
 
 
-def test_missing_names_the_alternatives(write_pair, tmp_path) -> None:
-    write_pair([4], name="my_text_document")
-    write_pair([4], name="my_text_sentence")
-    for asked in ("my_text", "my", "my_text_documents"):
-        with pytest.raises(DataError, match=r"not found; did you mean .*my_text_document"):
-            IndexedDataset(tmp_path / asked)
-    with pytest.raises(DataError, match=r"my_text_document or .*my_text_sentence"):
-        IndexedDataset(tmp_path / "my_text")
-    for other in ("corpus_text_document", "my2_text_sentences_of_another"):  # not a slip of the pen
-        with pytest.raises(DataError, match=r"holds my_text_document, my_text_sentence; write one"):
-            IndexedDataset(tmp_path / other)
-    with pytest.raises(DataError, match="does not exist"):
-        IndexedDataset(tmp_path / "absent" / "my_text_document")
-    (tmp_path / "my_text_document.bin").unlink()
-    with pytest.raises(DataError, match=r"although my_text_document\.idx is there"):
-        IndexedDataset(tmp_path / "my_text_document")
-
-
-def change(path: Path, at: int, data: bytes) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[at : at + len(data)] = data
-    path.write_bytes(raw)
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("my_text", r"did you mean .*my_text_document or .*my_text_sentence"),
+        ("my_text_documents", r"not found; did you mean .*my_text_document"),
+        ("corpus_text_document", r"holds my_text_document, my_text_sentence; write one"),
+        ("absent/my_text_document", "does not exist"),
+        ("my_text_alone", r"although my_text_alone\.idx is there"),
+    ],
+)
+def test_missing_names_the_alternatives(write_pair, tmp_path, asked, message) -> None:
+    for name in ("document", "sentence", "alone"):
+        write_pair([4], name=f"my_text_{name}")
+    (tmp_path / "my_text_alone.bin").unlink()
+    with pytest.raises(DataError, match=message):
+        IndexedDataset(tmp_path / asked)
 
 
 @pytest.mark.parametrize(
-    ("at", "data", "message"),
+    ("extension", "at", "data", "message"),
     [
-        (0, b"XX", "starts with"),
-        (0, b"TNTIDX\0\0", "has format version 256"),
-        (9, struct.pack("<Q", 2), "format version 2, expected 1"),
-        (17, b"\x07", "dtype code 7"),
-        (18, struct.pack("<Q", 0), "holds no sequences"),
-        (18, struct.pack("<Q", 9), "ends early"),
-        (26, struct.pack("<Q", 1), "is too long"),
-        (HEADER.size, struct.pack("<i", -1), "damaged: sequence 0 of -1 tokens"),
-        (HEADER.size, struct.pack("<i", 4), "damaged: sequence 1 of 7 tokens is at byte 6"),
-        (HEADER.size + 20, struct.pack("<q", 8), "damaged: sequence 1 of 7 tokens is at byte 8"),
-        (HEADER.size + 36, struct.pack("<q", 1), "must run from 0"),
-        (HEADER.size + 36 + 8, struct.pack("<q", 9), "damaged: document 2 begins before"),
+        (".idx", 0, b"XX", "starts with"),
+        (".idx", 9, struct.pack("<Q", 2), "format version 2, expected 1"),
+        (".idx", 17, b"\x07", "dtype code 7"),
+        (".idx", 18, struct.pack("<Q", 0), "holds no sequences"),
+        (".idx", 26, struct.pack("<Q", 1), "is too long"),
+        (".idx", HEADER.size, struct.pack("<i", 4), "sequence 1 of 7 tokens is at byte 6"),
+        (".idx", HEADER.size + 36, struct.pack("<q", 1), "must run from 0"),
+        (".idx", HEADER.size + 44, struct.pack("<q", 9), "document 2 begins before"),
+        (".idx", HEADER.size - 1, None, "inside its header"),
+        (".idx", HEADER.size + 20, None, "ends early"),
+        (".bin", 23, None, "smaller.*23 bytes found, 24 expected"),
+        (".bin", 24, b"..", "larger.*26 bytes found, 24 expected"),
     ],
 )
-def test_a_broken_idx_is_refused(write_pair, at, data, message) -> None:
+def test_a_damaged_pair_is_refused(write_pair, extension, at, data, message) -> None:
+    """data: what stands there instead, None where the file is cut short."""
     prefix = write_pair([3, 7, 2])
-    change(prefix.with_suffix(".idx"), at, data)
+    path = prefix.with_suffix(extension)
+    raw = path.read_bytes()
+    path.write_bytes(raw[:at] + (data + raw[at + len(data) :] if data else b""))
     with pytest.raises(DataError, match=message):
         IndexedDataset(prefix)
 
 
-@pytest.mark.parametrize("size", [0, 5, HEADER.size - 1, HEADER.size, HEADER.size + 20])
-def test_a_truncated_idx_is_refused(write_pair, size) -> None:
-    prefix = write_pair([3, 7, 2])
-    path = prefix.with_suffix(".idx")
-    path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(DataError, match=r"data\.idx"):
-        IndexedDataset(prefix)
+@pytest.mark.parametrize("writer", [IndexedWriter, FleetXWriter])
+def test_nothing_is_left_behind_by_a_failure(tmp_path, write_pair, writer) -> None:
+    def fail(name: str) -> None:
+        with writer(tmp_path / name, "<u2") as file:
+            file.append(np.array([70000]), np.array([1]))
 
-
-@pytest.mark.parametrize(("change_by", "word"), [(-1, "smaller"), (-24, "smaller"), (2, "larger")])
-def test_a_bin_of_another_size_is_refused(write_pair, change_by, word) -> None:
-    prefix = write_pair([3, 7, 2])
-    path = prefix.with_suffix(".bin")
-    path.write_bytes((path.read_bytes() + b"\0\0")[: 24 + change_by])
-    with pytest.raises(DataError, match=f"{word}.*{24 + change_by} bytes found, 24 expected"):
-        IndexedDataset(prefix)
-
-
-def test_nothing_is_left_behind_by_a_failure(tmp_path) -> None:
-    def fail() -> None:
-        with IndexedWriter(tmp_path / "data", "uint16") as writer:
-            writer.append(np.arange(5), np.array([5]))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fail()
+    with pytest.raises(DataError, match="token id 70000 does not fit uint16"):
+        fail("new")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_failed_rewrite_keeps_the_old_pair(write_pair) -> None:
     prefix = write_pair([3, 7])
-    with (
-        pytest.raises(DataError, match="token id 70000 does not fit uint16"),
-        IndexedWriter(prefix, "uint16") as writer,
-    ):
-        writer.append(np.array([70000]), np.array([1]))
+    with pytest.raises(DataError):
+        fail("data")
     assert IndexedDataset(prefix).sizes[:].tolist() == [3, 7]
     write_pair([1])
     assert IndexedDataset(prefix).sizes[:].tolist() == [1]
-
-
-def test_a_rewrite_that_cannot_be_published_keeps_the_old_pair(write_pair, monkeypatch) -> None:
-    prefix = write_pair([3, 7])
-    before = {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
-
-    unlink = Path.unlink
-
-    def refuse(path: Path, *, missing_ok: bool = False) -> None:
-        if path.suffix == ".idx":
-            raise PermissionError(13, "Permission denied", str(path))
-        unlink(path, missing_ok=missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", refuse)
-    with (
-        pytest.raises(StorageError, match=r"an older file of this name is untouched"),
-        IndexedWriter(prefix, "uint16") as writer,
-    ):
-        writer.append(np.arange(4), np.array([4]))
-    after = {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
-    assert after == before
 
 
 @pytest.mark.parametrize("writer", [IndexedWriter, FleetXWriter])
@@ -329,12 +283,5 @@ def test_ten_million_documents_are_written_with_the_memory_of_a_block(tmp_path, 
     assert peak < 45e6, "8 bytes a document would be 80 MB"
     data = (IndexedDataset if writer is IndexedWriter else FleetXDataset)(tmp_path / "data")
     assert (data.document_count, data.token_count) == (10_000_000, 10_000_000)
-    assert [data.tokens_before(n) for n in (0, 1, 7_654_321, 10_000_000)] == [
-        *(0, 1, 7_654_321, 10_000_000)
-    ]
-
-
-def test_the_format_starts_with_magic_and_version(write_pair) -> None:
-    raw = write_pair([3]).with_suffix(".idx").read_bytes()
-    assert raw.startswith(MAGIC + struct.pack("<QBQQ", 1, 8, 1, 2))
-    assert raw[HEADER.size :] == struct.pack("<iqqq", 3, 0, 0, 1)
+    places = (0, 1, 7_654_321, 10_000_000)
+    assert tuple(data.tokens_before(place) for place in places) == places

@@ -18,8 +18,7 @@ from common.dataset.preprocess import PreprocessOptions, preprocess
 from common.dataset.shards import Shard, parse_shard
 from common.dataset.workers import TokenizerChoice
 from common.errors import ConfigError, DataError, StorageError
-
-EXTENSIONS = (".bin", ".idx", ".meta.json")
+from tests.common.dataset.conftest import files_of
 
 
 @pytest.fixture
@@ -50,13 +49,11 @@ def shards(options: PreprocessOptions, count: int) -> list[Path]:
 
 
 def files(prefix: Path) -> list[bytes]:
-    return [Path(f"{prefix}{extension}").read_bytes() for extension in EXTENSIONS]
+    return files_of(prefix, ".bin", ".idx", ".meta.json")
 
 
-@pytest.mark.parametrize("count", [1, 3, 8, 200])
-def test_merged_shards_have_the_bytes_of_one_process(
-    tmp_path: Path, options: PreprocessOptions, count: int
-) -> None:
+@pytest.mark.parametrize("count", [1, 8, 200])
+def test_merged_shards_have_the_bytes_of_one_process(tmp_path, options, count) -> None:
     whole = preprocess(options).prefixes[0]
     parts = shards(options, count)
     merge_datasets(parts, tmp_path / "merged")
@@ -66,9 +63,7 @@ def test_merged_shards_have_the_bytes_of_one_process(
         assert max(sizes) < 0.4 * sum(sizes)
 
 
-def test_a_finished_shard_is_kept_and_one_of_other_inputs_is_not(
-    tmp_path: Path, options: PreprocessOptions
-) -> None:
+def test_a_finished_shard_is_kept_and_one_of_other_inputs_is_not(tmp_path, options) -> None:
     second = replace(options, shard=Shard(number=2, count=3))
     first, again = preprocess(second), preprocess(second)
     assert not first.kept and again.kept
@@ -88,35 +83,27 @@ def test_a_shard_of_empty_documents_keeps_them(tmp_path: Path, options: Preproce
     assert IndexedDataset(whole).document_count == 9002
 
 
-def test_shards_that_do_not_make_a_whole_are_refused(
-    tmp_path: Path, options: PreprocessOptions
-) -> None:
+def test_shards_that_do_not_make_a_whole_are_refused(tmp_path, options) -> None:
+    def refused(message: str, *parts: Path, output: str = "merged") -> None:
+        with pytest.raises((ConfigError, DataError, StorageError), match=message):
+            merge_datasets(parts, tmp_path / output)
+
     parts = shards(options, 3)
-    with pytest.raises(DataError, match=r"shards 2 of 3 are missing; preprocess them with --shard"):
-        merge_datasets([parts[0], parts[2]], tmp_path / "merged")
-    with pytest.raises(DataError, match="named twice"):
-        merge_datasets([*parts, parts[0]], tmp_path / "merged")
-    with pytest.raises(ConfigError, match="choose another --output-prefix"):
-        merge_datasets(parts, parts[0])
+    refused("shards 2 of 3 are missing; preprocess them with --shard", parts[0], parts[2])
+    refused("named twice", *parts, parts[0])
+    refused("choose another --output-prefix", *parts, output=parts[0].name)
+    (tmp_path / "empty").mkdir()
+    refused(r"empty: holds no \.idx", tmp_path / "empty")
+    refused("could not be written", *parts, output="a.txt/merged")
     other = preprocess(replace(options, shard=Shard(number=1, count=2))).prefixes[0]
-    with pytest.raises(DataError, match="of another division"):
-        merge_datasets([*parts, other], tmp_path / "merged")
-    metadata = parts[0].with_name(f"{parts[0].name}.meta.json")
+    refused("of another division", *parts, other)
+    metadata = Path(f"{parts[0]}.meta.json")
     there = metadata.read_text()
     metadata.write_text(there.replace('"3/3"', '"x/3"'))
-    with pytest.raises(DataError, match=r"is shard x/3, but others are of another division"):
-        merge_datasets(parts, tmp_path / "merged")
+    refused("is shard x/3, but others are of another division", *parts)
     metadata.write_text(there)
     preprocess(replace(options, append_eod=False, shard=Shard(number=2, count=3)))
-    with pytest.raises(DataError, match=r"eod_id is (None|256), but (None|256)"):
-        merge_datasets(parts, tmp_path / "merged")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty: holds no \.idx"):
-        merge_datasets([tmp_path / "empty"], tmp_path / "merged")
-    (tmp_path / "file").write_text("")
-    preprocess(replace(options, shard=Shard(number=2, count=3)))
-    with pytest.raises(StorageError, match="could not be written"):
-        merge_datasets(parts, tmp_path / "file" / "merged")
+    refused(r"eod_id is (None|256), but (None|256)", *parts)
 
 
 def test_other_pairs_follow_one_another(tmp_path: Path) -> None:
@@ -137,9 +124,7 @@ def test_other_pairs_follow_one_another(tmp_path: Path) -> None:
     for name in "abc":
         builder.add_index(str(folder / name))
     builder.finalize(str(tmp_path / "megatron.idx"))
-    for extension in (".bin", ".idx"):
-        merged, theirs = (tmp_path / f"{name}{extension}" for name in ("merged", "megatron"))
-        assert merged.read_bytes() == theirs.read_bytes()
+    assert files_of(tmp_path / "merged") == files_of(tmp_path / "megatron")
     assert IndexedDataset(tmp_path / "merged").document_count == 6
     with IndexedWriter(folder / "d", np.int32) as writer:
         writer.append(np.arange(3), np.array([3]))
@@ -149,11 +134,8 @@ def test_other_pairs_follow_one_another(tmp_path: Path) -> None:
 
 def test_shards_are_named_by_number_or_by_slurm() -> None:
     assert parse_shard("2/8", {}) == Shard(number=2, count=8)
-    array = {
-        "SLURM_ARRAY_TASK_ID": "12",
-        "SLURM_ARRAY_TASK_MIN": "10",
-        "SLURM_ARRAY_TASK_COUNT": "4",
-    }
+    array = {f"SLURM_ARRAY_TASK_{name}": n for name, n in (("ID", "12"), ("MIN", "10"))}
+    array["SLURM_ARRAY_TASK_COUNT"] = "4"
     assert parse_shard("slurm", array) == Shard(number=3, count=4)
     for text, environ, message in (
         ("slurm", {}, "sbatch --array=1-8"),

@@ -36,31 +36,21 @@ def make_trial(*hosts: str) -> AllReduceTrial:
         RankPlacement(rank=rank, device_id=rank + 4, local_rank=rank, host=host)
         for rank, host in enumerate(hosts)
     )
+    everywhere = Placement(all=places, own_host=hosts[0], master=hosts[0])
     return AllReduceTrial(
-        places=Placement(all=places, own_host=hosts[0], master=hosts[0]),
-        backend="torch",
-        communication="gloo",
-        address="10.0.0.1:29500",
+        places=everywhere, backend="torch", communication="gloo", address="10.0.0.1:29500"
     )
 
 
 def run(folder: Path, *ranks: tuple[str, str], limit: float = 30) -> Check:
     """Last check of a trial. Each rank: the last stage that it reports, and what it does then."""
-    children = tuple(
-        ProcessSpec(
-            rank=rank,
-            command=(
-                sys.executable,
-                "-c",
-                PROGRAM,
-                json.dumps(STAGES[1 : STAGES.index(last) + 1]),
-                then,
-            ),
-            environment={"DEVICE_ID": str(rank + 4)},
-        )
-        for rank, (last, then) in enumerate(ranks)
-    )
-    job = Job(children=children, log_folder=folder, stall_limit=limit)
+    children = []
+    for rank, (last, then) in enumerate(ranks):
+        stages = json.dumps(STAGES[1 : STAGES.index(last) + 1])
+        command = (sys.executable, "-c", PROGRAM, stages, then)
+        device = {"DEVICE_ID": str(rank + 4)}
+        children.append(ProcessSpec(rank=rank, command=command, environment=device))
+    job = Job(children=tuple(children), log_folder=folder, stall_limit=limit)
     return try_all_reduce(job, make_trial(*["10.0.0.1"] * len(ranks)))[-1]
 
 
@@ -75,45 +65,22 @@ def test_all_reduced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == ""
 
 
+ERROR = "fix the error in its log"
+
+
 @pytest.mark.parametrize(
     ("ranks", "limit", "found", "remedy"),
     [
-        (
-            [("connected", STAY), ("started", "raise ImportError('no such library')")],
-            30,
-            ["rank 1 (device 5) ended with exit code 1", "ImportError: no such library"],
-            "fix the error in its log",
-        ),
-        (
-            [("group made", "sys.exit(0)")],
-            30,
-            ["rank 0 (device 4 of 10.0.0.1) ended too early, after 'group made'"],
-            "fix the error in its log",
-        ),
-        (
-            [("imported", "sys.exit(1)"), ("imported", "time.sleep(.5); os.kill(os.getpid(), 9)")],
-            30,
-            ["rank 1 (device 5) was killed by signal 9 (SIGKILL; often the kernel, out of memory"],
-            "fix the error in its log",
-        ),
-        (
-            [("connected", STAY), ("imported", "os.kill(os.getpid(), 15)")],
-            30,
-            ["rank 1 (device 5) was killed by signal 15 (SIGTERM"],
-            "fix the error in its log",
-        ),
-        (
-            [("connected", STAY), ("connected", "os.kill(os.getpid(), 19)")],
-            3,
-            ["stalled for 3 s (--time_limit)", "rank 1 (device 5) has made no", "(state T)"],
-            "kill -CONT its process, or end it",
-        ),
-        (
-            [("connected", STAY), ("imported", f"def connecting(): {STAY}\nconnecting()")],
-            3,
-            ["rank 1 (device 5) has made", "its last report was step 2, imported", "in connecting"],
-            "every host can reach 10.0.0.1:29500, past firewalls; GLOO_SOCKET_IFNAME",
-        ),
+        ([("connected", STAY), ("started", "raise ImportError('no such library')")], 30,
+            ["rank 1 (device 5) ended with exit code 1", "ImportError: no such library"], ERROR),
+        ([("group made", "sys.exit(0)")], 30,
+            ["rank 0 (device 4 of 10.0.0.1) ended too early, after 'group made'"], ERROR),
+        ([("connected", STAY), ("imported", "os.kill(os.getpid(), 15)")], 30,
+            ["rank 1 (device 5) was killed by signal 15 (SIGTERM"], ERROR),
+        ([("connected", STAY), ("imported", f"def connecting(): {STAY}\nconnecting()")], 3,
+            ["stalled for 3 s (--time_limit)", "rank 1 (device 5) has made no",
+             "its last report was step 2, imported", "in connecting"],
+            "every host can reach 10.0.0.1:29500, past firewalls; GLOO_SOCKET_IFNAME"),
     ],
 )  # fmt: skip
 def test_the_rank_at_fault_is_named_with_the_end_of_its_log(
@@ -125,11 +92,9 @@ def test_the_rank_at_fault_is_named_with_the_end_of_its_log(
 
 
 def test_a_wrong_sum_names_the_rank() -> None:
-    last: dict[int, Any] = {
-        0: {"stage": "group made"},
-        1: {"stage": "wrong sum", "found": 2.0, "expected": 3.0},
-    }
-    [check] = judge(Outcome(code=1, report="error: ..."), last, make_trial("a", "a"))
+    wrong = {"stage": "wrong sum", "found": 2.0, "expected": 3.0}
+    outcome = Outcome(code=1, report="error: ...")
+    [check] = judge(outcome, {0: {"stage": "group made"}, 1: wrong}, make_trial("a", "a"))
     assert check.state is State.ERROR
     assert check.found == "rank 1 (device 5 of a) got 2.0 instead of 3.0"
 
@@ -142,11 +107,9 @@ def test_a_wrong_sum_names_the_rank() -> None:
     ],
 )
 def test_hosts_compare_clocks_and_versions(ahead: float, clock: tuple[State, str]) -> None:
-    facts = [
-        {"speed": SPEED, "time": 100.0, "torch": "2.13"},
-        {"speed": SPEED, "time": 100.0 + ahead, "torch": "2.12", "x": "1"},
-    ]
-    last = {0: {"stage": "reduced", "facts": facts}}
+    here: dict[str, Any] = {"speed": SPEED, "time": 100.0, "torch": "2.13"}
+    there = here | {"time": 100.0 + ahead, "torch": "2.12", "x": "1"}
+    last = {0: {"stage": "reduced", "facts": [here, there]}}
     checks = judge(Outcome(code=0), last, make_trial("a", "b"))
     assert [check.name for check in checks] == ["versions", "clock", "hosts", "all-reduce"]
     assert checks[0].found == "b has torch 2.12 (a: 2.13), x 1 (a: None)"

@@ -1,4 +1,4 @@
-"""Rows and figures of the tasks against counts and formulas by hand."""
+"""Rows and figures of the tasks against counts and formulas by hand, and WikiText's spelling."""
 
 import json
 import math
@@ -13,9 +13,33 @@ from common.evaluation import lambada, text
 from common.evaluation.corpus import RowTask, read_evaluation_file
 from common.evaluation.rows import RowScores
 from common.evaluation.task import open_task
+from common.evaluation.text import detokenize_wikitext
 from common.parallel.run import Run
-from tests.common.evaluation.characters import Characters
+from common.tokenizer.base import Framing, Ids, PackedIds
 from tests.tiny import tiny_config
+
+
+class Characters:
+    """A tokenizer whose ids can be read: one a character, and <|endoftext|>."""
+
+    kind, sha256, vocab_size, eod_id = "Characters", "0" * 64, 101, 100
+    framing, unknown_id, has_marks = Framing(suffix=(100,)), None, False
+
+    def encode(self, text: str, allow_special: bool = False) -> Ids:
+        parts = text.split("<|endoftext|>") if allow_special else [text]
+        ids = [[min(ord(character) - 9, 99) for character in part] for part in parts]
+        return np.array([*ids[0], *(each for part in ids[1:] for each in (100, *part))], np.int32)
+
+    def encode_packed(self, texts: list[str], allow_special: bool = False) -> PackedIds:
+        rows = [self.encode(text, allow_special) for text in texts]
+        offsets = np.cumsum([0, *map(len, rows)])
+        return PackedIds(ids=np.concatenate(rows), offsets=offsets)
+
+    def decode_bytes(self, ids: list[int]) -> bytes:
+        """Decode é for all other characters."""
+        return "".join(
+            "é" if each == 99 else "<|endoftext|>" if each == 100 else chr(each + 9) for each in ids
+        ).encode()
 
 
 def make_config(folder: Path, window: int = 8, **evaluation: Any) -> Run:
@@ -86,29 +110,21 @@ def test_documents_of_a_jsonl_begin_with_the_end_of_text(tmp_path: Path) -> None
 
 
 def test_a_part_of_a_text_has_no_figures_of_the_whole(tmp_path: Path) -> None:
-    task = open_text(tmp_path, "a.txt", "x" * 30, max_samples=2)
-    record = task.result(scores([8.0, 8.0], [0, 0])).record
-    assert record["scored_tokens"] == 16 and record["loss"] == 1.0 and record["whole"] is False
-    assert [record[key] for key in ("word_perplexity", "adjusted_perplexity", "token_ratio")] == [
-        None
-    ] * 3
-    whole = open_text(tmp_path, "a.txt", "x" * 17, max_samples=2)
-    assert whole.result(scores([8.0, 8.0], [0, 0])).record["whole"] is True
-
-
-def test_bits_a_byte_of_a_part_count_the_bytes_of_its_tokens(tmp_path: Path) -> None:
-    """Windows of 8 targets each, behind a first token that is not scored; a character of two bytes
-    among them.
+    """Bits a byte count the bytes of its tokens: windows of 8 targets each, behind a first token
+    that is not scored; a character of two bytes among them.
     """
-    task = open_text(tmp_path, "a.txt", "a" + "aaaé" * 9, max_samples=2)
-    result = task.result(scores([8.0, 8.0], [0, 0]))
-    assert (
-        result.record["bits_per_byte"] == pytest.approx(16 / math.log(2) / 20)
-        and result.record["scored_bytes"] == 20
-    )
-    assert any("bits per byte" in line for line in result.lines)
+    part = scores([8.0, 8.0], [0, 0])
+    result = open_text(tmp_path, "a.txt", "a" + "aaaé" * 9, max_samples=2).result(part)
+    record = result.record
+    assert record["scored_tokens"] == 16 and record["loss"] == 1.0 and record["whole"] is False
+    names = ("word_perplexity", "adjusted_perplexity", "token_ratio")
+    assert [record[key] for key in names] == [None] * 3
+    assert record["bits_per_byte"] == pytest.approx(16 / math.log(2) / 20)
+    assert record["scored_bytes"] == 20 and any("bits per byte" in line for line in result.lines)
     changed = open_text(tmp_path, "a.txt", "x" * 30, max_samples=2, detokenize="wikitext")
-    assert changed.result(scores([8.0, 8.0], [0, 0])).record["bits_per_byte"] is None
+    assert changed.result(part).record["bits_per_byte"] is None
+    whole = open_text(tmp_path, "a.txt", "x" * 17, max_samples=2)
+    assert whole.result(part).record["whole"] is True
 
 
 def test_last_words(tmp_path: Path) -> None:
@@ -153,12 +169,10 @@ MISSING = "the key 'text' is missing, the keys present are 'body'; evaluation re
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (Path("/dev/null"), "is not a file; check the path"),
         (Path(__file__).parent, "is not a file; check the path"),
         (Path("/absent"), "not found; check the path"),
         ('{"body": "a"}', f"line 1, column 1: {MISSING} the field text"),
         ('{"text": 1}', "line 1, column 1: the value of 'text' is a number, expected a string"),
-        ('[{"text": "a"}, {"body": "b"}]', f"item 2: {MISSING}"),
         ("", "is empty"),
     ],
 )
@@ -194,3 +208,23 @@ def test_settings_that_would_be_ignored_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         open_task(make_config(tmp_path, **settings))
+
+
+@pytest.mark.parametrize(
+    ("spelt", "expected"),
+    [
+        (" \n = = Description = = \n \n The claws", "\n== Description ==\n\nThe claws"),
+        ("\n = = = Range = = = \n", "\n=== Range ===\n"),
+        ("known as \" H. americanus \" , 60 cm ( 24 in ) long ; it", 'known as "H. americanus", 60'
+            ' cm (24 in) long; it'),
+        ("1 @,@ 000 @-@ 2 @.@ 5 g at 5 ° C . Why ? No : [ sic ] ! So", "1,000-2.5 g at 5°C. Why?"
+            " No: [sic]! So"),
+        ("The dogs ' bowl", "The dogs' bowl"),
+        ("Tom 's bowl", "Tom's bowl"),
+        ("it said ' yes ' twice", "it said 'yes' twice"),
+        ("a { b } c", "a {b} c"),
+        ("an ordinary line, with (nothing) to mend", "an ordinary line, with (nothing) to mend"),
+    ],
+)  # fmt: skip
+def test_wikitext(spelt: str, expected: str) -> None:
+    assert detokenize_wikitext(spelt) == expected

@@ -20,12 +20,22 @@ from tests.common.generation.test_output import Bytes, config
 SAMPLING = {"strategy": "sampling", "num_sequences": 3, "output_folder": "made"}
 
 
+class Stopped(Exception):
+    pass
+
+
 class Weighted:
     """A decoder whose next letter depends on the prompt and on the tokens so far."""
 
     rows = 4
 
+    def __init__(self, starts: int = 99) -> None:
+        self.starts = starts
+
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Any:
+        self.starts -= 1
+        if self.starts < 0:
+            raise Stopped
         self.sums = [sum(prompt) for prompt in prompts]
         return self.logits()
 
@@ -38,10 +48,6 @@ class Weighted:
         for row, total in enumerate(self.sums):
             found[row, 97:123] = np.random.default_rng(total % 99991).normal(size=26) + 9
         return found
-
-
-class Stopped(Exception):
-    pass
 
 
 @pytest.fixture(autouse=True)
@@ -73,17 +79,8 @@ def test_a_stopped_run_resumes_with_the_same_texts() -> None:
     assert len(set(expected.values())) == 6
     assert all(text[0] == "ab"[int(name[0])] for name, text in expected.items())
 
-    class Stops(Weighted):
-        starts = 0
-
-        def start(self, prompts: Sequence[Sequence[int]], room: int) -> Any:
-            self.starts += 1
-            if self.starts == 2:
-                raise Stopped
-            return super().start(prompts, room)
-
     with pytest.raises(Stopped):
-        write(decoder=Stops())
+        write(decoder=Weighted(starts=1))
     assert texts() == dict(sorted(expected.items())[:4])
     Path("made/0-1.txt").write_text("kept")
     write()
@@ -100,7 +97,6 @@ def test_a_stopped_run_resumes_with_the_same_texts() -> None:
     ("change", "message"),
     [
         ({"temperature": 0.5}, r"its texts come from temperature=1\.0, and now it is 0\.5"),
-        ({"seed": 9}, r"come from seed=.*, and now it is 9"),
         ({"titles": "ax"}, "come from prompt 1='b', and now it is 'x'"),
         ({"logit_bias": {97: -1}}, r"come from logit_bias=\{\}, and now it is \{'97': -1\.0\}"),
     ],

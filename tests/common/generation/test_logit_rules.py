@@ -1,4 +1,6 @@
-"""Biases, bad words and penalties against transformers' processors and closed forms."""
+"""Biases, bad words and penalties against transformers' processors and closed forms, and as
+generation_config.json holds them.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,9 +10,11 @@ import pytest
 
 from common.config.schema import PredictConfig
 from common.errors import ConfigError
+from common.generation import transformers_config
 from common.generation.logit_rules import LogitRules, bad_words_ids, sequence_biases
-from common.generation.sampling import as_record, score_token
+from common.generation.transformers_config import generation_config
 from common.tokenizer import Framing
+from tests.common.generation.test_output import config
 
 VOCABULARY, END = 12, 11
 
@@ -94,15 +98,6 @@ def test_presence_and_frequency_by_openais_formula() -> None:
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
-def test_the_scores_are_of_the_models_own_distribution() -> None:
-    logits = np.log(np.array([0.1, 0.4, 0.2, 0.2, 0.1], np.float32)) + 5
-    scored = score_token(logits, 2, 3)
-    assert (scored.id, [each for each, _ in scored.top]) == (2, [1, 2, 3])
-    values = [scored.logprob, *(value for _, value in scored.top)]
-    np.testing.assert_allclose(values, np.log([0.2, 0.4, 0.2, 0.2]), rtol=1e-6)
-    assert score_token(logits, 0, 0).top == [] and len(score_token(logits, 0, 99).top) == 5
-
-
 class Words:
     """A tokenizer of words and of spaces in front of them, as byte-level ones have them."""
 
@@ -161,15 +156,6 @@ def test_ids_and_texts_outside_the_vocabulary(changes: dict[str, Any], message: 
         sequence_biases(settings(**changes), WORDS)
 
 
-def test_a_record_names_a_part_of_a_character_by_its_bytes() -> None:
-    found = as_record(score_token(np.zeros(9, np.float32), 7, 1), WORDS)
-    value = pytest.approx(-np.log(9))
-    assert found == {
-        "id": 7, "token": "bytes:\\xc3", "logprob": value,
-        "top": [{"id": 0, "token": "bad", "logprob": value}],
-    }  # fmt: skip
-
-
 def test_an_end_among_bad_words_is_chosen_as_by_transformers() -> None:
     torch = pytest.importorskip("torch")
     processors = pytest.importorskip("transformers.generation.logits_process")
@@ -182,3 +168,30 @@ def test_an_end_among_bad_words_is_chosen_as_by_transformers() -> None:
         expected[WORDS.unknown_id] = -np.inf
         rules = LogitRules(settings(), ends=WORDS.ends, unknown=WORDS.unknown_id, biases=biases)
         assert np.array_equal(rules.apply(logits, prompt, []), expected)
+
+
+@pytest.fixture(autouse=True)
+def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_config, "load_given_tokenizer", lambda run: (WORDS, run))
+
+
+def test_words_are_written_as_ids() -> None:
+    generation = pytest.importorskip("transformers").GenerationConfig
+    words: dict[str, Any] = {"bad_words": ["New York"], "logit_bias": {"bad": 2, "5": -1.5}}
+    fields = generation_config(config(stop="\n", strategy="beam_search", num_beams=3, **words))
+    assert fields["bad_words_ids"] == [[2, 4], [3, 4]]
+    assert fields["sequence_bias"] == [[[0], 2.0], [[5], -1.5]]
+    assert (fields["stop_strings"], fields["num_beams"]) == (["\n"], 3)
+    read = generation(**fields)
+    assert all(getattr(read, name) == value for name, value in fields.items())
+    read.validate(strict=True)
+    assert generation_config(config()) == {
+        "do_sample": False, "num_return_sequences": 1, "repetition_penalty": 1.0,
+    }  # fmt: skip
+
+
+def test_content_that_it_cannot_hold_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    assert "presence_penalty" not in generation_config(config(presence_penalty=0.5))
+    assert "predict.presence_penalty=0.5 has no name in" in caplog.text
+    with pytest.raises(ConfigError, match=r"predict\.bad_words: '#' holds text"):
+        generation_config(config(bad_words="#"))

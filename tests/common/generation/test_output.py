@@ -1,13 +1,15 @@
-"""Output to the terminal and the file: numbered lines, characters that are split over tokens,
-and a file that is whole or absent.
+"""Output to the terminal and the file: numbered lines, characters that are split over tokens, stop
+strings, and a file that is whole or absent.
 """
 
 import io
 import json
+import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from common.errors import ConfigError, RunError, StorageError
 from common.generation.output import write_continuations
 from common.generation.prompts import Prompt
+from common.generation.stop_strings import GrowingText, StopText
 from common.parallel.run import Run
 from common.tokenizer import Framing
 from common.tokenizer.streams import ByteStream
@@ -78,6 +81,11 @@ class Terminal(io.StringIO):
         return super().write(text)
 
 
+def shown_by(terminal: Any) -> list[str]:
+    writes = [each.removeprefix("Prompt: p0\nGeneration: p0") for each in terminal.writes]
+    return [each for each in writes if each]
+
+
 def config(**predict: Any) -> Run:
     sizes = {"model__seq_length": 64, "model__vocab_size": 257}
     return tiny_config("out", **sizes, predict=predict)
@@ -97,18 +105,10 @@ def say(
 SAMPLES: dict[str, Any] = {"strategy": "sampling", "top_k": 1, "num_sequences": 2}
 
 
-def test_a_file_named_txt_is_plain_text(tmp_path: Path) -> None:
-    file = tmp_path / "poems.txt"
-    say(" says ä\n", count=2, rows=2, output_file=str(file), **SAMPLES)
-    assert file.read_text(encoding="utf-8") == "p0 says ä\n\n\n" * 2 + "p1 says ä\n\n\n" * 2
-
-
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"temperature": 0.8}, None),
         ({"temperature": 0, "top_k": 40}, None),
-        ({"temperature": 0.8, "strategy": "sampling"}, None),
         ({"strategy": "greedy", "top_k": 0, "top_p": 0, "repetition_penalty": 1.5}, None),
         ({"temperature": 0.8, "strategy": "greedy"}, "predict.temperature=0.8"),
         (
@@ -161,8 +161,7 @@ def test_a_character_is_printed_when_it_is_whole(
     monkeypatch.setattr(sys, "stdout", at_once := Terminal())
     say(text, stream=False)
     assert streamed.getvalue() == at_once.getvalue()
-    shown = [each.removeprefix("Prompt: p0\nGeneration: p0") for each in streamed.writes[:-1]]
-    assert [each for each in shown if each] == pieces
+    assert shown_by(streamed) == [*pieces, "\n\n"]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +169,6 @@ def test_a_character_is_printed_when_it_is_whole(
     [
         ("end", ["a", "b", " ", "en "]),
         (["。", "x"], [*"ab en end"]),
-        ("跑", [*"ab en end。"]),
     ],
 )
 def test_no_part_of_a_stop_string_is_shown(
@@ -180,25 +178,12 @@ def test_no_part_of_a_stop_string_is_shown(
     monkeypatch.setattr(sys, "stdout", Terminal())
     file = tmp_path / "out.jsonl"
     say("ab en end。跑", stop=stop, output_file=str(file))
-    head = "Prompt: p0\nGeneration: p0"
-    writes = [each.removeprefix(head) for each in sys.stdout.writes]  # type: ignore[attr-defined]
-    assert [each for each in writes if each] == [*pieces, "\n\n"]
+    assert shown_by(sys.stdout) == [*pieces, "\n\n"]
     kept = "".join(pieces)
     [record] = records_of(file)
     assert record["finish_reason"] == "stop_string"
     assert (record["continuation"], record["text"]) == (kept, f"p0{kept}")
-    stops = [stop] if isinstance(stop, str) else stop
-    assert bytes(record["tokens"]).decode() == kept + stops[0]
-
-
-def test_a_terminal_without_the_character_gets_a_question_mark(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    say("é")
-    sys.stdout.flush()
-    assert raw.getvalue() == b"Prompt: p0\nGeneration: p0?\n\n"
+    assert bytes(record["tokens"]).decode() == kept + (stop if isinstance(stop, str) else stop[0])
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:
@@ -206,6 +191,10 @@ def records_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_the_file_of_results(tmp_path: Path) -> None:
+    """One named .txt is plain text."""
+    poems = tmp_path / "poems.txt"
+    say(" says ä\n", count=2, rows=2, output_file=str(poems), **SAMPLES)
+    assert poems.read_text(encoding="utf-8") == "p0 says ä\n\n\n" * 2 + "p1 says ä\n\n\n" * 2
     path = tmp_path / "folder" / "out.jsonl"
     say("é!", count=2, rows=2, new_tokens=2, output_file=str(path))
     one = {"prompt": "p0", "sequence": 1, "continuation": "é", "text": "p0é"}
@@ -254,16 +243,71 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(
     assert capsys.readouterr().out == ""
 
 
-def test_a_reader_that_goes_away_is_one_message(
+def test_a_terminal_without_the_character_or_a_reader_that_goes_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not a fault of the file, which is not written."""
-
-    class Gone(io.StringIO):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError(32, "Broken pipe")
-
-    monkeypatch.setattr(sys, "stdout", Gone())
+    """The latter is not a fault of the file, which is not written."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    say("é")
+    sys.stdout.flush()
+    assert raw.getvalue() == b"Prompt: p0\nGeneration: p0?\n\n"
+    monkeypatch.setattr(sys, "stdout", gone := Terminal())
+    monkeypatch.setattr(gone, "write", Mock(side_effect=BrokenPipeError(32, "Broken pipe")))
     with pytest.raises(RunError, match="standard output: Broken pipe"):
         say("abc", output_file=str(tmp_path / "out.jsonl"))
     assert not list(tmp_path.iterdir())
+
+
+def by_definition(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """Return the text before a stop string, and the string: the first one that is complete."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def may_go_on(text: str, stops: list[str]) -> int:
+    """Characters at the end of a text that a stop string may begin with."""
+    held = [size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])]
+    return max(held, default=0)
+
+
+def test_random_texts_in_random_pieces() -> None:
+    draw = random.Random(0)
+    stopped = 0
+    for _ in range(2000):
+        text = "".join(draw.choices("ab\n。", k=draw.randrange(12)))
+        stops = [
+            "".join(draw.choices("ab\n。", k=draw.randint(1, 4))) for _ in range(draw.randint(0, 3))
+        ]
+        expected, stop = by_definition(text, stops)
+        reader, at, shown = StopText(stops), 0, ""
+        while at < len(text):
+            piece = text[at : at + draw.randint(1, 5)]
+            at += len(piece)
+            shown += reader.push(piece)
+            before = by_definition(text[:at], stops)
+            if before[1] is None:
+                assert shown == text[: at - may_go_on(text[:at], stops)]
+        assert reader.found == stop
+        assert shown + reader.push("", final=True) == expected
+        stopped += stop is not None
+    assert 500 < stopped < 1500
+
+
+def test_a_sequence_of_bytes_is_read_once_and_shows_whole_characters() -> None:
+    tokens = list("é跑。b".encode())
+    growing = GrowingText(ByteStream(bytes), ["。"])
+    seen = []
+    for size in range(1, len(tokens) + 1):
+        growing.advance(tokens[:size])
+        seen.append(growing.text)
+        if growing.is_stopped:
+            break
+    assert seen == ["", "é", "é", "é", "é跑", "é跑", "é跑", "é跑"]
+    assert size == len("é跑。".encode())
+    growing.advance(tokens, final=True)
+    assert growing.text == "é跑"

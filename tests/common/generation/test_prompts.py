@@ -9,7 +9,7 @@ import pytest
 
 from common.config.load import build_config
 from common.errors import ConfigError, DataError, UserError
-from common.generation.prompts import encode_prompts, read_prompts, sliding_window
+from common.generation.prompts import encode_prompts, sliding_window
 from common.parallel.run import Run
 from common.resolve.derive import resolve_mode
 from tests.common.generation.test_output import Bytes
@@ -25,11 +25,13 @@ def read(**words: Any) -> list[Any]:
 
 
 def test_a_text_file_and_a_json_file(tmp_path: Path) -> None:
+    """Fields beside the prompt may hold what Python writes."""
     (tmp_path / "plain.txt").write_bytes("\ufeffone\r\n\n two \n".encode())
-    (tmp_path / "some.jsonl").write_text('{"prompt": "a\\nb", "text": "x"}\n\n{"text": "é"}')
+    rows = '{"prompt": "a\\nb", "text": "x"}\n\n{"prompt": null, "text": "é", "score": NaN}'
+    (tmp_path / "some.NDJSON").write_text(rows)
     plain = read(prompt="zero", prompt_file=str(tmp_path / "plain.txt"))
     assert [each.text for each in plain] == ["zero", "one", " two "]
-    some = [(each.text, each.ids) for each in read(prompt_file=str(tmp_path / "some.jsonl"))]
+    some = [(each.text, each.ids) for each in read(prompt_file=str(tmp_path / "some.NDJSON"))]
     assert some == [("a\nb", [97, 10, 98]), ("é", [195, 169])]
 
 
@@ -88,7 +90,6 @@ def test_an_exported_program_cannot_slide() -> None:
         ({}, r"predict\.prompt is not given"),
         ({"prompt": ["a", ""]}, r"predict\.prompt is empty"),
         ({"prompt": [97, 257]}, r"predict\.prompt: id 257 is outside .*; expected 0 to 256"),
-        ({"prompt": [-1]}, r"predict\.prompt: id -1 is outside"),
         ({"prompt": "x" * 16}, "^a prompt of 16 tokens and 1 to add go beyond the model's 16 pos"),
         ({"prompt": "abc", "max_new_tokens": 14}, r"3 tokens and 14 to add .*max_new_tokens=13"),
         ({"prompt": "abc", "min_new_tokens": 14}, r"3 tokens and 14 to add .*min_new_tokens=13"),
@@ -105,10 +106,10 @@ def test_bad_settings_are_one_message(words: dict[str, Any], message: str) -> No
         ("a.txt", b" \n\n", r"a\.txt: holds no prompt"),
         ("a.txt", b"good\nb\xffd\n", r"a\.txt, line 2: byte 0xff is not UTF-8"),
         ("a.txt", b"good\n" + b"x" * 20, r"a\.txt, line 2: a prompt of 20 tokens"),
-        ("a.jsonl", b"", r"a\.jsonl: holds no prompt"),
+        ("b.json", b'["one"]', r"b\.json: expected one object a line; name such a file \.jsonl"),
+        ("a.jsonl", b"[" * 200_000, r"a\.jsonl, line 1: not JSON"),
         ("a.jsonl", b'{"prompt": "a"}\n\n{"prompt": ', r"a\.jsonl, line 3: not JSON"),
         ("a.jsonl", b'{"question": "b"}', r"line 1: expected an object with the text field prompt"),
-        ("a.jsonl", b'["a"]', r"a\.jsonl, line 1: expected an object"),
         ("a.jsonl", b'{"prompt": ""}', r"a\.jsonl, line 1 is empty"),
         ("a.jsonl", b'{"ids": [1]}\n{"ids": [257]}', r"a\.jsonl, line 2: id 257 is outside"),
         ("a.jsonl", b'{"prompt": [1, 2.0]}', r"a\.jsonl, line 1: expected .* or a list of ids"),
@@ -125,16 +126,3 @@ def test_a_bad_file_is_one_message_with_the_line(
     with pytest.raises(UserError, match=message) as caught:
         read(prompt_file=str(tmp_path / name))
     assert caught.value.exit_code == 2 and isinstance(caught.value, DataError | ConfigError)
-
-
-def test_other_files_and_odd_lines(tmp_path: Path) -> None:
-    """Fields beside the prompt may hold what Python writes."""
-    (tmp_path / "a.NDJSON").write_text('{"prompt": null, "text": "one", "score": NaN}\n')
-    assert [text for _, text in read_prompts(tmp_path / "a.NDJSON")] == ["one"]
-    for name, text, message in (
-        ("b.json", '["one"]', r"b\.json: expected one object a line; name such a file \.jsonl"),
-        ("c.jsonl", "[" * 200_000, r"c\.jsonl, line 1: not JSON"),
-    ):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(DataError, match=message):
-            read_prompts(tmp_path / name)

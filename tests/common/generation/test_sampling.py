@@ -1,4 +1,4 @@
-"""The choice of a token against transformers' logits processors and the exact distribution."""
+"""The choice of a token against transformers' logits processors and sums of probabilities."""
 
 import numpy as np
 import pytest
@@ -11,11 +11,6 @@ from common.generation.sampling import choose_token, token_weights
 
 def settings(**changes: object) -> PredictConfig:
     return PredictConfig.model_validate({"strategy": "sampling", **changes})
-
-
-def token_probabilities(logits: np.ndarray, chosen: PredictConfig) -> tuple[np.ndarray, np.ndarray]:
-    ids, weights = token_weights(logits, chosen)
-    return ids, weights / weights.sum()
 
 
 def transformers_probabilities(
@@ -47,19 +42,18 @@ def test_probabilities_equal_transformers(
     logits = (np.random.default_rng(0).normal(size=vocabulary) * 3).astype(np.float32)
     expected = transformers_probabilities(logits, temperature, top_k, top_p, min_p)
     words = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    ids, probabilities = token_probabilities(logits, settings(**words))
+    ids, weights = token_weights(logits, settings(**words))
     assert np.all(np.diff(ids) > 0)
-    np.testing.assert_allclose(probabilities, expected[ids], rtol=1e-9, atol=0)
+    np.testing.assert_allclose(weights / weights.sum(), expected[ids], rtol=1e-9, atol=0)
     assert np.delete(expected, ids).max(initial=0.0) == 0.0
 
 
 def test_ties_at_the_last_of_top_k_are_kept_and_a_forbidden_token_has_no_probability() -> None:
     logits = np.array([1.0, 3.0, 2.0, 2.0, -np.inf], np.float32)
-    ids, probabilities = token_probabilities(logits, settings(top_k=2))
-    assert ids.tolist() == [1, 2, 3]
-    expected = transformers_probabilities(logits, 1.0, 2, 1.0)[ids]
-    np.testing.assert_allclose(probabilities, expected, rtol=1e-12)
-    assert 4 not in token_probabilities(logits, settings(top_p=0.999))[0]
+    expected = transformers_probabilities(logits, 1.0, 2, 1.0)
+    assert token_weights(logits, settings(top_k=2))[0].tolist() == [1, 2, 3]
+    assert np.flatnonzero(expected).tolist() == [1, 2, 3]
+    assert 4 not in token_weights(logits, settings(top_p=0.999))[0]
     allowed = LogitRules(settings(), ends=(), unknown=1).apply(logits, [], [])
     hot = settings(temperature=9.0)
     draws = {choose_token(allowed, hot, np.random.default_rng(seed)) for seed in range(200)}
@@ -87,34 +81,15 @@ def test_a_draw_is_the_place_where_the_sum_of_probabilities_reaches_the_number()
     assert found[:-1] == expected[:-1]
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (12, 0.7)])
-def test_draws_follow_transformers_distribution(top_k: int, top_p: float) -> None:
-    """Chi-square of 20,000 draws: below the 99.9 % quantile of its degrees of freedom (Wilson and
-    Hilferty's approximation).
-    """
-    logits = (np.random.default_rng(2).normal(size=40)).astype(np.float32)
-    expected = transformers_probabilities(logits, 0.9, top_k, top_p) * 20_000
-    generator, config = (
-        np.random.default_rng(0),
-        settings(temperature=0.9, top_k=top_k, top_p=top_p),
-    )
-    draws = [choose_token(logits, config, generator) for _ in range(20_000)]
-    found, drawn = np.bincount(draws, minlength=40), expected > 0
-    assert found[~drawn].sum() == 0
-    free = drawn.sum() - 1
-    chi_square = ((found - expected)[drawn] ** 2 / expected[drawn]).sum()
-    assert chi_square < free * (1 - 2 / (9 * free) + 3.09 * np.sqrt(2 / (9 * free))) ** 3
-
-
 @pytest.mark.parametrize(
     ("given", "method"),
     [
         ({}, "greedy"),
         ({"repetition_penalty": 1.2, "top_k": 0, "top_p": 1.0, "min_p": 0.0}, "greedy"),
-        *(({name: value}, "sampling") for name, value in (("top_k", 40), ("top_p", 0.9))),
-        *(({name: value}, "sampling") for name, value in (("min_p", 0.1), ("temperature", 1.0))),
-        ({"num_sequences": 3, "temperature": 0.8}, "sampling"),
-        ({"temperature": 0.0}, "greedy"),
+        ({"top_k": 40}, "sampling"),
+        ({"top_p": 0.9}, "sampling"),
+        ({"min_p": 0.1}, "sampling"),
+        ({"num_sequences": 3, "temperature": 1.0}, "sampling"),
         ({"temperature": 1e-9, "top_k": 40}, "greedy"),
         ({"temperature": 0.0, "strategy": "sampling"}, "greedy"),
         ({"top_k": 40, "strategy": "greedy"}, "greedy"),

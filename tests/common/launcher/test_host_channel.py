@@ -4,13 +4,11 @@ goes.
 
 import errno
 import os
-import queue
 import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -56,7 +54,14 @@ def listens(address: str, port: int) -> bool:
 
 
 def gather(channel: HostChannel, attempt: int, limit: float) -> int | None:
-    return channel.gather(attempt, limit, lambda: not threading.Event().wait(0.2))
+    return channel.gather(attempt, limit, lambda event: True)
+
+
+def heard(channel: HostChannel, kind: str) -> Mapping[str, Any]:
+    """Values of the next message of a kind."""
+    while (message := channel.next(30)) is None or message.kind != kind:
+        assert message is not None
+    return message.values
 
 
 @pytest.fixture
@@ -122,15 +127,13 @@ def test_of_two_failures_at_once_host_0_says_which_counts(
 ) -> None:
     """Each host has blamed its own rank before it hears of the other."""
     monkeypatch.setattr(host_channel, "LIFE_SECONDS", 0.5)
-    events: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    control = HostChannel(hosts(0, port), events, restarts=False)
+    control = HostChannel(hosts(0, port), restarts=False)
     second = launch(1, "raise SystemExit(9)", SLEEP)
     gather(control, 0, 30.0)
-    while (told := events.get(timeout=30)).kind != "failed":
-        pass
-    assert told.values["code"] == 9
-    own = {**told.values, "text": "rank 0 has failed", "code": 7, "ranks": [0]}
-    control.tell("end", code=7, again=False, failure=own)
+    told = heard(control, "failed")
+    assert told["code"] == 9
+    own = {**told, "text": "rank 0 has failed", "code": 7, "ranks": [0]}
+    control.tell("end", code=7, then="so", failure=own)
     code, output = second.end()
     control.close()
     assert code == 7
@@ -199,11 +202,15 @@ def test_a_stall_is_blamed_on_the_rank_of_the_other_host(launch: Launch, tmp_pat
 @pytest.mark.parametrize(
     ("own", "other", "why"),
     [
-        (0, r"host 127.0.0.2 \(ranks 2-3\)", r"its launcher has not come to port \d+"),
+        (
+            0,
+            r"host 127.0.0.2 \(ranks 2-3\)",
+            r"its launcher has not come to port \d+, which must be open",
+        ),
         (
             1,
             r"host 127.0.0.1 \(ranks 0-1\)",
-            r"its port \d+ cannot be reached \(Connection refused\)",
+            r"its port \d+, which must be open, cannot be reached \(Connection refused\)",
         ),
     ],
 )
@@ -213,8 +220,8 @@ def test_a_host_that_does_not_come_is_spoken_of_early(
     times = {"REMIND_SECONDS": 0.2, "PATIENCE_SECONDS": 0.0}
     code, output = launch(own, "pass", "pass", connect=1, times=times).end()
     assert code == 1
-    assert re.search(f"waiting for {other}: {why}; this port must be open too", output)
-    assert re.search(f"{other} has not come within 1 s: {why}; look", output)
+    assert re.search(f"waiting for {other}: {why}\n", output)
+    assert re.search(f"waited 1 s for {other}: {why}; look", output)
 
 
 def hosts(own: int, port: int, *names: str, size: int = 2, devices: tuple[int, ...] = ()) -> Hosts:
@@ -234,7 +241,7 @@ def test_a_port_in_use_is_one_clear_error(port: int) -> None:
             ConfigError, match=rf"port {port}: cannot listen .*Address already in use.*MASTER_PORT"
         ),
     ):
-        HostChannel(hosts(0, port), queue.SimpleQueue(), restarts=False)
+        HostChannel(hosts(0, port), restarts=False)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +251,7 @@ def test_host_0_listens_at_all_its_addresses_unless_a_loopback_address_was_given
     port: int, first: str, is_open: bool
 ) -> None:
     """127.0.0.3 stands for another address of this host than that by which the others know it."""
-    control = HostChannel(hosts(0, port, first, "b"), queue.SimpleQueue(), restarts=False)
+    control = HostChannel(hosts(0, port, first, "b"), restarts=False)
     assert listens("127.0.0.3", port) is is_open
     control.close()
 
@@ -259,7 +266,7 @@ def test_while_file_descriptors_are_short_host_0_does_not_spin(
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(socket.socket, "accept", accept)
-    control = HostChannel(hosts(0, port), queue.SimpleQueue(), restarts=False)
+    control = HostChannel(hosts(0, port), restarts=False)
     until(lambda: looks)
     time.sleep(0.3)
     control.close()
@@ -269,44 +276,42 @@ def test_while_file_descriptors_are_short_host_0_does_not_spin(
 def test_two_hosts_with_one_number_are_named_and_one_that_comes_back_is_not(
     port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(host_channel, "LIFE_SECONDS", 0.2)
     monkeypatch.setattr(host_channel, "REMIND_SECONDS", 0.2)
-    names = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
     opened: list[HostChannel] = []
 
     def call(own: int) -> HostChannel:
-        three = hosts(own, port, *names, size=1)
-        opened.append(HostChannel(three, queue.SimpleQueue(), restarts=True))
+        three = hosts(own, port, "127.0.0.1", "127.0.0.2", "127.0.0.3", size=1)
+        opened.append(HostChannel(three, restarts=True))
         return opened[-1]
 
     control, first = call(0), call(1)
     pool = ThreadPoolExecutor()
     try:
-        waiting = pool.submit(gather, first, 0, 5.0)
-        until(lambda: "this host has come; waiting for the others" in capfd.readouterr().err)
-        same = r"127\.0\.0\.1 and 127\.0\.0\.1 have come with the same number; give each host"
-        with pytest.raises(ConfigError, match=same):
-            pool.submit(gather, call(1), 0, 5.0).result(10.0)
-        assert len(re.findall(same, capfd.readouterr().err)) == 1
-        monkeypatch.setattr(first, "tell", lambda *_: None)  # it has crashed
+        pool.submit(gather, first, 0, 5.0)
+        until(lambda: "waiting for the others; this host has come" in capfd.readouterr().err)
         again = pool.submit(gather, call(1), 0, 5.0)
-        until(lambda: "(rank 0): it is not ready for this host yet\n" in capfd.readouterr().err)
-        first._attempt = 0
-        assert waiting.result(20.0) == 0
-        first.close()  # its machine has come up again
+        until(lambda: "(rank 0): it is not ready for this host yet" in capfd.readouterr().err)
+        control._callers[1] = ("192.0.2.1", [])
+        same = r"192\.0\.2\.1 and 127\.0\.0\.1 have come with the same number; give each host"
+        with pytest.raises(ConfigError, match=same):
+            again.result(10.0)
+        assert len(re.findall(same, capfd.readouterr().err)) == 1
+        first.put("begin", number=0)
+        first.close()  # it has crashed
+        until(lambda: 1 not in control._links)
+        again = pool.submit(gather, call(1), 0, 5.0)
         third = pool.submit(gather, call(2), 0, 5.0)
         assert [gather(control, 7, 20.0), again.result(20.0), third.result(20.0)] == [7, 7, 7]
     finally:
         for channel in opened:
-            channel._attempt = channel._attempt or 0  # ends what waits
+            channel.put("begin", number=0)  # ends what waits
             channel.close()
         pool.shutdown()
 
 
 def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:
-    events: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue(), queue.SimpleQueue()]
     two = ("localhost", "127.0.0.2")
-    first = HostChannel(hosts(0, port, *two), events[0], restarts=False)
+    first = HostChannel(hosts(0, port, *two), restarts=False)
     for garbage in (
         b"GET / HTTP/1.1\r\n\r\n",
         b"[1, 2]\n",
@@ -318,26 +323,22 @@ def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:
             caller.sendall(garbage)
             caller.shutdown(socket.SHUT_WR)
             assert caller.recv(100) == b""
-    second = HostChannel(hosts(1, port, *two), events[1], restarts=False)
+    second = HostChannel(hosts(1, port, *two), restarts=False)
     with ThreadPoolExecutor() as pool:  # host 0 counts the attempts
         numbers = [
             pool.submit(gather, channel, 4 + n, 30.0) for n, channel in enumerate((first, second))
         ]
         assert [number.result() for number in numbers] == [4, 4]
     second.tell("stop", signal=15)
-    assert events[0].get(timeout=30) == Message(
-        host=1, kind="stop", values={"signal": 15}, attempt=4
-    )
-    for own, why in ((1, "the run was started twice there"), (-1, "has all its 2 hosts already")):
-        again = HostChannel(hosts(own, port, *two), queue.SimpleQueue(), restarts=False)
-        with pytest.raises(ConfigError, match=why):
-            gather(again, 0, 30.0)
-        again.close()
+    assert first.next(30) == Message(host=1, kind="stop", values={"signal": 15})
+    again = HostChannel(hosts(1, port, *two), restarts=False)
+    with pytest.raises(ConfigError, match="the run was started twice"):
+        gather(again, 0, 30.0)
+    again.close()
     second.set_life(done=True, stopped=False)
-    assert events[0].get(timeout=30).values["done"] is True
+    assert heard(first, "life")["done"] is True
     for channel in (second, first):
         channel.close()
-    assert events[0].empty()
 
 
 @pytest.mark.parametrize("signalled", [0, 1])
@@ -372,54 +373,48 @@ def test_a_host_0_that_begins_anew_counts_for_all(launch: Launch, tmp_path: Path
         assert "ready 0\n" in log(tmp_path, rank)
 
 
-UNREADABLE = "host 0 sent a message 'end' that this version cannot read"
-
-
-@pytest.mark.parametrize(("program", "said"), [(SLEEP, "rank 0 has failed"), ("pass", UNREADABLE)])
-def test_what_comes_with_the_begin_is_heard(
-    launch: Launch, port: int, program: str, said: str
-) -> None:
-    """A failure; and an end that cannot be read, for which nobody waits."""
-    control = HostChannel(hosts(0, port), queue.SimpleQueue(), restarts=False)
-    second, failure = launch(1, program), {"text": said, "code": 7, "ranks": [0]}
+def test_an_end_that_comes_with_the_begin_is_heard(launch: Launch, port: int) -> None:
+    control = HostChannel(hosts(0, port), restarts=False)
+    second, failure = launch(1, SLEEP), {"text": "rank 0 has failed", "code": 7, "ranks": [0]}
     gather(control, 0, 30.0)
-    if said != UNREADABLE:
-        control.tell("failed", **failure)
-    control.tell("end", code=7, **({} if said == UNREADABLE else {"again": 0, "failure": failure}))
+    control.tell("end", code=7, then="so", failure=failure)
     control.close()
     code, output = second.end()
-    assert code == (0 if said == UNREADABLE else 7) and said in output
+    assert code == 7 and "rank 0 has failed" in output
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_what_host_0_says_while_ranks_are_ended_is_heard(
     launch: Launch, port: int, tmp_path: Path, again: bool
 ) -> None:
-    """It has left when host 1 is ready, or begins anew with an attempt of the same number."""
+    """It has left when host 1 is ready, or begins anew with an attempt of the same number, in which
+    the stop of a rank in the one before does not count.
+    """
+    mark = str(tmp_path / "mark")
+    once = f"if not os.path.exists({mark!r}): open({mark!r}, 'w'); sys.exit(143)\n"
 
-    def fail(code: int, **values: Any) -> dict[str, Any]:
-        failure = {"text": "rank 0 has failed", "code": code, "ranks": [2], **values}
-        control.tell("failed", **failure)
-        return failure
+    def end(code: int, then: str) -> None:
+        failure = {"text": "rank 0 has failed", "code": code, "ranks": [2], "stalled": True}
+        control.tell("end", code=code, then=then, failure=failure)
 
-    control = HostChannel(hosts(0, port), queue.SimpleQueue(), restarts=True)
-    second = launch(1, SLEEP, most=5)
+    control = HostChannel(hosts(0, port), restarts=True)
+    second = launch(1, SLEEP, "import os, sys\n" + once + SLEEP, most=5)
     gather(control, 0, 30.0)
     until_ready(tmp_path, [2])
-    failure = fail(7, stalled=True)  # host 1 waits a second for stacks
-    until(lambda: "most recent" in log(tmp_path, 2))
-    fail(8)
-    control.tell("end", code=7, again=again, failure=failure)
+    while not heard(control, "life").get("stopped"):
+        pass
+    end(7, "restarted" if again else "so")  # host 1 waits a second for stacks
     control.close()
     if again:
-        control = HostChannel(hosts(0, port), queue.SimpleQueue(), restarts=True)
+        control = HostChannel(hosts(0, port), restarts=True)
         gather(control, 0, 30.0)
+        until_ready(tmp_path, [3])
         until(lambda: "most recent" not in log(tmp_path, 2) and "ready" in log(tmp_path, 2))
-        control.tell("end", code=9, again=False, failure=fail(9))
+        end(9, "so")
     code, output = second.end()
     control.close()
     assert code == (9 if again else 7)
-    assert output.count("\nrestart ") == again and "\nnot restarted: " in output
+    assert output.count("\nrestart ") == again and "\nnot restarted: so\n" in output
 
 
 @pytest.mark.parametrize(("why", "code"), [("", 143), ("not again", 7)])
@@ -466,8 +461,8 @@ def test_hosts_are_numbered_as_they_come_and_one_may_come_again(
             master = start_master(pool, port, 0, 1)
             if order == (4, 2):
                 sixth = hosts(-1, port, *THREE, devices=(6, 7))
-                left = HostChannel(sixth, queue.SimpleQueue(), restarts=True)
-                assert left._join()[2] and left.own == 1
+                left = HostChannel(sixth, restarts=True)
+                assert left._call()[1] and left.own == 1
                 left.close()
                 until(lambda: "has left again" in capsys.readouterr().err)
             others = {}
@@ -487,10 +482,8 @@ def test_hosts_that_do_not_belong_are_refused(port: int) -> None:
             (lambda: call(port, 2, 3, nodes=2), "the same --nnodes"),
             (lambda: call(port, 7), "as many devices"),
             (
-                lambda: HostChannel(
-                    hosts(1, port, *THREE, devices=(2, 3)), queue.SimpleQueue(), restarts=False
-                ).gather(0, 9.0, lambda: True),
-                "give --node_rank on all hosts or on none",
+                lambda: gather(HostChannel(hosts(1, port, *THREE), restarts=False), 0, 9.0),
+                "and --node_rank on all hosts or on none",
             ),
         ]
         for start_it, why in wrong:

@@ -1,21 +1,24 @@
-"""Ranks of a ModelArts job, who starts them, and whose files a process copies."""
+"""Ranks of a ModelArts job, who starts them, and whose files a process copies. ModelArts' and
+MindFormers' words in ours.
+"""
 
 from pathlib import Path
 
 import pytest
 
 from common.cluster.environment import ALONE, Process, find_process
+from common.config.schema import RunConfig, Section
 from common.errors import ConfigError
-from common.modelarts import job as modelarts_job
+from common.modelarts import arguments as modelarts, job as modelarts_job
+from common.modelarts.arguments import TOP_LEVEL, mindformers_argv, translate
 
 INSIDE = {"MA_JOB_DIR": "/home/ma-user/modelarts/user-job-dir"}
 TWO_HOSTS = {**INSIDE, "MA_NUM_HOSTS": "2", "VC_WORKER_HOSTS": "job-0.job,job-1.job"}
-TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
-
-
-EIGHT = {**INSIDE, "MA_NUM_GPUS": "8"}
-FOUR = {**INSIDE, "MA_NUM_GPUS": "4"}
+EIGHT, FOUR, ONE = ({**INSIDE, "MA_NUM_GPUS": count} for count in "841")
 TWO_EACH = {**TWO_HOSTS, "MA_NUM_GPUS": "2"}
+CARD = {**TWO_HOSTS, "RANK_SIZE": "4"}
+"""One process per card, of which RANK_ID is given."""
+TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
 
 
 @pytest.mark.parametrize(
@@ -23,17 +26,15 @@ TWO_EACH = {**TWO_HOSTS, "MA_NUM_GPUS": "2"}
     [
         ({}, False, False, (0,)),
         ({"MA_NUM_GPUS": "8"}, False, False, (0,)),  # not inside ModelArts
-        ({**INSIDE, "MA_NUM_GPUS": "1"}, False, False, (0,)),
+        (ONE, False, False, (0,)),
         (FOUR, True, False, (0, 1, 2, 3)),
         (FOUR, True, True, (0,)),
-        ({**TWO_EACH, "VC_TASK_INDEX": "0"}, True, False, (0, 1)),
         ({**TWO_EACH, "VC_TASK_INDEX": "1"}, True, False, (2, 3)),
         ({**TWO_EACH, "VC_TASK_INDEX": "1"}, True, True, ()),
         ({**TWO_HOSTS, "MA_NUM_GPUS": "1"}, True, False, (0,)),
-        # one process per card
-        ({**TWO_HOSTS, "RANK_ID": "0", "RANK_SIZE": "4"}, False, False, (0, 1)),
-        ({**TWO_HOSTS, "RANK_ID": "1", "RANK_SIZE": "4"}, False, False, ()),
-        ({**TWO_HOSTS, "RANK_ID": "2", "RANK_SIZE": "4"}, False, False, (2, 3)),
+        ({**CARD, "RANK_ID": "0"}, False, False, (0, 1)),
+        ({**CARD, "RANK_ID": "1"}, False, False, ()),
+        ({**CARD, "RANK_ID": "2"}, False, False, (2, 3)),
         ({**EIGHT, "RANK_ID": "0", "RANK_SIZE": "8"}, False, False, tuple(range(8))),
         ({**EIGHT, "RANK": "0", "WORLD_SIZE": "8"}, False, False, (0,)),
     ],
@@ -54,68 +55,178 @@ def test_files_that_a_process_copies_by_the_platforms_table(samples: Path) -> No
 
 
 def test_places_by_the_names_of_the_hosts() -> None:
-    environ = {
-        **INSIDE,
-        "MA_NUM_GPUS": "4",
-        "MA_NUM_HOSTS": "2",
-        "VC_WORKER_HOSTS": "job-0.job,job-1.job",
-        "VC_TASK_INDEX": "1",
-    }
+    environ = {**TWO_HOSTS, "MA_NUM_GPUS": "4", "VC_TASK_INDEX": "1"}
     table, places = modelarts_job.find_places(environ)
     assert table is None and places.master == "job-0.job" and places.own_host == "job-1.job"
-    assert [(place.rank, place.device_id, place.local_rank) for place in places.own] == [
-        (4, 0, 0),
-        (5, 1, 1),
-        (6, 2, 2),
-        (7, 3, 3),
-    ]
+    own = [(place.rank, place.device_id, place.local_rank) for place in places.own]
+    assert own == [(4, 0, 0), (5, 1, 1), (6, 2, 2), (7, 3, 3)]
     assert places.world_size == 8
-    with pytest.raises(
-        ConfigError, match=r"MA_NUM_HOSTS=3, but VC_WORKER_HOSTS=job-0.job,job-1.job names 2"
+    for wrong, message in (
+        ({"MA_NUM_HOSTS": "3"}, "MA_NUM_HOSTS=3, but VC_WORKER_HOSTS=job-0.job,job-1.job names 2"),
+        ({"VC_TASK_INDEX": "2"}, "VC_TASK_INDEX=2, but VC_WORKER_HOSTS names 2"),
     ):
-        modelarts_job.find_places({**environ, "MA_NUM_HOSTS": "3"})
-    with pytest.raises(ConfigError, match="VC_TASK_INDEX=2, but VC_WORKER_HOSTS names 2"):
-        modelarts_job.find_places({**environ, "VC_TASK_INDEX": "2"})
+        with pytest.raises(ConfigError, match=message):
+            modelarts_job.find_places(environ | wrong)
 
 
 def test_places_by_the_platforms_table(samples: Path, tmp_path: Path) -> None:
-    table = samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json"
-    environ = {
-        **INSIDE,
-        "RANK_TABLE_FILE": str(table),
-        "VC_TASK_INDEX": "1",
-        "TMPDIR": str(tmp_path),
-    }
+    environ = {**INSIDE, "RANK_TABLE_FILE": str(samples / TABLE), "TMPDIR": str(tmp_path)}
+    environ["VC_TASK_INDEX"] = "1"
     written, places = modelarts_job.find_places(environ)
     assert (places.own_host, places.master) == ("10.19.1.79", "10.19.1.142")
     assert [place.rank for place in places.own] == list(range(8, 16))
     assert written is not None and '"version": "1.0"' in written.read_text()
-    assert (
-        modelarts_job.find_places({**environ, "MA_CURRENT_IP": "10.19.1.142"})[1].own_host
-        == "10.19.1.142"
-    )
-    with pytest.raises(
-        ConfigError,
-        match=r"nor VC_TASK_INDEX=2 says which server of .*: it holds 10.19.1.142, 10.19.1.79",
-    ):
+    other = modelarts_job.find_places({**environ, "MA_CURRENT_IP": "10.19.1.142"})[1]
+    assert other.own_host == "10.19.1.142"
+    message = "nor VC_TASK_INDEX=2 says which server of .*: it holds 10.19.1.142, 10.19.1.79"
+    with pytest.raises(ConfigError, match=message):
         modelarts_job.find_places({**environ, "VC_TASK_INDEX": "2"})
 
 
 def test_variables_that_a_process_per_card_lacks(samples: Path, tmp_path: Path) -> None:
     table = samples / "v0_modelarts_cce_1x1.json"
-    environ = {
-        **INSIDE,
-        "RANK_TABLE_FILE": str(table),
-        "RANK_ID": "0",
-        "HCCL_CONNECT_TIMEOUT": "600",
-        "TMPDIR": str(tmp_path),
-    }
+    environ = {**INSIDE, "RANK_TABLE_FILE": str(table), "RANK_ID": "0", "TMPDIR": str(tmp_path)}
+    environ["HCCL_CONNECT_TIMEOUT"] = "600"
     found = modelarts_job.platform_variables(Process(device_id=0, launcher="rank table"), environ)
-    written = Path(found.pop("RANK_TABLE_FILE"))
+    assert '"rank_id": "0"' in Path(found.pop("RANK_TABLE_FILE")).read_text()
     assert found == {
-        "RANK_SIZE": "1",
-        "DEVICE_ID": "0",
-        "HCCL_CONNECT_TIMEOUT": "600",
+        "RANK_SIZE": "1", "DEVICE_ID": "0", "HCCL_CONNECT_TIMEOUT": "600",
         "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+
+
+WORDS = """
+--config a.yaml --run_mode=train x.y=1 -> --config=a.yaml --run_mode=train x.y=1
+--run_mode eval --all_ranks -> --run_mode eval --all_ranks
+--train.max_steps=10 --model.dropout 0.1 -> train.max_steps=10 model.dropout=0.1
+--backend=torch --seed 7 --precision=bf16 -> backend=torch seed=7 precision=bf16
+--dataset_dir /data -> data.train=/data
+--train_dataset_dir=/data --eval_dataset_dir=/more -> data.train=/data data.validation=/more
+--data_url=obs://b/data -> data.train=obs://b/data
+--train_url=/mnt/out -> output_dir=/mnt/out
+--mode=0 --device_id=3 --device_target=CPU -> context.mode=0 context.device_id=3 context.device_target=CPU
+--epochs=2 -> train.max_steps=null train.max_tokens=null train.max_epochs=2
+--batch_size=2 -> train.micro_batch_size=2
+--num_samples 8 -> train.num_samples=8
+--run_mode=eval --num_samples=8 -> --run_mode=eval evaluation.max_samples=8
+--run_mode=train --load_checkpoint=/c -> --run_mode=train checkpoint.resume=/c
+--run_mode=finetune --load_checkpoint=/c -> --run_mode=finetune checkpoint.init_from=/c
+--run_mode predict --load_checkpoint=/c -> --run_mode predict checkpoint.load=/c
+--profile=True --sink_mode=False -> profile.start=1 profile.stop=10 train.sink_size=1
+--profile=False --sink_mode=True --use_parallel=True -> profile.start=null profile.stop=null profile.memory=false
+--enable_modelarts=1 ->
+--options logging.plot=True checkpoint.asynchronous=False --seed=1 -> logging.plot=True checkpoint.asynchronous=False seed=1
+--nonsense=1 -> --nonsense=1
+"""  # noqa: E501
+"""What a user types, and the words of run_gpt2.py. The parser refuses the last one."""
+
+
+@pytest.mark.parametrize("line", WORDS.strip().splitlines())
+def test_words(line: str) -> None:
+    typed, _, expected = line.partition("->")
+    assert translate(typed.split(), {}).argv == expected.split()
+
+
+def test_words_of_text() -> None:
+    for typed, expected in (
+        (["--predict.prompt=Once: a=b --c\nd"], "predict.prompt=Once: a=b --c\nd"),
+        (["--predict_data=Hello world"], "predict.prompt=Hello world"),
+        (["--predict_data", __file__], f"predict.prompt_file={__file__}"),
+    ):
+        assert translate(typed, {}).argv == [expected]
+
+
+def test_place_of_the_output_and_number_of_processes() -> None:
+    both = translate(["--output_dir=/local", "--train_url=obs://b/out"], {})
+    assert both.argv == ["output_dir=/local"] and both.output_url == "obs://b/out"
+    for word in ("--output_dir", "--obs_path", "--remote_save_url", "output_dir"):
+        assert translate([f"{word}=obs://b/out"], {}).output_url == "obs://b/out"
+    alone = [translate([f"--use_parallel={word}"], {}).one_process for word in ("False", "True")]
+    assert alone == [True, False]
+
+
+def test_unknown_words_are_the_platforms_only_inside_modelarts() -> None:
+    words = ["--init_method", "tcp://job-0:6666", "--flag", "seed=1", "--dataset_id=wiki"]
+    job = translate(words, INSIDE)
+    assert job.argv == ["seed=1"]
+    named = [remark.partition(" is ")[0] for remark in job.remarks]
+    assert named == ["--init_method tcp://job-0:6666", "--flag", "--dataset_id=wiki"]
+    assert translate(words[:2], {}).argv == words[:2]
+
+
+def test_a_config_is_found_from_the_code_folder_inside_modelarts(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    preset = "configs/gpt2/run_gpt2.yaml"
+    assert translate([f"--config={preset}"], INSIDE).argv == [f"--config={modelarts.ROOT / preset}"]
+    assert translate([f"--config={preset}"], {}).argv == [f"--config={preset}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--seed", "--seed: expected a value after it"),
+        ("--dataset --seed=1", "--dataset: expected a value after it"),
+        ("--use_parallel=maybe", "--use_parallel=maybe: expected True or False"),
+        ("--options a", "--options a: expected section.key=value"),
+        ("--config=obs://b/run.yaml", "put it into the code folder and give its path there"),
+        ("--train_url=", "train_url: expected a folder or a URL, found an empty value"),
+        ("--obs_path=obs://a --train_url=obs://b", "to be copied to obs://a; give one of them"),
+    ],
+)
+def test_words_that_cannot_be_meant(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        translate(words.split(), INSIDE)
+    assert message in str(caught.value)
+
+
+def test_every_key_outside_of_sections_has_its_flag() -> None:
+    keys = {
+        name
+        for name, field in RunConfig.model_fields.items()
+        if not (isinstance(field.annotation, type) and issubclass(field.annotation, Section))
     }
-    assert '"rank_id": "0"' in written.read_text()
+    # the first has a shorthand besides being a section, the second is one that may be left out
+    assert {*TOP_LEVEL, "output_dir", "quantization"} == keys | {"precision"}
+
+
+def test_mindformers_train_starts_over() -> None:
+    found = mindformers_argv(["--config=a"])[0]
+    assert found == ["--run_mode=train", "checkpoint.init_from=null", "--config=a"]
+    assert mindformers_argv(["--run_mode=finetune"])[0] == ["--run_mode=finetune"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "chosen"),
+    [
+        ("seed: 1", "--device_target Ascend", True),
+        ("seed: 1", "--device_target=Ascend", True),
+        ("seed: 1", "--options context.device_target=Ascend", True),
+        ("context: {device_target: Ascend}", "", True),
+        ("context: {device_target: Ascend}", "--device_target=CPU", False),
+        ("seed: 1", "", False),
+        ("backend: torch", "--device_target Ascend", False),
+        ("backend: mindspore", "--device_target Ascend", False),
+        ("base: other.yaml", "--device_target Ascend", False),
+        ("seed: 1", "--device_target Ascend --backend torch", False),
+        ("seed: 1", "--device_target Ascend backend=torch", False),
+        ("no: such: yaml", "--device_target Ascend", True),
+    ],
+)
+def test_mindformers_ascend_is_mindspores(tmp_path, caplog, text, words, chosen) -> None:
+    preset = modelarts.ROOT / "configs/gpt2/run_gpt2_tiny.yaml"
+    (tmp_path / "other.yaml").write_text(f"base: {preset}\nbackend: torch\n")
+    base = "" if text.startswith("base") else f"base: {preset}\n"
+    (tmp_path / "a.yaml").write_text(f"{base}{text}\n")
+    given = ["--run_mode=eval", f"--config={tmp_path / 'a.yaml'}", *words.split()]
+    with caplog.at_level("WARNING"):
+        assert mindformers_argv(given)[0] == [*(["backend=mindspore"] if chosen else []), *given]
+    said = "says backend: torch, which is used; for MindSpore give backend=mindspore" in caplog.text
+    assert said is (text in ("backend: torch", "base: other.yaml"))
+
+
+def test_the_choice_of_a_backend_opens_no_checkpoint(tmp_path: Path) -> None:
+    """It comes before the overrides, and training begins with new weights."""
+    path = tmp_path / "run.yaml"
+    path.write_text("checkpoint: {init_from: hf://owner/name}\noutput_dir: out\n")
+    words = ["--config", str(path), "--device_target=Ascend"]
+    assert mindformers_argv(words)[0][-4:] == ["backend=mindspore", *words]

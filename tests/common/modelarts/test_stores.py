@@ -1,8 +1,9 @@
 """Copies from and to stores: once per host, whole or absent, and what moxing is asked for."""
 
 import os
-import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,31 +36,23 @@ def files(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("change", ["size", "time", "another file", "one less"])
-def test_a_copy_is_made_again_when_its_source_has_changed(
-    change: str,
-    bucket: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "size": lambda folder: (folder / "a.bin").write_bytes(b"abcd"),
+    "time": lambda folder: os.utime(folder / "a.bin", (1, 1)),
+    "another file": lambda folder: (folder / "z").touch(),
+    "one less": lambda folder: (folder / "a.bin").unlink(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_copy_is_made_again_when_its_source_has_changed(change, bucket, tmp_path, caplog) -> None:
     caplog.set_level("INFO", "gpt2")
-    url, target, source = (
-        f"file://{bucket}/data",
-        tmp_path / "cache" / "data",
-        bucket / "data" / "a.bin",
-    )
+    url, target = f"file://{bucket}/data", tmp_path / "cache" / "data"
     stores.pull_once(url, target)
     (target / "mine").touch()
     stores.pull_once(url, target)
     assert (target / "mine").is_file() and f"{url} has not changed" in caplog.text
-    if change == "size":
-        source.write_bytes(b"abcd")
-    elif change == "time":
-        os.utime(source, (1, 1))
-    elif change == "another file":
-        (bucket / "data" / "z").write_bytes(b"z")
-    else:
-        source.unlink()
+    CHANGES[change](bucket / "data")
     assert files(stores.pull_once(url, target)) == files(bucket / "data")
     assert f"{url} has changed" in caplog.text
 
@@ -82,9 +75,7 @@ def run_folder(folder: Path) -> Path:
     return folder
 
 
-def test_an_upload_that_is_cut_off_never_looks_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_that_is_cut_off_never_looks_whole(tmp_path, monkeypatch) -> None:
     class CutOff(stores.Folders):
         @staticmethod
         def copy(source: str, target: str) -> None:
@@ -106,9 +97,7 @@ def test_an_upload_that_is_cut_off_never_looks_whole(
 
 
 @pytest.mark.parametrize("failures", [2, 3])
-def test_a_file_of_the_output_is_tried_three_times(
-    bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
-) -> None:
+def test_a_file_of_the_output_is_tried_three_times(bucket, tmp_path, monkeypatch, failures) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("1")
     copy, tries = stores.Folders.copy, []
@@ -120,14 +109,10 @@ def test_a_file_of_the_output_is_tried_three_times(
         copy(source, target)
 
     monkeypatch.setattr(stores.Folders, "copy", fails_first)
-    url = f"file://{bucket}/out"
-    if failures == 3:
-        with pytest.raises(StorageError, match="the mount was away"):
-            stores.push(tmp_path / "run", url)
-    else:
-        stores.push(tmp_path / "run", url)
-        assert (bucket / "out" / "metrics.jsonl").read_text() == "1"
-    assert len(tries) == 3
+    fails = pytest.raises(StorageError, match="the mount was away")
+    with fails if failures == 3 else nullcontext():
+        stores.push(tmp_path / "run", f"file://{bucket}/out")
+    assert len(tries) == 3 and (bucket / "out" / "metrics.jsonl").exists() is (failures == 2)
 
 
 def test_a_push_adds_and_deletes_nothing(bucket: Path, tmp_path: Path) -> None:
@@ -149,33 +134,7 @@ def test_a_lock_that_cannot_be_written_is_told(bucket: Path, tmp_path: Path) -> 
         stores.pull_once(f"file://{bucket}/data", tmp_path / "data")
 
 
-def test_one_process_of_a_host_copies(bucket: Path, tmp_path: Path) -> None:
-    """The store counts its calls in a file, and takes long enough for the others to come."""
-    program = """
-import sys, time
-from pathlib import Path
-from common.modelarts import stores
-class Slow(stores.Folders):
-    def copy_parallel(source, target):
-        with open(sys.argv[2], "a") as log:
-            log.write("pull\\n")
-        time.sleep(0.5)
-        stores.Folders.copy_parallel(source, target)
-stores.find_store = lambda url: Slow
-print(sorted(path.name for path in stores.pull_once(sys.argv[1], Path(sys.argv[3])).iterdir()))
-"""
-    places = (str(tmp_path / "calls"), str(tmp_path / "cache" / "data"))
-    words = [sys.executable, "-c", program, f"file://{bucket}/data", *places]
-    children = [
-        subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
-    assert [child.communicate(timeout=60)[0] for child in children] == ["['a.bin', 'inner']\n"] * 3
-    assert (tmp_path / "calls").read_text() == "pull\n"
-
-
-def test_a_failed_copy_is_one_error_and_never_looks_whole(
-    bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_copy_is_one_error_and_never_looks_whole(bucket, tmp_path, monkeypatch) -> None:
     class Failing(stores.Folders):
         """Fails, having written half."""
 
@@ -192,9 +151,8 @@ def test_a_failed_copy_is_one_error_and_never_looks_whole(
         with pytest.raises(StorageError, match=r"could not be copied to .*\(the line is dead\)"):
             stores.pull_once(f"file://{bucket}/data", target)
         assert not target.exists()
-        with pytest.raises(
-            StorageError, match=r"results: .* could not be copied there, and is still here \("
-        ):
+        message = r"results: .* could not be copied there, and is still here \("
+        with pytest.raises(StorageError, match=message):
             stores.push(bucket / "data", f"file://{bucket}/results")
     here = stores.pull_once(f"file://{bucket}/data", target)
     assert files(here) == {"a.bin": b"abc", "inner/b.txt": b"inner"}, "nothing is left of the half"
@@ -204,21 +162,14 @@ def test_a_failed_copy_is_one_error_and_never_looks_whole(
     ("url", "error", "message"),
     [
         ("file:///nowhere/data", DataError, "no files there; check the address"),
-        (
-            "obs://bucket/data",
-            ConfigError,
-            "ModelArts' moxing cannot be imported; use one of ModelArts' images, or mount",
-        ),
-        ("http://host/data", ConfigError, "expected a URL that starts with obs://, s3://, file://"),
+        ("obs://bucket/data", ConfigError, "cannot be imported; use one of ModelArts' images"),
+        ("http://host/data", ConfigError, "a URL that starts with obs://, s3://, file://"),
     ],
 )
-def test_unreachable_addresses_are_named(
-    url: str, error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreachable_addresses_are_named(url, error, message, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "moxing", None)
-    with pytest.raises(error) as caught:
+    with pytest.raises(error, match=message):
         stores.pull_once(url, tmp_path / "data")
-    assert message in str(caught.value)
 
 
 # ---- a double with the calls of moxing 2 (ModelArts guide, "MoXing Framework API") ----
@@ -229,10 +180,10 @@ class Moxing:
 
     def __init__(self, objects: dict[str, bytes]) -> None:
         self.objects = objects
-        self.calls: list[tuple[str, ...]] = []
+        self.copied: list[str] = []
 
     def exists(self, url: str) -> bool:
-        return any(key == url or key.startswith(url.rstrip("/") + "/") for key in self.objects)
+        return url in self.objects or self.is_directory(url)
 
     def is_directory(self, url: str) -> bool:
         return any(key.startswith(url.rstrip("/") + "/") for key in self.objects)
@@ -244,21 +195,17 @@ class Moxing:
         return [*names, *{name.partition("/")[0] for name in names if "/" in name}]  # folders too
 
     def stat(self, url: str) -> Any:
-        return SimpleNamespace(
-            length=len(self.objects.get(url, b"")),
-            mtime_nsec=7,
-            is_directory=url not in self.objects,
-        )
+        length = len(self.objects.get(url, b""))
+        return SimpleNamespace(length=length, mtime_nsec=7, is_directory=url not in self.objects)
 
     def copy_parallel(self, source: str, target: str) -> None:
-        self.calls.append(("copy_parallel", source, target))
         for name in self.list_directory(source, recursive=True):
             if join(source, name) in self.objects and name:
                 (Path(target) / name).parent.mkdir(parents=True, exist_ok=True)
                 (Path(target) / name).write_bytes(self.objects[join(source, name)])
 
     def copy(self, source: str, target: str) -> None:
-        self.calls.append(("copy", source, target))
+        self.copied.append(target)
         if target.startswith("obs://"):
             self.objects[target] = Path(source).read_bytes()
         else:
@@ -266,32 +213,20 @@ class Moxing:
 
 
 def test_moxing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moxing = Moxing(
-        {
-            "obs://b/data/a.bin": b"abc",
-            "obs://b/data/inner/b": b"inner",
-            "s3://b/prompts.txt": b"Hi",
-            "obs://b/empty/": b"",
-        }
-    )
-    elsewhere = SimpleNamespace(file=None)  # PyPI's moxing
-    monkeypatch.setitem(sys.modules, "moxing", elsewhere)
+    data = {"obs://b/data/a.bin": b"abc", "obs://b/data/inner/b": b"inner"}
+    moxing = Moxing({**data, "s3://b/prompts.txt": b"Hi", "obs://b/empty/": b""})
+    monkeypatch.setitem(sys.modules, "moxing", SimpleNamespace(file=None))  # PyPI's moxing
     with pytest.raises(ConfigError, match="ModelArts' moxing cannot be imported"):
         stores.files("obs://b/data")
     monkeypatch.setitem(sys.modules, "moxing", SimpleNamespace(file=moxing))
     here = stores.pull_once("obs://b/data/", tmp_path / "data")
     assert files(here) == {"a.bin": b"abc", "inner/b": b"inner"}
-    assert stores.files("obs://b/data") == [
-        StoredFile("a.bin", 3, "7"),
-        StoredFile("inner/b", 5, "7"),
-    ]
-    assert stores.files("obs://b/empty") == stores.files("obs://b/nowhere") == [], (
-        "the marker of a folder is no file"
-    )
-    assert (
-        stores.pull_once("s3://b/prompts.txt", tmp_path / "prompts.txt")
-        == tmp_path / "prompts.txt" / "prompts.txt"
-    )
-    moxing.calls.clear()
+    listed = [StoredFile("a.bin", 3, "7"), StoredFile("inner/b", 5, "7")]
+    assert stores.files("obs://b/data") == listed
+    assert stores.files("obs://b/empty") == [], "the marker of a folder is no file"
+    assert stores.files("obs://b/nowhere") == []
+    prompts = stores.pull_once("s3://b/prompts.txt", tmp_path / "prompts.txt")
+    assert prompts == tmp_path / "prompts.txt" / "prompts.txt"
+    moxing.copied.clear()
     stores.push(run_folder(tmp_path / "out"), "obs://b/out/")
-    assert [call[2].removeprefix("obs://b/out/") for call in moxing.calls] == UPLOAD_ORDER
+    assert [url.removeprefix("obs://b/out/") for url in moxing.copied] == UPLOAD_ORDER

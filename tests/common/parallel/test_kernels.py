@@ -2,6 +2,8 @@
 time, and the plan's bytes of both.
 """
 
+from typing import Any
+
 import pytest
 
 from common.accelerators import GIB, Hardware
@@ -10,11 +12,10 @@ from common.parallel.run import Run
 from common.planner.plan import make_plan
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
-from tests.common.config.test_presets import ROOT
+from tests.common.planner.runs import FOLDER
 
-PRESET = ROOT / "configs/gpt2/run_gpt2_124m.yaml"
+PRESET = FOLDER / "run_gpt2_124m.yaml"
 MINDSPORE = ("backend=mindspore", "model.attention_dropout=0", "precision.compute=bfloat16")
-ACCELERATORS = ("Ascend 910A", "Ascend 910B2", "H100 SXM")
 
 
 def config(*overrides: str, on: Hardware | None = None) -> Run:
@@ -39,88 +40,72 @@ PACKED = ("data.reset_attention_mask=true", "data.eod_id=50256")
 DROPS = ("model.attention_dropout=0.1",)
 
 
+ON_MINDSPORE = ("backend=mindspore",)
+
+
 @pytest.mark.parametrize("mask", [(), PACKED], ids=["causal", "packed"])
-@pytest.mark.parametrize("backend", ["torch", "mindspore"])
 @pytest.mark.parametrize(
-    ("kind", "name", "torch", "torch_drops", "mindspore"),
+    ("device", "torch", "torch_drops", "mindspore"),
     [
-        ("npu", "Ascend910B2", True, True, True),
-        ("npu", "an Ascend of tomorrow", True, True, True),
-        ("npu", "Ascend910A", False, False, False),
-        ("npu", None, True, True, True),
-        ("cuda", "NVIDIA H100 80GB HBM3", True, True, False),
-        ("cpu", "AMD EPYC", True, False, False),
+        (("npu", "Ascend910B2"), True, True, True),
+        (("npu", "Ascend910A"), False, False, False),
+        (("npu", None), True, True, True),
+        (("cuda", "NVIDIA H100 80GB HBM3"), True, True, False),
+        (("cpu", "AMD EPYC"), True, False, False),
     ],
 )
 def test_device_framework_and_mask_decide(
-    kind: str,
-    name: str | None,
-    torch: bool,
-    torch_drops: bool,
-    mindspore: bool,
-    backend: str,
-    mask: tuple[str, ...],
+    device: Any, torch: bool, torch_drops: bool, mindspore: bool, mask: tuple[str, ...]
 ) -> None:
     """Whether the plan counts no scores. torch's kernel on a CPU has no dropout, MindSpore's none;
     both have masks, and so has the NPU's as bool (tests/torch_gpt2/npu_checks.py).
     """
-    words = ("precision.compute=bfloat16", f"backend={backend}", "model.attention_dropout=0", *mask)
-    for drops, fused in (
-        ((), torch if backend == "torch" else mindspore),
-        (DROPS, torch_drops and backend == "torch"),
-    ):
-        run = config(*words, *drops, on=Hardware(kind=kind, name=name))
+    words = ("precision.compute=bfloat16", "model.attention_dropout=0", *mask)
+    on = Hardware(kind=device[0], name=device[1])
+    found = (((), torch), (DROPS, torch_drops), (ON_MINDSPORE, mindspore))
+    for more, fused in (*found, ((*ON_MINDSPORE, *DROPS), False)):
+        run = config(*words, *more, on=on)
         assert keeps_no_scores(run, run.hardware) is fused
-        written = saved(config(*words, *drops, "train.fused_attention=false"))
+        written = saved(config(*words, *more, "train.fused_attention=false"))
         assert saved(run) < written if fused else saved(run) == written
-        if not mask and not drops and backend == "mindspore":
+        if not mask and more == ON_MINDSPORE:
             assert saved(run) == written - fused * scores(run)
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "precision.compute=float32",
-        "precision.softmax=bfloat16",
-        "model.attention_dropout=0.1",
-        "model.num_heads=96",
-    ],
-)
-def test_the_model_decides(override: str) -> None:
+def test_the_model_decides() -> None:
     """The plan counts the scores on an Atlas A2 too. torch's attention has no such limits but the
     float32 softmax.
     """
-    written = "train.fused_attention=false"
-    run = config(*MINDSPORE, override, on=Hardware(kind="auto", name="Ascend 910B2"))
-    assert saved(run) == saved(config(*MINDSPORE, override, written))
-    torch = [word for word in (*MINDSPORE, override) if word != "backend=mindspore"]
-    fused = saved(config(*torch)) < saved(config(*torch, written))
-    assert fused is ("softmax" not in override)
+    written, on = "train.fused_attention=false", Hardware(kind="auto", name="Ascend 910B2")
+    for override, in_torch in (
+        ("precision.compute=float32", True),
+        ("precision.softmax=bfloat16", False),
+        ("model.num_heads=96", True),
+    ):
+        run = config(*MINDSPORE, override, on=on)
+        assert saved(run) == saved(config(*MINDSPORE, override, written))
+        torch = (*MINDSPORE, override, "backend=torch")
+        assert (saved(config(*torch)) < saved(config(*torch, written))) is in_torch
 
 
 def test_a_named_accelerator_stands_for_the_device_of_the_run() -> None:
-    run = config(*MINDSPORE)
-    kinds = [*(Hardware(kind="auto", name=name) for name in ACCELERATORS), Hardware(kind="auto")]
-    assert [keeps_no_scores(run, each) for each in kinds] == [False, True, False, True]
+    names = ("Ascend 910A", "Ascend 910B2", "H100 SXM", None)
+    kinds = [Hardware(kind="auto", name=name) for name in names]
+    found = [keeps_no_scores(config(*MINDSPORE), each) for each in kinds]
+    assert found == [False, True, False, True]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "memory", "rows"),
-    [
+def test_logits_take_a_share_of_the_memory() -> None:
+    for words, memory, rows in (
         ((), None, 1024),
         ((), 80 * GIB, 16_384),
-        ((), 32 * GIB, 4096),
         ((), 8 * GIB, 1024),
         (("parallel.model_parallel=2",), 32 * GIB, 8192),
         (("train.loss_rows=100",), 80 * GIB, 100),
-    ],
-)
-def test_logits_take_a_share_of_the_memory(
-    overrides: tuple[str, ...], memory: int | None, rows: int
-) -> None:
-    ranks = 2 if overrides and "parallel" in overrides[0] else 1
-    config = resolve_config(load_config(PRESET, overrides), world_size=ranks)
-    assert loss_rows(config, memory) == rows
+    ):
+        ranks = 2 if "parallel.model_parallel=2" in words else 1
+        run = resolve_config(load_config(PRESET, words), world_size=ranks)
+        assert loss_rows(run, memory) == rows
 
 
 def test_the_plan_of_an_accelerator_counts_them() -> None:

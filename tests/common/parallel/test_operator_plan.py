@@ -8,16 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.parallel.operator_plan import (
-    copies_of,
-    fusion_of,
-    held_shape,
-    held_slice,
-    operator_strategies,
-    owns,
-    stage_of,
-    stages_of_parameter,
-)
+from common.parallel import operator_plan as plans
 from common.parallel.run import Run
 from common.parallel.sharding import padded_shapes
 from tests.tiny import tiny_config
@@ -27,12 +18,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "data, optimizer split": {"data_parallel": 8, "zero_stage": 1},
     "optimizer split within fours": {"data_parallel": 8, "zero_stage": 2, "shard_size": 4},
     "all three": {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "zero_stage": 1},
-    "whole vocabulary": {
-        "data_parallel": 4,
-        "model_parallel": 2,
-        "vocab_emb_dp": True,
-        "zero_stage": 1,
-    },
+    "whole table": {"data_parallel": 4, "model_parallel": 2, "vocab_emb_dp": True, "zero_stage": 1},
     "uneven stages": {"data_parallel": 4, "pipeline_stage": 2, "stage_layers": [1, 3]},
 }
 
@@ -57,26 +43,28 @@ def test_pieces_of_ranks_tile_every_parameter(layout: str) -> None:
     topology = config.topology
     some_split = False
     for name, shape in padded_shapes(config).items():
-        stage = stages_of_parameter(name, config)[0]
-        ranks = [rank for rank in range(8) if topology.coordinates(rank).pipeline == stage]
-        pieces = {rank: held_slice(name, config, topology.coordinates(rank)) for rank in ranks}
-        assert {piece.shape for piece in pieces.values()} == {held_shape(name, config)}
+        stage = plans.stages_of_parameter(name, config)[0]
+        places = {rank: topology.coordinates(rank) for rank in range(8)}
+        pieces = {
+            rank: plans.held_slice(name, config, at)
+            for rank, at in places.items()
+            if at.pipeline == stage
+        }
+        assert {piece.shape for piece in pieces.values()} == {plans.held_shape(name, config)}
         same = Counter(pieces.values())
-        assert set(same.values()) == {copies_of(name, config)}
+        assert set(same.values()) == {plans.copies_of(name, config)}
         some_split |= len(same) > 1
         covered = np.zeros(shape, int)
-        for rank in range(8):
-            if owns(name, config, topology.coordinates(rank)):
-                piece = pieces[rank]
-                covered[slice(*piece.rows), ...] += 1 if piece.columns is None else 0
-                if piece.columns is not None:
-                    covered[slice(*piece.rows), slice(*piece.columns)] += 1
+        for rank, at in places.items():
+            if plans.owns(name, config, at):
+                columns = pieces[rank].columns
+                covered[slice(*pieces[rank].rows), ...][..., slice(*columns or (None,))] += 1
         assert (covered == 1).all(), "every element is written once"
     assert some_split == (config.parallel.zero_stage > 0 or config.parallel.model_parallel > 1)
 
 
 def test_strategies_follow_from_roles() -> None:
-    plan = operator_strategies(make_config(LAYOUTS["all three"]))
+    plan = plans.operator_strategies(make_config(LAYOUTS["all three"]))
     for name in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.c_fc"):
         assert plan[f"h.*.{name}.matmul"].inputs == ((2, 1), (2, 1))
         assert plan[f"h.*.{name}.add"].inputs == ((2, 2), (2,))
@@ -85,19 +73,21 @@ def test_strategies_follow_from_roles() -> None:
         assert plan[f"h.*.{name}.add"].inputs == ((2, 1), (1,))
     table = plan["wte.gather"].inputs[0], plan["head.matmul"].inputs[1]
     assert table == ((2, 1), (2, 1)), "the two uses of the tied table agree"
-    along = operator_strategies(make_config({**LAYOUTS["all three"], "sequence_parallel": True}))
+    along = plans.operator_strategies(
+        make_config({**LAYOUTS["all three"], "sequence_parallel": True})
+    )
     assert along["h.*.mlp.c_proj.matmul"].output == along["ln_f.layer_norm"].inputs[0] == (4, 1)
-    whole = operator_strategies(make_config(LAYOUTS["whole vocabulary"]))
+    whole = plans.operator_strategies(make_config(LAYOUTS["whole table"]))
     assert whole["wte.gather"].inputs == ((1, 1), (4, 1))
     assert whole["head.matmul"].inputs == ((8, 1), (1, 1))
 
 
 def test_stages_and_groups() -> None:
     uneven = make_config(LAYOUTS["uneven stages"])
-    assert [stage_of(f"h.{layer}", uneven) for layer in range(4)] == [0, 1, 1, 1]
-    assert stages_of_parameter("wte.weight", uneven) == (0, 1)
-    assert stages_of_parameter("ln_f.bias", uneven) == (1,)
-    assert {fusion_of(layer, uneven) for layer in range(4)} == {1}
+    assert [plans.stage_of(f"h.{layer}", uneven) for layer in range(4)] == [0, 1, 1, 1]
+    assert plans.stages_of_parameter("wte.weight", uneven) == (0, 1)
+    assert plans.stages_of_parameter("ln_f.bias", uneven) == (1,)
+    assert {plans.fusion_of(layer, uneven) for layer in range(4)} == {1}
     for groups, expected in ((2, [1, 1, 2, 2]), (9, [1, 2, 3, 4])):
         config = make_config(LAYOUTS["data"] | {"gradient_aggregation_group": groups})
-        assert [fusion_of(layer, config) for layer in range(4)] == expected
+        assert [plans.fusion_of(layer, config) for layer in range(4)] == expected

@@ -21,9 +21,9 @@ from common.parallel.topology import Topology
 
 SPLIT = ("interleaved_1f1b", "interleaved_zero_bubble")
 CASES = [
-    *product(("gpipe", "1f1b"), (1,), (2, 3, 4), (1, 2, 3, 4, 6, 13)),
-    *product(SPLIT, (1, 2, 3), (2, 3, 4), (1, 2, 4, 6, 12, 24, 48)),
-    *product(("zbv_zero_bubble",), (2,), (2, 3, 4), (1, 3, 4, 7, 24, 48)),
+    *product(("gpipe", "1f1b"), (1,), (2, 3, 4), (1, 2, 3, 6, 13)),
+    *product(SPLIT, (1, 2, 3), (2, 4), (1, 4, 6, 12, 24)),
+    *product(("zbv_zero_bubble",), (2,), (2, 3, 4), (1, 3, 7, 24)),
 ]
 Step = tuple[str, int, int]
 PASSES = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
@@ -62,26 +62,21 @@ def torch_orders(schedule: str, virtual: int, ranks: int, micro_batches: int) ->
     ]
 
 
-def one_forward_one_backward(ranks: int, micro_batches: int) -> list[list[Step]]:
-    """By the rule (arXiv 2104.04473, figure 4): torch's listing of this schedule misnumbers the
-    last rank's micro batches.
+def expected(schedule: str, virtual: int, ranks: int, micro_batches: int) -> list[list[Step]]:
+    """1F1B by the rule (arXiv 2104.04473, figure 4): torch's listing of this schedule misnumbers
+    the last rank's micro batches.
     """
+    if schedule != "1f1b":
+        return torch_orders(schedule, virtual, ranks, micro_batches)
     orders = []
     for rank in range(ranks):
         ahead = min(ranks - rank - 1, micro_batches)
         order: list[Step] = [("F", rank, number) for number in range(ahead)]
-        for number in range(micro_batches - ahead):
-            order += [("F", rank, ahead + number), ("B", rank, number)]
-        orders.append(
-            order + [("B", rank, number) for number in range(micro_batches - ahead, micro_batches)]
-        )
+        for number in range(micro_batches):
+            order += [("F", rank, ahead + number)] * (ahead + number < micro_batches)
+            order.append(("B", rank, number))
+        orders.append(order)
     return orders
-
-
-def expected(schedule: str, virtual: int, ranks: int, micro_batches: int) -> list[list[Step]]:
-    if schedule == "1f1b":
-        return one_forward_one_backward(ranks, micro_batches)
-    return torch_orders(schedule, virtual, ranks, micro_batches)
 
 
 def play(orders: list[list[Step]], stages: int) -> int:
@@ -97,10 +92,8 @@ def play(orders: list[list[Step]], stages: int) -> int:
                 what, stage, number = order[at[rank]]
                 needs = [("F", stage - 1, number)] if what == "F" and stage else []
                 if what in "BI":
-                    needs = [
-                        ("F", stage, number),
-                        *([(what, stage + 1, number)] if stage < stages - 1 else []),
-                    ]
+                    later = [(what, stage + 1, number)] if stage < stages - 1 else []
+                    needs = [("F", stage, number), *later]
                 if any(need not in done for need in needs):
                     break
                 clock[rank] = max([clock[rank], *(done[need] for need in needs)]) + UNITS[what]
@@ -131,8 +124,7 @@ def test_orders_bubbles_and_what_is_held(
     enough = {"gpipe": 1, "1f1b": 1, "zbv_zero_bubble": 2 * ranks - 1}.get(schedule, ranks)
     if micro_batches >= enough:
         busy = 3 * micro_batches * virtual / play(orders, topology.stages)
-        found = bubble(schedule, topology, micro_batches)
-        assert found == pytest.approx(1 - busy, rel=1e-12)
+        assert bubble(schedule, topology, micro_batches) == pytest.approx(1 - busy, rel=1e-12)
 
 
 def test_the_bubble_of_the_papers() -> None:
@@ -147,9 +139,8 @@ def test_the_bubble_of_the_papers() -> None:
             assert found == pytest.approx(waits)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "ranks", "number", "message"),
-    [
+def test_schedules_say_how_many_micro_batches_they_need() -> None:
+    for schedule, ranks, number, message in (
         ("1f1b", 4, 3, "1f1b needs at least 4 micro batches, one per stage, not 3"),
         ("interleaved_1f1b", 4, 9, "interleaved_1f1b needs micro batches in 2 equal rounds, not 9"),
         ("1f1b", 4, 4, None),
@@ -157,12 +148,8 @@ def test_the_bubble_of_the_papers() -> None:
         ("zbv_zero_bubble", 4, 1, None),
         ("interleaved_1f1b", 4, 3, None),
         ("1f1b", 1, 1, None),
-    ],
-)
-def test_schedules_say_how_many_micro_batches_they_need(
-    schedule: str, ranks: int, number: int, message: str | None
-) -> None:
-    assert schedule_error(schedule, Topology(pipeline=ranks), number) == message
+    ):
+        assert schedule_error(schedule, Topology(pipeline=ranks), number) == message
 
 
 def played(
@@ -198,10 +185,8 @@ def test_held_activations_need_no_loop_over_micro_batches(schedule: str) -> None
     for place, micro_batches in product((0, 1, 127), (127 * 129, 2**40, 2**40 + 1)):
         sizes = {stage: 1 + stage for stage in topology.stages_of(place)}
         held = held_at_most(schedule, topology, place, micro_batches, sizes)
-        assert (
-            max(held.values()) <= 3 * 128
-            and gradients_at_most(schedule, topology, place, micro_batches) <= 256
-        )
+        assert max(held.values()) <= 3 * 128
+        assert gradients_at_most(schedule, topology, place, micro_batches) <= 256
         if micro_batches == 2**40:
             assert held == held_at_most(schedule, topology, place, 2**20, sizes)
     assert time.process_time() - start < 1

@@ -9,12 +9,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from common.config.load import build_config
 from common.errors import CheckpointError
 from common.parallel.run import Run
 from common.parallel.sharding import owns, padded_shapes, slices_of_rank
-from common.resolve.derive import resolve_config
 from common.weights.pieces import ShardedReader, to_rectangle
+from tests.tiny import tiny_config
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -27,15 +26,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def run_of(layout: str) -> Run:
     ranks, parallel = LAYOUTS[layout]
-    tree: dict[str, Any] = {
-        "output_dir": "nowhere",
-        "model": {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "seq_length": 7},
-        "train": {"micro_batch_size": 1},
-        "optimizer": {"learning_rate": 0.1},
-        "parallel": parallel,
-    }
-    tree["model"] |= {"vocab_size": 14, "vocab_multiple": 7}
-    return resolve_config(build_config(tree), world_size=ranks)
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "seq_length": 7, "vocab_size": 14}
+    train = {"micro_batch_size": 1}
+    model = sizes | {"vocab_multiple": 7}
+    return tiny_config(ranks=ranks, model=model, train=train, parallel=parallel)
 
 
 def pieces_of(config: Run, rank: int, *, owned: bool) -> dict[str, Any]:

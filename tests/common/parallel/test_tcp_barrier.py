@@ -1,14 +1,22 @@
-"""Ranks that wait for each other, as threads over the loopback interface."""
+"""Ranks that wait for each other, as threads over the loopback interface; and one that waits for
+the others to come: what it says, when it gives up, and what it refuses at once.
+"""
 
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
-from common.errors import RunError
+from common.cluster.environment import Process
+from common.errors import ConfigError, RunError
+from common.log import LOG
+from common.parallel import arrival as module
+from common.parallel.arrival import Arrival
 from common.parallel.tcp_barrier import BarrierServer, TcpBarrier, connect
+from common.processes.addresses import free_port, listen
 
 
 def barriers(size: int) -> list[TcpBarrier]:
@@ -22,15 +30,12 @@ def barriers(size: int) -> list[TcpBarrier]:
         return [first.result(timeout=20), *(other.result(timeout=20) for other in others)]
 
 
-@pytest.mark.parametrize(
-    ("address", "bound"),
-    [("127.0.0.1", "127.0.0.1"), ("127.0.0.2", "127.0.0.2"), ("10.0.0.1", "::")],
-)
-def test_other_hosts_cannot_call_a_run_of_one_host(address: str, bound: str) -> None:
-    host = BarrierServer(address)
-    with host._listener as listener:
-        # a container may have no IPv6
-        assert listener.getsockname()[0] in (bound, "0.0.0.0" if bound == "::" else bound)
+def test_other_hosts_cannot_call_a_run_of_one_host() -> None:
+    # a container may have no IPv6
+    for address, bound in (("127.0.0.2", {"127.0.0.2"}), ("10.0.0.1", {"::", "0.0.0.0"})):
+        host = BarrierServer(address)
+        with host._listener as listener:
+            assert listener.getsockname()[0] in bound
 
 
 @pytest.mark.parametrize("late", [0, 2])
@@ -72,10 +77,8 @@ def test_one_that_has_gone_is_named() -> None:
 def test_a_wait_has_an_end() -> None:
     everyone = barriers(2)
     everyone[0].limit(0.2)
-    with pytest.raises(
-        RunError,
-        match=r"rank 0: no word from rank 1 for 0 s; see its log, or raise runtime.stall_limit",
-    ):
+    said = r"rank 0: no word from rank 1 for 0 s; see its log, or raise runtime.stall_limit"
+    with pytest.raises(RunError, match=said):
         everyone[0].wait()
 
 
@@ -93,7 +96,66 @@ def test_strangers_are_turned_away() -> None:
 def test_a_port_that_nobody_holds_is_one_message() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(
-        RunError, match=rf"rank 1: port {port} of 127.0.0.1, the host of rank 0, cannot be reached"
-    ):
+    said = rf"rank 1: port {port} of 127.0.0.1, the host of rank 0, cannot be reached"
+    with pytest.raises(RunError, match=said):
         connect(1, "127.0.0.1", port, "0" * 32)
+
+
+# ---- arrival ----
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minutes are tenths of a second."""
+    monkeypatch.setattr(module, "_FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(module, "_AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+
+
+def arrival(rank: int, address: str, port: int, limit: float = 30.0) -> Arrival:
+    return Arrival(Process(rank=rank, world_size=2), "MASTER_ADDR", address, port, limit)
+
+
+def test_it_says_where_it_waits_and_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again and again, until something answers there or the limit has passed."""
+    port, said = free_port(), []
+    place = f"127.0.0.1:{port}"
+    gives_up = rf"rank 1 of 2 has waited 0.2 s \(runtime.stall_limit\) at {place} for rank"
+    with pytest.raises(RunError, match=gives_up):
+        arrival(1, "127.0.0.1", port, limit=0.2).reach("rank 0")
+    with ExitStack() as listeners:
+
+        def come_late(text: str) -> None:
+            said.append(text)
+            if len(said) == 3:
+                listeners.enter_context(listen("127.0.0.1", port))
+
+        monkeypatch.setattr(LOG, "warning", come_late)
+        arrival(1, "127.0.0.1", port).reach("rank 0")
+    waits = f"rank 1 of 2 waits at {place} for rank 0, which does not answer (Connection refused);"
+    assert said[:3] == [f"{waits} 0 s"] * 3
+
+
+@pytest.mark.parametrize("address", ["no-such-host.invalid", "10.0.0.1:29500"])
+def test_a_name_that_does_not_resolve_is_refused_at_once(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in (0, 1):
+        waits = arrival(rank, address, 29500)
+        with pytest.raises(ConfigError, match=f"MASTER_ADDR={address} is not an address"):
+            waits.reach("rank 0") if rank else waits.require_here()
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")  # its name comes with the pod
+    with pytest.raises(RunError, match="rank 0, which does not answer"):
+        arrival(1, address, 29500, limit=0.2).reach("rank 0")
+
+
+def test_rank_0_refuses_the_address_of_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrival(0, "localhost", 1).require_here()
+    # an address that is not this host's
+    monkeypatch.setattr(module, "is_here", lambda address: False)
+    with listen("127.0.0.1", 0) as listener:  # the forwarded port of a container
+        port = listener.getsockname()[1]
+        arrival(0, "127.0.0.1", port).require_here()
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR=127.0.0.1 is not an address of this"):
+        arrival(0, "127.0.0.1", port).require_here()

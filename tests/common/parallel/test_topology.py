@@ -15,87 +15,55 @@ LAYOUTS = [
     (1, 8, 16), (3, 2, 5), (5, 3, 2),
 ]  # fmt: skip
 """data, tensor, pipeline"""
-MEGATRON = {
-    GroupKind.TENSOR: "tp",
-    GroupKind.DATA: "dp",
-    GroupKind.PIPELINE: "pp",
-}
+MEGATRON = {GroupKind.TENSOR: "tp", GroupKind.DATA: "dp", GroupKind.PIPELINE: "pp"}
 
 
-def topology_and_megatrons(layout: tuple[int, int, int]) -> tuple[Topology, Any]:
-    """Also its module."""
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_groups_and_coordinates_are_megatrons(layout: tuple[int, int, int]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = pytest.importorskip("megatron.core.parallel_state")
     data, tensor, pipeline = layout
     sizes = {"tp": tensor, "ep": 1, "dp": data, "pp": pipeline, "cp": 1}
     theirs = state.RankGenerator(**sizes, order="tp-cp-ep-dp-pp")
-    return Topology(data=data, tensor=tensor, pipeline=pipeline), theirs
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", MEGATRON)
-def test_groups_are_megatrons(layout: tuple[int, int, int], kind: GroupKind) -> None:
-    topology, theirs = topology_and_megatrons(layout)
-    wanted = theirs.get_ranks(MEGATRON[kind])
-    assert topology.groups(kind) == wanted
-    for group in wanted:
-        for rank in group:
-            assert [*topology.group(kind, rank)] == group
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_coordinates_are_places_in_megatrons_groups(layout: tuple[int, int, int]) -> None:
-    topology, theirs = topology_and_megatrons(layout)
-    places = {
-        axis: {rank: place for group in theirs.get_ranks(name) for place, rank in enumerate(group)}
-        for axis, name in (("tensor", "tp"), ("data", "dp"), ("pipeline", "pp"))
-    }
+    topology = Topology(data=data, tensor=tensor, pipeline=pipeline)
+    places: dict[str, dict[int, int]] = {}
+    for kind, name in MEGATRON.items():
+        wanted = theirs.get_ranks(name)
+        assert topology.groups(kind) == wanted
+        assert all([*topology.group(kind, rank)] == group for group in wanted for rank in group)
+        places[kind.value] = {rank: place for group in wanted for place, rank in enumerate(group)}
+    wanted = [state.default_embedding_ranks(ranks) for ranks in theirs.get_ranks("pp")]
+    assert topology.groups(GroupKind.EMBEDDING) == wanted
+    holders = {rank for group in wanted for rank in group}
     for rank in range(topology.world_size):
         at = Coordinates(**{axis: place[rank] for axis, place in places.items()})
         assert topology.coordinates(rank) == at and topology.rank(at) == rank
         assert topology.holds_embedding(rank) == (at.pipeline == 0)
-        assert topology.holds_head(rank) == (at.pipeline == layout[2] - 1)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_tied_embedding_is_shared_by_megatrons_embedding_groups(
-    layout: tuple[int, int, int],
-) -> None:
-    topology, theirs = topology_and_megatrons(layout)
-    from megatron.core.parallel_state import default_embedding_ranks
-
-    wanted = [default_embedding_ranks(ranks) for ranks in theirs.get_ranks("pp")]
-    assert topology.groups(GroupKind.EMBEDDING) == wanted
-    holders = {rank for group in wanted for rank in group}
-    for rank in range(topology.world_size):
+        assert topology.holds_head(rank) == (at.pipeline == pipeline - 1)
         assert (rank in topology.group(GroupKind.EMBEDDING, rank)) == (rank in holders)
 
 
-@pytest.mark.parametrize("rank", [-1, 32, 1000])
-def test_a_rank_outside_the_world(rank: int) -> None:
+def test_a_rank_outside_the_world() -> None:
     expected = "is not among 32 ranks = data 4 x tensor 2 x pipeline 4; expected 0 to 31"
-    with pytest.raises(ConfigError, match=f"rank {rank} {expected}"):
-        Topology(data=4, tensor=2, pipeline=4).coordinates(rank)
+    for rank in (-1, 32):
+        with pytest.raises(ConfigError, match=f"rank {rank} {expected}"):
+            Topology(data=4, tensor=2, pipeline=4).coordinates(rank)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "virtual", "v_shape"),
-    [(2, 2, False), (4, 3, False), (1, 2, False), (2, 2, True), (4, 2, True), (5, 2, True)],
-)
-def test_stages_lie_where_torchs_pipelines_look_for_them(
-    ranks: int, virtual: int, v_shape: bool
-) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 4, 5])
+@pytest.mark.parametrize(("virtual", "style"), [(2, "loop"), (3, "loop"), (2, "v")])
+def test_stages_lie_where_torchs_pipelines_look(ranks: int, virtual: int, style: str) -> None:
     utils = pytest.importorskip("torch.distributed.pipelining._utils")
-    topology, last = Topology(pipeline=ranks, virtual=virtual, v_shape=v_shape), ranks * virtual - 1
-    style = "v" if v_shape else "loop"
+    topology = Topology(pipeline=ranks, virtual=virtual, v_shape=style == "v")
     theirs = utils.generate_stage_to_rank_mapping(ranks, ranks * virtual, style=style)
     assert {stage: topology.place_of_stage(stage) for stage in range(topology.stages)} == theirs
     for place in range(ranks):
         stages = [stage for stage, rank in theirs.items() if rank == place]
         assert [*topology.stages_of(place)] == stages
-    assert topology.groups(GroupKind.EMBEDDING) == [sorted({theirs[0], theirs[last]})]
-    assert [rank for rank in range(ranks) if topology.holds_head(rank)] == [theirs[last]]
+    last = theirs[ranks * virtual - 1]
+    assert topology.groups(GroupKind.EMBEDDING) == [sorted({theirs[0], last})]
+    assert [rank for rank in range(ranks) if topology.holds_head(rank)] == [last]
 
 
 def test_layers_of_virtual_and_uneven_stages() -> None:
@@ -112,42 +80,18 @@ def test_layers_of_virtual_and_uneven_stages() -> None:
                 assert topology.place_of_stage(topology.stage_of_layer(layer, 8)) == place
 
 
-FOUR = {"pipeline_stage": 4}
-
-
-@pytest.mark.parametrize(
-    ("layout", "stages"),
-    [
-        (FOUR, 4),
-        (FOUR | {"pipeline_schedule": "gpipe", "virtual_stages": 1}, 4),
-        (FOUR | {"pipeline_schedule": "interleaved_1f1b"}, 8),
-        (FOUR | {"pipeline_schedule": "interleaved_zero_bubble", "virtual_stages": 3}, 12),
-        (FOUR | {"pipeline_schedule": "zbv_zero_bubble"}, 8),
-        ({"pipeline_schedule": "zbv_zero_bubble"}, 1),
-    ],
-)
-def test_virtual_stages_follow_from_the_schedule(layout: dict[str, Any], stages: int) -> None:
-    topology = topology_of(ParallelConfig(**layout), 1)
-    assert topology.stages == stages and topology.v_shape == (stages == 8 and "zbv" in str(layout))
-
-
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ({"virtual_stages": 2}, "parallel.pipeline_schedule=1f1b gives a rank one stage; choose"),
-        (
-            {"virtual_stages": 3, "pipeline_schedule": "zbv_zero_bubble"},
-            "has 2 per rank; leave virtual_stages out",
-        ),
-        (
-            {"pipeline_schedule": "interleaved_1f1b", "virtual_stages": 3},
-            "2 x 3 virtual stages = 6 do not divide",
-        ),
-        ({"stage_layers": [3, 2, 3]}, "names 3 stages, but parallel.pipeline_stage=2 makes 2;"),
-        ({"stage_layers": [3, 4]}, r"\[3, 4\] add up to 7, but model.num_layers=8; make them"),
-        ({"pipeline_stage": 3}, "=3 does not divide model.num_layers=8; choose 1, 2, 4 or 8"),
-    ],
-)
-def test_stages_that_do_not_fit(layout: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        topology_of(ParallelConfig(**({"pipeline_stage": 2} | layout)), 1).layers_of_stage(0, 8)
+def test_virtual_stages_follow_from_the_schedule() -> None:
+    cases: list[tuple[Any, int | None, int]] = [
+        ("1f1b", None, 4),
+        ("gpipe", 1, 4),
+        ("interleaved_1f1b", None, 8),
+        ("interleaved_zero_bubble", 3, 12),
+        ("zbv_zero_bubble", None, 8),
+    ]
+    for schedule, virtual, stages in cases:
+        written = ParallelConfig(
+            pipeline_stage=4, pipeline_schedule=schedule, virtual_stages=virtual
+        )
+        topology = topology_of(written, 1)
+        assert topology.stages == stages and topology.v_shape == (schedule == "zbv_zero_bubble")
+        assert topology_of(ParallelConfig(pipeline_schedule=schedule), 1).stages == 1

@@ -25,15 +25,10 @@ def preset(name: str, *overrides: str, ranks: int | None = None) -> Run:
 
 
 def small(*, tensor: int = 1, pipeline: int = 1, data: int = 1, **sections: Any) -> Run:
+    sizes = {"num_layers": 4, "hidden_size": 16, "num_heads": 4, "seq_length": 32}
     tree: dict[str, Any] = {
         "output_dir": "nowhere",
-        "model": {
-            "num_layers": 4,
-            "hidden_size": 16,
-            "num_heads": 4,
-            "seq_length": 32,
-            "vocab_size": 1000,
-        },
+        "model": sizes | {"vocab_size": 1000},
         "train": {"micro_batch_size": 2, "accumulation_steps": 8},
         "optimizer": {"learning_rate": 0.1},
         "parallel": {"model_parallel": tensor, "pipeline_stage": pipeline},

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
@@ -97,17 +96,14 @@ def test_a_device_has_its_own_memory(warned: Any) -> None:
         warned(config(Hardware(kind="cuda", memory=1000), data=8), 0, 0, process=eight)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model": {"vocab_multiple": 2**40}},
-        {"train": {"micro_batch_size": 2**40}},
-        {"model": {"num_layers": 2**40}},
-    ],
-)
-def test_runs_too_large_for_the_machine_are_refused_before_they_allocate(changes: Any) -> None:
-    with pytest.raises(ConfigError, match=r"does not fit: .*--run_mode plan shows"):
-        check_memory(config(**changes), training=True)
+def test_runs_too_large_for_the_machine_are_refused_before_they_allocate() -> None:
+    for section, key in (
+        ("model", "vocab_multiple"),
+        ("train", "micro_batch_size"),
+        ("model", "num_layers"),
+    ):
+        with pytest.raises(ConfigError, match=r"does not fit: .*--run_mode plan shows"):
+            check_memory(config(**{section: {key: 2**40}}), training=True)
 
 
 def test_ranks_share_the_memory_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,12 +115,6 @@ def test_ranks_share_the_memory_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
         assert found == pytest.approx((size - reserve) * 2**30)
 
 
-def numpy_error() -> MemoryError:
-    with pytest.raises(MemoryError) as caught:
-        np.empty(2**50, np.float64)
-    return caught.value
-
-
 class OutOfMemoryError(RuntimeError):
     """By the name of torch's."""
 
@@ -132,20 +122,17 @@ class OutOfMemoryError(RuntimeError):
 @pytest.mark.parametrize(
     ("error", "asked"),
     [
-        (numpy_error(), "Unable to allocate 8.00 PiB"),
+        (MemoryError("Unable to allocate 8.00 PiB"), "Unable to allocate 8.00 PiB"),  # numpy's
         (MemoryError(), "the system gave no more"),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't"
             " allocate memory: you tried to allocate 419430400 bytes. Error code 12 (Cannot"
-            " allocate memory)"), "0.39 GiB at"
-                          " once"),
-        (OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ..."), "Tried"
-            " to allocate 20.00 GiB"),
-        (RuntimeError("Device memory isn't enough and alloc failed, kernel name: ..., alloc size:"
-            " 8"), "memory isn't enough"),
+            " allocate memory)"), "0.39 GiB at once"),
+        (OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ..."),
+            "Tried to allocate 20.00 GiB"),
+        (RuntimeError("Device memory isn't enough and alloc failed"), "memory isn't enough"),
         (RuntimeError("Storage size calculation overflowed with sizes=[1, 2]"), "overflowed"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "Cannot allocate memory"),
         (RuntimeError("The size of tensor a (3) must match"), None),
-        (ValueError("not enough values to unpack"), None),
         (OSError(errno.ENOSPC, "No space left on device"), None),
     ],
 )  # fmt: skip
@@ -167,11 +154,9 @@ def test_one_message_with_the_plan_the_machine_and_what_each_key_frees() -> None
         ("train", {"recompute": "full"}, "set train.recompute=full"),
         ("parallel", {"zero_stage": 1}, "parallel.zero_stage (now 0) to 1"),
     ):
-        changes: dict[str, Any] = {"train": train}
-        changes[section] = {**changes.get(section, {}), **change}
-        less = (
-            make_plan(run).peak - make_plan(config(data=2, model=model, **changes)).peak
-        ) / 2**30
+        changes = {"train": train} | {section: (train if section == "train" else {}) | change}
+        other = make_plan(config(data=2, model=model, **changes))
+        less = (make_plan(run).peak - other.peak) / 2**30
         assert less > 0.01
         assert f"{words} (frees {less:,.2f} GiB)" in message
     assert out_of_memory(ValueError("x"), run) is None

@@ -1,5 +1,5 @@
-"""Modes 0 to 3 of MindSpore: MindFormers' own YAML, the settings that follow from presets, and what
-is refused before any framework.
+"""What DeepSpeed and MindSpore's modes 0 to 3 are given, what a file of one's own may add to that,
+MindFormers' own YAML, and what is refused before any framework.
 """
 
 import json
@@ -10,70 +10,150 @@ from typing import Any
 import pytest
 
 from common.config.load import build_config
-from common.config.schema import RunConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, DeviceError
+from common.parallel.run import Run
+from common.resolve.auto_device import naming_auto
 from common.resolve.derive import resolve_config, resolve_mode
-from common.resolve.engine_checks import check_here
+from common.resolve.engine_checks import check_here, read_deepspeed_file
 from common.resolve.parallel_mode import check_parallel_mode, compiled_mode
-from common.resolve.vendor_settings import semi_auto_settings
+from common.resolve.vendor_settings import deepspeed_settings, semi_auto_settings
 from common.run_config import load_config
-from tests.common.resolve.test_refusals import small_tree
+from tests.common.resolve.test_refusals import FILES, small_tree
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "gpt2"
-GOLDEN = Path(__file__).parent / "golden" / "semi_auto"
+GOLDEN = Path(__file__).parent / "golden"
+ORIGINALS = Path(__file__).parents[1] / "systems" / "originals"
 
-TUTORIAL = """
-base: [{folder}/model_config/gpt2_13b.yaml, {folder}/task_config/mindformers.yaml]
-output_dir: out
-
-context:
-  mode: 0 # 0-静态图模式; 1-动态图模式
-  device_target: "Ascend" # 运行的设备定义 支持 Ascend、CPU、GPU
-  max_device_memory: "31GB" # 每张卡运行内存限制数量
-
-parallel: # 并行环境配置
-  parallel_mode: 1 # 0-数据并行, 1-半自动并行, 2-自动并行, 3-混合并行
-  full_batch: True # 数据导入方式，打开即每设备获取的数据一致，关闭则每张卡采样数据不一致
-  enable_parallel_optimizer: True # 开启优化器并行
-
-recompute_config: # 重计算模块
-  recompute: True # 打开重计算
-  parallel_optimizer_comm_recompute: False # 是否开启优化器通信算子重计算
-  mp_comm_recompute: True # 是否开启模型并行下通信算子的重计算
-  recompute_slice_activation: True # 是否开启激活权重切片重计算
-
-# 4机32卡
-parallel_config: # 模型的并行配置
-  data_parallel: 4 # 数据切分数量，batch维度切分
-  model_parallel: 2 # 模型权重切分数量，权重维度上切分
-  pipeline_stage: 4 # 流水并行切分stage数量，切分transformer layer层 <= 节点数
-  optimizer_shard: True # 优化器并行打开
-  micro_batch_num: 24 # micro batch number
-  vocab_emb_dp: True # 词表是否使用数据并行
-  gradient_aggregation_group: 4 # 梯度聚合组数，在组内融合通信算子，提升通信效率
-"""
-"""The parameters of the 13B tutorial of MindFormers r0.3, word for word, below the names of our
-bases.
-"""
+FLOATS = {"bf16": {"parameters": "bfloat16", "compute": "bfloat16"}}
+FLOATS["fp16"] = {"parameters": "float16", "compute": "float16"}
+DEEPSPEED: dict[str, dict[str, Any]] = {
+    "zero_0": {},
+    "zero_1_pipeline_bf16": {
+        "parallel": {"zero_stage": 1, "pipeline_stage": 2}, "precision": FLOATS["bf16"]},
+    "zero_2_fp16_offload": {
+        "parallel__zero_stage": 2, "precision": FLOATS["fp16"],
+        "deepspeed__offload_optimizer": True},
+    "zero_3_kernels": {"parallel__zero_stage": 3, "deepspeed": dict.fromkeys(
+        ("offload_optimizer", "offload_parameters", "build_kernels"), True)},
+}  # fmt: skip
 
 
-def resolved(*, world_size: int = 4, **changes: Any) -> RunConfig:
+SEMI_AUTO = {"run_gpt2_13b": 9, "run_gpt2_13b_dp4_mp8": 31, "run_gpt2_52b": 127}
+"""Presets, and a rank of theirs."""
+TUTORIAL = Path(__file__).with_name("tutorial_13b.yaml").read_text(encoding="utf-8")
+
+
+def resolved(world_size: int = 4, **changes: Any) -> Run:
     usual = {"backend": "mindspore", "device": "npu", "train__accumulation_steps": 4}
-    tree = small_tree(**{**usual, **changes})
-    return resolve_config(build_config(tree), world_size=world_size)
+    return resolve_config(build_config(small_tree(**usual | changes)), world_size=world_size)
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "rank"),
-    [("run_gpt2_13b", 32, 9), ("run_gpt2_13b_dp4_mp8", 32, 31), ("run_gpt2_52b", 128, 127)],
-)
-def test_golden(name: str, ranks: int, rank: int) -> None:
-    config = load_config(FOLDER / f"{name}.yaml", ["device=npu"])
-    settings = semi_auto_settings(resolve_config(config, world_size=ranks), rank)
-    text, golden = json.dumps(settings, indent=1) + "\n", GOLDEN / f"{name}.json"
+def of_deepspeed(**changes: Any) -> Run:
+    usual = {"backend": "torch", "device": "auto", "engine": "deepspeed"}
+    return resolved(**{**usual, "train__accumulation_steps": 3, **changes})
+
+
+@pytest.mark.parametrize("name", [*DEEPSPEED, *SEMI_AUTO])
+def test_golden(name: str) -> None:
+    if name in DEEPSPEED:
+        settings, folder = deepspeed_settings(of_deepspeed(**DEEPSPEED[name])), "deepspeed"
+    else:
+        config = load_config(FOLDER / f"{name}.yaml", ["device=npu"])
+        run = resolve_config(config, world_size=128 if "52b" in name else 32)
+        settings, folder = semi_auto_settings(run, SEMI_AUTO[name]), "semi_auto"
+    text, golden = json.dumps(settings, indent=1) + "\n", GOLDEN / folder / f"{name}.json"
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(text)
     assert text == golden.read_text(), "if that change is wanted: make golden"
+
+
+FLOAT16: dict[str, Any] = {
+    "precision": FLOATS["fp16"],
+    "optimizer__clip_grad": 1.0,
+    "loss_scale": {"initial": 4096, "window": 500, "hysteresis": 2},
+}
+MODELZOO = json.loads((ORIGINALS / "modelzoo" / "ds_config.json").read_text()) | {
+    "train_batch_size": 24,
+    "train_micro_batch_size_per_gpu": 2,
+}
+"""The ds_config.json that the Ascend ModelZoo's script writes, of this batch."""
+
+
+def with_file(folder: Path, own: Any, **changes: Any) -> Run:
+    path = folder / "ds_config.json"
+    path.write_text(own if isinstance(own, str) else json.dumps(own))
+    return of_deepspeed(**changes, deepspeed__config_file=str(path))
+
+
+def test_a_file_of_ones_own_is_merged(tmp_path: Path) -> None:
+    own = {
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": 3,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
+        "wall_clock_breakdown": True,
+    }
+    config = with_file(tmp_path, own, parallel__zero_stage=2)
+    plain = deepspeed_settings(of_deepspeed(parallel__zero_stage=2))
+    assert deepspeed_settings(config, read_deepspeed_file(config)) == plain | {
+        key: own[key] for key in ("zero_optimization", "wall_clock_breakdown")
+    }
+
+
+@pytest.mark.parametrize(("own", "message"), FILES)
+def test_a_file_that_contradicts_is_refused(tmp_path: Path, own: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_file(tmp_path, own, **FLOAT16, parallel__zero_stage=1)
+    assert str(tmp_path / "ds_config.json") in str(caught.value) and message in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_modelzoos_file_is_taken(tmp_path: Path, stage: int) -> None:
+    own = MODELZOO | {"zero_optimization": {"stage": stage}}
+    changes = FLOAT16 | {"parallel__zero_stage": stage}
+    config = with_file(tmp_path, own, **changes)
+    assert deepspeed_settings(config, own) == deepspeed_settings(of_deepspeed(**changes)) | {
+        key: own[key] for key in ("steps_per_print", "prescale_gradients", "wall_clock_breakdown")
+    }
+    if stage:
+        return
+    # one of a static scale also holds the keys of a dynamic one
+    static = changes | {"loss_scale": {"mode": "static", "initial": 65536}}
+    own["fp16"] = own["fp16"] | {"loss_scale": 65536}
+    config = with_file(tmp_path, own, **static)
+    assert deepspeed_settings(config, own)["fp16"] == {"enabled": False}  # the engine does it
+
+
+def test_layouts_that_run() -> None:
+    """On DeepSpeed, and on MindSpore without its compiled modes."""
+    for parallel in (
+        {"pipeline_stage": 2},
+        {"model_parallel": 2, "sequence_parallel": True, "zero_stage": 3},
+        {"model_parallel": 2, "pipeline_stage": 2},
+        {"model_parallel": 2, "zero_stage": 1},
+    ):
+        of_deepspeed(parallel=parallel)
+    for parallel in (
+        {"model_parallel": 2},
+        {"zero_stage": 1},
+        {"pipeline_stage": 2, "stage_layers": [3, 1], "zero_stage": 1},
+        {"pipeline_stage": 2, "model_parallel": 2, "pipeline_schedule": "gpipe"},
+    ):
+        resolved(device="cpu", parallel=parallel)
+
+
+def test_the_model_is_not_compiled_for_copies_in_one_process() -> None:
+    one = of_deepspeed(engine="native", parallel__strategy="parameter_server", world_size=1)
+    assert one.train.compile == "auto"
+
+
+@pytest.mark.parametrize("backend", ["torch", "mindspore"])
+def test_zero_has_no_effect_on_one_process(backend: str) -> None:
+    """MindFormers' files for one device have enable_parallel_optimizer too."""
+    plain, split = (
+        resolved(1, backend=backend, device="auto", parallel={"zero_stage": stage})
+        for stage in (0, 1)
+    )
+    assert split == plain
 
 
 def test_names_of_mindformers(tmp_path: Path) -> None:
@@ -139,6 +219,8 @@ def test_a_host_without_an_ascend_is_told_so_before_any_framework(tmp_path: Path
         with pytest.raises(ConfigError, match=message):
             check_here(resolved(device="auto", **changes), tmp_path)
     assert check_here(resolved(device="auto"), tmp_path) == "cpu"
+    with pytest.raises(DeviceError, match=r"^x$"), naming_auto(resolved(), "npu", "Ascend"):
+        raise DeviceError("x")  # of a device that was found: nothing to explain
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "davinci0").touch()
     assert check_here(resolved(device="auto", parallel__parallel_mode=1), tmp_path) == "auto"

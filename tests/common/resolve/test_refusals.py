@@ -37,12 +37,14 @@ def with_words(tree: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:
     return tree
 
 
+TABLE = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
+BASES, FILES = TABLE.pop("bases"), TABLE.pop("deepspeed files")
+
+
 def rows() -> Iterator[Any]:
-    table = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
-    bases = table.pop("bases")
-    for base, listed in table.items():
+    for base, listed in TABLE.items():
         for words, *said in listed:
-            yield pytest.param(f"{bases[base]} {words}".split(), said, id=f"{base}: {words}")
+            yield pytest.param(f"{BASES[base]} {words}".split(), said, id=f"{base}: {words}")
 
 
 @pytest.mark.parametrize(("words", "said"), [*rows()])

@@ -102,7 +102,8 @@ def test_each_sequence_is_what_it_is_in_a_batch_of_one(
     assert (engine.counts.reused_tokens > 100) == (window is None)
 
 
-def test_at_most_one_pass_lies_between_two_steps() -> None:
+def test_at_most_one_pass_lies_between_two_steps_and_windows_take_turns_with_requests() -> None:
+    """A sequence whose window slides needs a pass a token."""
     model = Model(4)
     engine = Engine(model, queue_limit=20)
     engine.submit([Job([number], 30) for number in range(3)])
@@ -113,33 +114,6 @@ def test_at_most_one_pass_lies_between_two_steps() -> None:
     first, last = kinds.index("step"), len(kinds) - kinds[::-1].index("step")
     gaps = " ".join(kinds[first:last]).split("step")
     assert max(gap.count("admit") for gap in gaps) == 1
-
-
-def test_requests_take_turns_at_free_slots() -> None:
-    """One of ten sequences and two of one, which came later, in one slot."""
-    engine = Engine(Model(1), queue_limit=20)
-    order: list[str] = []
-
-    class Named(Job):
-        def __init__(self, name: str) -> None:
-            super().__init__([1], 2)
-            self.name = name
-
-        def advance(self, logits: Logits) -> bool:
-            done = super().advance(logits)
-            if done:
-                order.append(self.name)
-            return done
-
-    engine.submit([Named("many") for _ in range(10)])
-    engine.submit([Named("first")])
-    engine.submit([Named("second")])
-    finish(engine)
-    assert order == ["many", "first", "second", *["many"] * 9]
-
-
-def test_a_sliding_window_and_new_requests_take_turns() -> None:
-    """A sequence that needs a pass a token does not keep others from a slot, nor they it."""
     model = Model(2)
     engine = Engine(model, queue_limit=20)
     engine.submit([Job([1, 2, 3], 30, window=3)])
@@ -147,6 +121,18 @@ def test_a_sliding_window_and_new_requests_take_turns() -> None:
     finish(engine)
     lengths = [call[2] for call in model.calls if call[0] == "admit"]
     assert lengths[:21].count(1) == 10
+
+
+def test_requests_take_turns_at_free_slots() -> None:
+    """One of ten sequences and two of one, which came later, in one slot."""
+    model = Model(1)
+    engine = Engine(model, queue_limit=20)
+    engine.submit([Job([1], 2) for _ in range(10)])
+    engine.submit([Job([1, 2], 2)])
+    engine.submit([Job([1, 2, 3], 2)])
+    finish(engine)
+    lengths = [call[2] for call in model.calls if call[0] == "admit"]
+    assert lengths == [1, 2, 3, *[1] * 9]
 
 
 def test_a_prompt_is_taken_over_from_whoever_holds_it() -> None:
@@ -204,23 +190,20 @@ def test_a_cancelled_job_frees_its_slot_and_its_place() -> None:
     assert str(running.error) == str(waiting.error) == "cancelled"
 
 
-def test_a_job_that_fails_does_not_change_the_others() -> None:
+def test_a_job_that_fails_does_not_change_the_others_and_a_model_that_fails_ends_all() -> None:
     class Bad(Job):
         def advance(self, logits: Logits) -> bool:
             raise RunError("nan")
+
+    class Broken(Model):
+        def step(self, *_: Any) -> Logits:
+            raise RuntimeError("out of memory")
 
     engine = Engine(Model(2), queue_limit=4)
     bad, good = Bad([1], 3), Job([2], 3)
     engine.submit([bad, good])
     finish(engine)
     assert str(bad.error) == "nan" and good.tokens == good.expected() and engine.failure is None
-
-
-def test_a_model_that_fails_ends_the_engine_and_every_job() -> None:
-    class Broken(Model):
-        def step(self, *_: Any) -> Logits:
-            raise RuntimeError("out of memory")
-
     engine = Engine(Broken(1), queue_limit=4)
     jobs = [Job([1], 3), Job([2], 3)]
     engine.submit(jobs)
@@ -233,21 +216,10 @@ def test_a_model_that_fails_ends_the_engine_and_every_job() -> None:
 
 def test_another_thread_submits_and_stops() -> None:
     engine = Engine(Model(2), queue_limit=4)
-    stop = threading.Event()
-    thread = threading.Thread(target=engine.run, args=(lambda: not stop.is_set(),))
+    job = Job([1], 20)
+    wanted = job.expected()
+    thread = threading.Thread(target=engine.run, args=(lambda: job.tokens != wanted,))
     thread.start()
-    done = threading.Event()
-
-    class Last(Job):
-        def advance(self, logits: Logits) -> bool:
-            finished = super().advance(logits)
-            if finished:
-                done.set()
-            return finished
-
-    job = Last([1], 20)
     engine.submit([job])
-    assert done.wait(10)
-    stop.set()
     thread.join(10)
-    assert not thread.is_alive() and job.tokens == job.expected()
+    assert not thread.is_alive() and job.tokens == wanted

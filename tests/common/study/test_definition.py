@@ -1,22 +1,33 @@
-"""The YAML of a study, and the messages about its faults."""
+"""The YAML of a study and messages about its faults; which cells there are, what they are called,
+what they set and what is planned for them.
+"""
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from common.accelerators import require_accelerator
+from common.config.load import flatten
 from common.errors import ConfigError
-from common.study.cells import expand
+from common.planner.fitting import resolve_on
+from common.planner.plan import make_plan, time_of
+from common.run_config import load_config
+from common.study.cells import PlannedCell, as_word, expand
+from common.study.definition import Definition
 from common.study.loading import load_definition
+from common.study.planning import describe_cells, predict
 from tools.config_schema import study_schema
 
 ROOT = Path(__file__).resolve().parents[3]
 STUDIES = sorted((ROOT / "configs" / "study").glob("*.yaml"))
-BASE = ROOT / "configs" / "gpt2" / "run_gpt2_tiny.yaml"
+TINY = str(ROOT / "configs" / "gpt2" / "run_gpt2_tiny.yaml")
 
 GOOD = f"""title: Two batches
-base: {BASE}
+base: {TINY}
 axes:
   train.micro_batch_size: [4, 8]
   layout:
@@ -31,30 +42,17 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def fault(folder: Path, text: str, *words: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_definition(write(folder, text), words)
-    return str(caught.value).replace(str(folder), "")
-
-
 REFUSALS = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
 
 
 @pytest.mark.parametrize(("old", "new", "said"), REFUSALS)
 def test_a_fault_is_named_with_its_line(tmp_path: Path, old: str, new: str, said: str) -> None:
+    """Without an old text the new one is a word of the command line."""
     assert old in GOOD
-    assert said in fault(tmp_path, GOOD.replace(old, new, 1))
-
-
-def test_faults_of_the_command_line(tmp_path: Path) -> None:
-    assert "expected section.key=value" in fault(tmp_path, GOOD, "repeats")
-    assert "unknown key; did you mean train.recompute?" in fault(tmp_path, GOOD, "train.recomput=x")
-    assert fault(tmp_path, GOOD, "train.foo=1").startswith("command line: train.foo: unknown key")
-    assert fault(tmp_path, GOOD, "repeats=0").startswith("command line: repeats: input should")
-    said = fault(tmp_path, GOOD, "parallel.zero_stage=2")
-    assert said.startswith("command line: parallel.zero_stage: the axis layout sets it")
-    with pytest.raises(ConfigError, match="has no section small"):
-        load_definition(write(tmp_path, GOOD), small=True)
+    path = write(tmp_path, GOOD.replace(old, new, 1) if old else GOOD)
+    with pytest.raises(ConfigError) as caught:
+        load_definition(path, () if old else (new,))
+    assert said in str(caught.value).replace(str(tmp_path), "")
 
 
 def test_words_change_the_numbers_and_the_settings(tmp_path: Path) -> None:
@@ -81,6 +79,8 @@ def test_small_replaces_whole_sections(tmp_path: Path) -> None:
     small, full = load_definition(path, small=True), load_definition(path)
     assert (list(small.axes), small.repeats) == (["seed"], 2)
     assert (list(full.axes), full.repeats) == (["train.micro_batch_size", "layout"], 3)
+    with pytest.raises(ConfigError, match="has no section small"):
+        load_definition(write(tmp_path, GOOD), small=True)
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
@@ -109,9 +109,8 @@ def test_the_size_names_of_oneflow_say_what_runs() -> None:
         config = each.config
         assert config is not None
         assert (nodes, nodes * each_node) == (each.cell.hosts, each.cell.ranks)
-        parallel = config.parallel
-        parts = (parallel.data_parallel, parallel.model_parallel, parallel.pipeline_stage)
-        assert layout == "x".join(map(str, parts))
+        axes = ("data_parallel", "model_parallel", "pipeline_stage")
+        assert layout == "x".join(str(getattr(config.parallel, axis)) for axis in axes)
         assert int(batch) == config.train.global_batch_size
         assert shape == f"{config.model.hidden_size}x{config.model.num_layers}"
 
@@ -121,3 +120,179 @@ def test_the_schema_of_editors_is_up_to_date() -> None:
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(study_schema())
     assert path.read_text() == study_schema(), "make golden"
+
+
+# ---- cells ----
+
+
+def cells(**sections: Any) -> list[PlannedCell]:
+    tree = {"title": "t", "base": TINY, "settings": {"device": "cpu"}} | sections
+    return expand(Definition.model_validate(tree), ROOT / "study.yaml")
+
+
+def ids(**sections: Any) -> list[str]:
+    return [each.cell.id for each in cells(**sections)]
+
+
+AXES = {
+    "parallel.data_parallel": [1, 2],
+    "precision": ["float32", "bf16"],
+    "train.recompute": ["none", "full"],
+}
+
+
+def test_every_combination_is_a_cell_and_the_last_axis_runs_fastest() -> None:
+    found = ids(axes=AXES)
+    assert len(found) == 8
+    assert found[:3] == [
+        "dp1-float32-recompute_none",
+        "dp1-float32-full",
+        "dp1-bf16-recompute_none",
+    ]
+    kept = ids(axes=AXES, only=[{"precision": "bf16"}, {"parallel.data_parallel": 2}])
+    assert len(kept) == 6 and "dp1-float32-full" not in kept
+    gone = ids(axes=AXES, **{"except": [{"precision": "bf16", "train.recompute": ["full"]}]})
+    assert len(gone) == 6 and not any(name.endswith("bf16-full") for name in gone)
+    said = r"study\.yaml: no cell is left: only and except remove all 8"
+    with pytest.raises(ConfigError, match=said):
+        cells(axes=AXES, **{"except": [{"precision": ["float32", "bf16"]}]})
+    many = {"seed": list(range(1000)), "train.max_skipped_steps": list(range(1, 1001))}
+    with pytest.raises(ConfigError, match="1,000,000 combinations"):
+        cells(axes=many)
+
+
+def test_ids_are_safe_and_differ() -> None:
+    assert ids(axes={"layout": {"a b/c": {}, "../x": {}}}) == ["a_b_c", ".._x"]
+    assert ids(axes={}) == ["run"]
+    with pytest.raises(ConfigError, match=r"study\.yaml: two cells are called a_b"):
+        ids(axes={"layout": {"a b": {}, "a/b": {}}})
+    for name in ("x" * 200, ".."):
+        with pytest.raises(ConfigError, match="cannot be the name of a folder"):
+            ids(axes={"layout": {name: {}}})
+
+
+def test_settings_of_a_cell() -> None:
+    axes = {
+        "layout": {"two": {"ranks": 2, "hosts": 2, "parallel": {"zero_stage": 1}}},
+        "precision": ["bf16"],
+    }
+    settings = {"device": "cpu", "precision": "fp16", "train.micro_batch_size": 4}
+    found = cells(axes=axes, settings=settings)[0]
+    cell, config = found.cell, found.config
+    assert (cell.ranks, cell.hosts, cell.base) == (2, 2, "configs/gpt2/run_gpt2_tiny.yaml")
+    assert cell.settings["precision"] == "bf16"  # the axis wins over the settings
+    # 3 of warm-up, 10, and 2 that are traced
+    traced = ("train.max_steps", "profile.start", "profile.stop", "profile.memory")
+    assert [cell.settings[key] for key in traced] == [15, 14, 15, True]
+    assert config is not None and config.parallel.zero_stage == 1
+    assert (config.checkpoint.resume, config.logging.plot) == ("never", False)
+    assert "output_dir" not in cell.settings
+
+
+def test_a_layout_that_the_resolver_refuses_is_a_cell_with_the_reason() -> None:
+    """And ranks follow from the layout."""
+    axes = {"parallel.model_parallel": [2, 4]}
+    two, four = cells(axes=axes, settings={"train.micro_batch_size": 4})
+    assert (two.cell.ranks, four.cell.ranks) == (2, 4)
+    assert two.config is not None and four.config is None
+    assert "parallel.model_parallel=4 does not divide model.num_heads=6" in four.refusal
+    [odd] = cells(axes={"layout": {"x": {"ranks": 3, "hosts": 2}}})
+    assert odd.refusal.startswith("3 ranks do not divide over 2 hosts")
+    with pytest.raises(ConfigError, match=r"study\.yaml: cell some: train\.recompute"):
+        cells(axes={"train.recompute": ["some"]})
+
+
+def test_groups_and_baselines() -> None:
+    found = cells(
+        axes=AXES,
+        same_losses={
+            "along": ["parallel.data_parallel", "train.recompute"],
+            "except": [{"precision": "bf16", "train.recompute": "full"}],
+        },
+        baseline={"parallel.data_parallel": 1, "train.recompute": "none"},
+    )
+    by_name = {each.cell.id: each.cell for each in found}
+    assert [by_name[name].group for name in by_name if "float32" in name] == ["float32"] * 4
+    assert by_name["dp1-bf16-full"].group is None
+    assert by_name["dp2-bf16-recompute_none"].group == "bf16"
+    assert by_name["dp2-bf16-full"].baseline == "dp1-bf16-recompute_none"
+    assert by_name["dp2-float32-full"].baseline == "dp1-float32-recompute_none"
+    # a cell without others in its group is compared with nothing
+    lonely = cells(axes={"seed": [1, 2]}, same_losses={"along": []})
+    assert [each.cell.group for each in lonely] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", 7),
+        ("train.deterministic", True),
+        ("optimizer.learning_rate", 1e-05),
+        ("optimizer.decay_steps", None),
+        ("data.train", ["0.3", "a: b", "0.7", "c"]),
+        ("parallel.stage_layers", [1, 3]),
+        ("logging.project", "42"),
+        ("logging.project", "a b: c"),
+    ],
+)
+def test_a_word_says_the_value(key: str, value: Any) -> None:
+    config = load_config(TINY, [as_word(key, value)])
+    assert dict(flatten(config.model_dump()))[key] == value
+
+
+# ---- plans of cells, and the table of --plan ----
+
+
+LAYOUTS = Definition(
+    title="Layouts",
+    base=TINY,
+    settings={"train.micro_batch_size": 2},
+    axes={
+        "layout": {
+            "one": {},
+            "dp2": {"ranks": 2},
+            "pp2": {"parallel.pipeline_stage": 2},
+            "tp4": {"parallel.model_parallel": 4},
+        }
+    },
+)
+
+
+def planned() -> dict[str, PlannedCell]:
+    return {each.cell.id: each for each in expand(LAYOUTS, ROOT / "study.yaml")}
+
+
+def test_the_prediction_is_the_plan_of_the_same_run() -> None:
+    device = require_accelerator("A100")
+    found = predict(planned()["pp2"], device)
+    words = ["parallel.pipeline_stage=2", "train.micro_batch_size=2", "train.max_steps=15"]
+    config = resolve_on(load_config(TINY, words), device, world_size=2)
+    plan = make_plan(config)
+    assert found.peak == [stage.memory.peak for stage in plan.stages]
+    assert [sum(parts.values()) for parts in found.memory] == [
+        stage.memory.peak + stage.memory.shared for stage in plan.stages
+    ]
+    assert found.step_seconds == time_of(plan, config, device).total
+
+
+def test_the_table_names_every_cell_and_starts_nothing() -> None:
+    text = describe_cells(LAYOUTS, list(planned().values()))
+    lines = text.splitlines()
+    assert lines[0] == "Layouts" and [line.split()[0] for line in lines[2:6]] == list(planned())
+    assert lines[3].split()[2:5] == ["2", "1", "2x1x1"]
+    assert "4 cells, 3 repeats: 9 runs of 3 + 10 steps" in text
+    assert "refused: tp4: parallel.model_parallel=4 does not divide" in text
+    refused = predict(planned()["tp4"])
+    assert "does not divide model.num_heads=6" in refused.reason and not refused.peak
+
+
+def test_a_cell_without_room_on_the_device_is_said() -> None:
+    one, device = planned()["one"], require_accelerator("A100")
+    (peak,) = predict(one).peak
+    for memory, said in ((device.memory, False), (peak, True)):
+        text = describe_cells(LAYOUTS, [one], replace(device, memory=memory))
+        assert ("does not fit" in text) is said
+    settings = LAYOUTS.settings | {"context.max_device_memory": "0.01GB"}
+    limited = LAYOUTS.model_copy(update={"settings": settings})
+    first, *_ = expand(limited, ROOT / "study.yaml")
+    assert "does not fit" in describe_cells(limited, [first], device)

@@ -1,8 +1,9 @@
-"""Figures of a run's folder: on a folder written by hand, whose figures are known."""
+"""Figures of a run's folder and of its traces, written by hand; unions of spans against a grid."""
 
 import gzip
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from common.config.load import build_config, save_config
 from common.errors import DataError
 from common.study.measure import measure
 from common.study.results import Cell
+from common.study.traces import Trace, read_trace
+from tests.tiny import tiny_run
 
 GLOBAL_BATCH, LENGTH = 8, 16
 
@@ -20,27 +23,32 @@ def cell(ranks: int) -> Cell:
     return Cell(id="one", axes={}, settings={}, backend="torch", engine="native", ranks=ranks)
 
 
-def span(cat: str, name: str, begin: float, length: float) -> dict[str, Any]:
-    return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": length}
+Event = dict[str, Any]
 
 
-def make_run(folder: Path, style: str = "gpt2", *, traced: bool = True) -> Path:
+def write(path: Path, events: list[Event], *, as_list: bool = False) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(path, "wt") as file:
+        json.dump(events if as_list else {"traceEvents": events}, file)
+    return path
+
+
+def span(name: str, begin: float, end: float, cat: str = "cpu_op") -> Event:
+    return {"ph": "X", "name": name, "cat": cat, "ts": begin, "dur": end - begin}
+
+
+def bytes_at(time: int, size: int, device: int = 0) -> Event:
+    changed = {"Bytes": size, "Device Type": device}
+    return {"ph": "i", "name": "[memory]", "ts": time, "args": changed}
+
+
+def make_run(folder: Path, *, traced: bool = True) -> Path:
     """Two steps of warm-up, three measured, two traced. Rank 1's trace has twice the messages."""
     folder.mkdir()
-    tree: dict[str, Any] = {
-        "output_dir": str(folder),
-        "model": {
-            "num_layers": 1,
-            "hidden_size": 8,
-            "num_heads": 2,
-            "seq_length": LENGTH,
-            "vocab_size": 50,
-        },
-        "train": {"max_steps": 7, "micro_batch_size": 4, "global_batch_size": GLOBAL_BATCH},
-        "optimizer": {"learning_rate": 0.1},
-        "parallel": {"data_parallel": 2},
-        "logging": {"style": style},
-    }
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": LENGTH}
+    train = {"max_steps": 7, "micro_batch_size": 4, "global_batch_size": GLOBAL_BATCH}
+    tree = tiny_run(folder, model=sizes | {"vocab_size": 50}, train=train)
+    tree["parallel"] = {"data_parallel": 2}
     save_config(build_config(tree), folder / "config.yaml")
     times = [9.0, 1.2, 1.0, 1.1, 1.4, 4.0, 4.2]
     rows = [
@@ -60,21 +68,13 @@ def make_run(folder: Path, style: str = "gpt2", *, traced: bool = True) -> Path:
     ranks = [{"peak": 900, "at_start": 300, "state": 100}, {"peak": 800, "at_start": 0, "state": 9}]
     (folder / "memory.json").write_text(json.dumps({"device": "cpu", "ranks": ranks}))
     for rank in (0, 1) if traced else ():
-        (folder / "profile").mkdir(exist_ok=True)
         events = [
-            span("cpu_op", "aten::mm", 0, 10),
-            span("user_annotation", "gloo:all_reduce", 10, 1e6 * (1 + rank)),
-            span("user_annotation", "Optimizer.step#AdamW.step", 3e6, 0.4e6),
-            {
-                "ph": "i",
-                "name": "[memory]",
-                "ts": 1,
-                "args": {"Bytes": 50 + rank, "Device Type": 0},
-            },
+            span("aten::mm", 0, 10),
+            span("gloo:all_reduce", 10, 10 + 1e6 * (1 + rank), "user_annotation"),
+            span("Optimizer.step#AdamW.step", 3e6, 3.4e6, "user_annotation"),
+            bytes_at(1, 50 + rank),
         ]
-        name = f"steps_6_7_rank_{rank}.json.gz"
-        with gzip.open(folder / "profile" / name, "wt") as file:
-            json.dump({"traceEvents": events}, file)
+        write(folder / "profile" / f"steps_6_7_rank_{rank}.json.gz", events)
     return folder
 
 
@@ -105,12 +105,8 @@ def test_figures_that_were_not_recorded_are_not_guessed(tmp_path: Path) -> None:
     (folder / "memory.json").unlink()
     found = measure(cell(2), folder, warmup_steps=2)
     assert found.step_seconds == [1.0, 1.1, 1.4, 4.0, 4.2]
-    assert found.split == {
-        "data": pytest.approx(0.1),
-        "forward_backward": None,
-        "communication": None,
-        "update": None,
-    }
+    unknown = dict.fromkeys(("forward_backward", "communication", "update"))
+    assert found.split == {"data": pytest.approx(0.1), **unknown}
     assert found.peak_memory == [] and found.memory_parts == {} and found.peak_memory_source == ""
     assert measure(cell(1), folder, warmup_steps=2).split["communication"] == 0.0
 
@@ -120,3 +116,100 @@ def test_a_run_that_ended_too_early(tmp_path: Path) -> None:
         measure(cell(1), tmp_path, warmup_steps=2)
     with pytest.raises(DataError, match=r"7 steps, expected more than the 5 of warm-up"):
         measure(cell(1), make_run(tmp_path / "run"), warmup_steps=5)
+
+
+# ---- traces ----
+
+
+def test_a_processors_trace_of_torch(tmp_path: Path) -> None:
+    """Messages count where nothing was computed beside them: 30 to 40 and 60 to 100 of this one."""
+    events = [
+        span("aten::addmm", 0, 30),
+        span("autograd::engine::evaluate_function: AddmmBackward0", 0, 60),
+        span("aten::mm", 40, 60),
+        span("c10d::allreduce_", 41, 42),
+        span("gloo:all_reduce", 20, 70, "user_annotation"),
+        span("gloo:all_reduce", 65, 100, "user_annotation"),
+        span("Optimizer.step#AdamW.step", 100, 125, "user_annotation"),
+        span("Optimizer.zero_grad#AdamW.zero_grad", 125, 130, "user_annotation"),
+    ]
+    assert read_trace(write(tmp_path / "t.json.gz", events)) == Trace(
+        messages=pytest.approx(50e-6), update=pytest.approx(25e-6), allocated=None
+    )
+
+
+def test_a_gpus_time_counts_where_one_worked(tmp_path: Path) -> None:
+    """Events of the host meanwhile tell nothing: it is ahead of the GPU."""
+    events = [
+        span("aten::mm", 0, 100),
+        span("Optimizer.step#AdamW.step", 5, 6, "user_annotation"),
+        span("Optimizer.step#AdamW.step", 80, 95, "gpu_user_annotation"),
+        span("nccl:all_reduce", 1, 2, "user_annotation"),
+        span("ncclDevKernel_AllReduce_Sum_f32_RING_LL(args)", 10, 50, "kernel"),
+        span("gemm_kernel", 0, 30, "kernel"),
+        span("multi_tensor_apply_kernel", 80, 95, "kernel"),
+    ]
+    found = read_trace(write(tmp_path / "t.json.gz", events))
+    assert (found.messages, found.update) == (pytest.approx(20e-6), pytest.approx(15e-6))
+
+
+def test_a_processors_trace_of_mindspore(tmp_path: Path) -> None:
+    """Its times are texts, scopes repeat what their operators took, and it is a list."""
+
+    def process(number: int, name: str) -> dict[str, Any]:
+        return {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
+
+    def operator(name: str, begin: float, end: float, pid: int = 2) -> dict[str, Any]:
+        return {"ph": "X", "name": name, "pid": pid, "ts": str(begin), "dur": end - begin}
+
+    events = [
+        process(2, "CPU OP"),
+        process(3, "Scope Layer"),
+        operator("Default/model-GPT2/MatMul-op1", 0, 40),
+        operator("Default/gradient_sync-GradientSync/AllReduce-op0", 40, 70),
+        operator("Default/Adam-op0", 70, 80),
+        operator("Default/ApplyGradientDescent-op0", 80, 85),
+        operator("gradient_sync-GradientSync", 40, 90, pid=3),
+    ]
+    found = read_trace(write(tmp_path / "t.json.gz", events, as_list=True))
+    assert found == Trace(
+        messages=pytest.approx(30e-6), update=pytest.approx(15e-6), allocated=None
+    )
+    events.append(process(4, "Ascend Hardware"))
+    unknown = Trace(messages=None, update=None, allocated=None)
+    assert read_trace(write(tmp_path / "t.json.gz", events, as_list=True)) == unknown
+
+
+def test_most_bytes_allocated(tmp_path: Path) -> None:
+    """In the order of time, on the host; what was there before the trace is freed as 0 bytes."""
+    changes = [(1, 100), (4, -100), (2, 50), (3, 25), (5, 90), (6, -50)]
+    events = [*(bytes_at(*change) for change in changes), bytes_at(2, 999, device=1)]
+    assert read_trace(write(tmp_path / "t.json.gz", events)).allocated == 175
+
+
+def test_unions_of_spans_are_those_of_a_grid(tmp_path: Path) -> None:
+    """Random spans with whole numbers as borders, against sets of unit pieces."""
+    generator = random.Random(0)
+    for _ in range(100):
+        pieces: dict[str, set[int]] = {"gloo:send": set(), "aten::add": set()}
+        events = [span("aten::add", -1, -1)]
+        for _ in range(generator.randrange(12)):
+            name = generator.choice(list(pieces))
+            begin = generator.randrange(40)
+            end = begin + generator.randrange(12)
+            cat = "cpu_op" if name.startswith("aten") else "user_annotation"
+            events.append(span(name, begin, end, cat))
+            pieces[name] |= set(range(begin, end))
+        expected = len(pieces["gloo:send"] - pieces["aten::add"]) / 1e6
+        found = read_trace(write(tmp_path / "t.json.gz", events))
+        assert found.messages == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_trace_that_was_cut_off(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.json.gz", [span("aten::mm", 0, 1)] * 100)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"t\.json\.gz: not a trace: .*; the run was cut off"):
+        read_trace(path)
+    path.write_bytes(b"not gzip")
+    with pytest.raises(DataError, match="not a trace"):
+        read_trace(path)

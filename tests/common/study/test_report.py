@@ -9,7 +9,6 @@ import os
 import re
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,6 @@ from common.study.results import State, Study, read_study, write_study
 from tests.common.study.synthetic import MIB, cell, losses, measured, prediction, speeds, study
 from tests.html_page import Page
 
-WRITTEN = {"table.csv", "report.md", "report_zh.md", "report.html"}
 CELLS = 24
 
 
@@ -64,7 +62,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ["report.md", "report_zh.md"])
 def test_the_report_is_that_which_was_read(folder: Path, name: str) -> None:
     """Every kind of remark, table and failure in both languages; figures and names are equal."""
-    assert {path.name for path in folder.iterdir()} == WRITTEN | {"study.json", "plots"}
     golden = Path(__file__).with_name("golden") / name.replace(".md", ".txt")
     text = (folder / name).read_text(encoding="utf-8")
     if os.environ.get("UPDATE_GOLDEN"):
@@ -72,7 +69,7 @@ def test_the_report_is_that_which_was_read(folder: Path, name: str) -> None:
     assert text == golden.read_text(encoding="utf-8"), "make golden"
 
 
-def test_the_page_is_well_formed_and_loads_nothing(folder: Path) -> None:
+def test_the_page_is_well_formed_and_holds_all_that_it_shows(folder: Path) -> None:
     text = (folder / "report.html").read_text(encoding="utf-8")
     page = Page(text)
     loads, ids = page.values("src", "href", "data"), page.values("id")
@@ -83,15 +80,9 @@ def test_the_page_is_well_formed_and_loads_nothing(folder: Path) -> None:
     assert len(ids) == len(set(ids))
     assert "<layouts>" not in text and "&lt;layouts&gt; &amp; more" in text
     assert "<here>" not in text and "&lt;here&gt;" in text
-
-
-def test_the_page_holds_every_picture_whole(folder: Path) -> None:
-    text = (folder / "report.html").read_text(encoding="utf-8")
     inlined = [base64.b64decode(each) for each in re.findall(r"image/png;base64,([^\"]+)", text)]
-    files = {path.name: path.read_bytes() for path in (folder / "plots").glob("*.png")}
-    assert {path.removesuffix(".png") for path in files} == {
-        "throughput", "efficiency", "split", "memory", "loss", "loss_difference",
-    }  # fmt: skip
+    files = {path.stem: path.read_bytes() for path in (folder / "plots").glob("*.png")}
+    assert {*files} == {"throughput", "efficiency", "split", "memory", "loss", "loss_difference"}
     assert sorted(inlined) == sorted(files.values())
     for name, content in files.items():
         assert content[:8] == b"\x89PNG\r\n\x1a\n"
@@ -103,10 +94,8 @@ def test_the_sheet_holds_exact_figures(folder: Path) -> None:
     with (folder / "table.csv").open(encoding="utf-8", newline="") as file:
         rows = {row["cell"]: row for row in csv.DictReader(file)}
     assert list(rows) == [result.cell.id for result in many().cells]
-    first = many().cells[0].repeats
-    exact = sorted(
-        run.measured.tokens_per_step / run.measured.step_seconds[1] for run in first if run.measured
-    )
+    first = [run.measured for run in many().cells[0].repeats if run.measured]
+    exact = sorted(each.tokens_per_step / each.step_seconds[1] for each in first)
     found = rows["dp1-bf16"]
     assert float(found["tokens_per_second"]) == exact[1]
     assert float(found["tokens_per_second_lowest"]) == exact[0]
@@ -135,24 +124,16 @@ def test_a_study_without_results_has_a_report(tmp_path: Path) -> None:
     Page((tmp_path / "report.html").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (lambda text: text[: len(text) // 2], r"study\.json: .*damaged"),
-        (lambda text: text.replace('"finished"', '"done"'), r"cells\.0\.repeats\.0\.state: .*"),
-    ],
-)  # fmt: skip
-def test_a_damaged_study_is_one_clear_error(
-    folder: Path, tmp_path: Path, change: Any, expected: str
-) -> None:
+def test_a_damaged_study_is_one_clear_error(folder: Path, tmp_path: Path) -> None:
     text = (folder / "study.json").read_text(encoding="utf-8")
-    (tmp_path / "study.json").write_text(change(text), encoding="utf-8")
-    with pytest.raises(ConfigError, match=expected) as caught:
-        read_study(tmp_path)
-    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
-
-
-def test_infinite_numbers_survive_the_file(folder: Path) -> None:
-    assert read_json(folder / "study.json")  # JSON that any reader takes
+    for damaged, expected in (
+        (text[: len(text) // 2], r"study\.json: .*damaged"),
+        (text.replace('"finished"', '"done"'), r"cells\.0\.repeats\.0\.state: .*"),
+    ):
+        (tmp_path / "study.json").write_text(damaged, encoding="utf-8")
+        with pytest.raises(ConfigError, match=expected) as caught:
+            read_study(tmp_path)
+        assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+    assert read_json(folder / "study.json")  # JSON that any reader takes, with NaN
     found = read_study(folder).cell("nan").repeats[0].measured
     assert found is not None and math.isnan(found.loss[-1]) and not math.isnan(found.loss[0])

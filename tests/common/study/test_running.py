@@ -7,9 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,10 +23,12 @@ from common.study.definition import Definition
 from common.study.results import State, Study, read_study
 from common.study.running import missing
 from common.study.starting import Launch, Where, launches, reason_not_started
+from tests.run_scripts import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
+TINY = str(ROOT / "configs" / "gpt2" / "run_gpt2_tiny.yaml")
 STUDY = f"""title: Seeds
-base: {ROOT}/configs/gpt2/run_gpt2_tiny.yaml
+base: {TINY}
 settings: {{device: cpu}}
 axes:
   seed: [1, 2, 3]
@@ -41,7 +42,7 @@ from pathlib import Path
 folder = Path(sys.argv[1])
 row = dict(loss=3.0, grad_norm=1.0, step_time=0.5, data_wait=0.0, sample_hash="a", mfu=None)
 rows = [json.dumps(dict(row, step=step)) for step in (1, 2, 3)]
-(folder / "config.yaml").write_text("base: {ROOT}/configs/gpt2/run_gpt2_tiny.yaml")
+(folder / "config.yaml").write_text("base: {TINY}")
 (folder / "metrics.jsonl").write_text("\\n".join(rows) + "\\n")
 """
 
@@ -93,10 +94,8 @@ def states(study: Study) -> dict[str, list[State]]:
 def test_rounds_alternate_their_direction(study: Fixture) -> None:
     found = study.run("repeats=3")
     forwards, backwards = ["seed1", "seed2", "seed3"], ["seed3", "seed2", "seed1"]
-    order = [f"{name}/{index}" for index in (1, 2, 3) for name in (
-        backwards if index == 2 else forwards
-    )]  # fmt: skip
-    assert study.started == order
+    rounds = enumerate((forwards, backwards, forwards), 1)
+    assert study.started == [f"{name}/{index}" for index, names in rounds for name in names]
     assert states(found) == dict.fromkeys(forwards, [State.FINISHED] * 3)
     measured = found.cell("seed2").repeats[0].measured
     assert measured is not None
@@ -104,18 +103,13 @@ def test_rounds_alternate_their_direction(study: Fixture) -> None:
     assert found.finished and list(missing(found)) == []
 
 
-@pytest.mark.parametrize(
-    ("number", "stop"), [(signal.SIGINT, KeyboardInterrupt()), (signal.SIGTERM, SystemExit(143))]
-)
-def test_a_stopped_study_resumes_after_the_last_repeat(
-    study: Fixture, number: signal.Signals, stop: BaseException
-) -> None:
-    end = f"import os; os.kill({os.getpid()}, {int(number)}); import time; time.sleep(60)"
+def test_a_stopped_study_resumes_after_the_last_repeat(study: Fixture) -> None:
+    end = f"import os; os.kill({os.getpid()}, {int(signal.SIGTERM)}); import time; time.sleep(60)"
     study.programs["seed2"] = end
     before = children()
-    with pytest.raises(type(stop)) as caught:
+    with pytest.raises(SystemExit) as caught:
         study.run()
-    assert caught.value.args == stop.args and children() <= before
+    assert caught.value.code == 143 and children() <= before
     assert study.started == ["seed1/1", "seed2/1"]
     half = read_study(study.folder)
     assert (states(half)["seed1"], states(half)["seed2"]) == ([State.FINISHED], [])
@@ -134,34 +128,23 @@ def test_a_stopped_study_resumes_after_the_last_repeat(
     assert len(study.started) == 3
 
 
-def test_redo_repeats_one_cell_and_keeps_the_others(study: Fixture) -> None:
-    study.run()
-    found = study.run(redo=("seed2",))
-    assert study.started == ["seed2/1", "seed2/2"]
-    assert states(found) == dict.fromkeys(states(found), [State.FINISHED] * 2)
-    with pytest.raises(ConfigError, match=r"--redo seed: no such cell; did you mean seed3\?"):
-        study.run(redo=("seed",))
-
-
 def test_a_cell_that_fails_is_a_row_and_the_others_run(study: Fixture) -> None:
     study.programs = {
         "seed1": "import sys; print('error: the disk is gone'); sys.exit(1)",
         "seed2": "import os; os.kill(os.getpid(), 9)",
         "seed3": "pass",
     }
-    found = study.run("train.micro_batch_size=4")
-    reasons = {each.cell.id: each.repeats[0].reason for each in found.cells}
-    assert states(found)["seed3"] == [State.FAILED] * 2 and "metrics.jsonl" in reasons["seed3"]
-    assert reasons["seed1"] == "the disk is gone"
-    assert "SIGKILL" in reasons["seed2"]
-    assert states(found)["seed2"] == [State.FAILED] * 2
+    found = study.run("repeats=1")
+    assert states(found) == {f"seed{number}": [State.FAILED] for number in (1, 2, 3)}
+    one, two, three = (each.repeats[0].reason for each in found.cells)
+    assert one == "the disk is gone" and "SIGKILL" in two and "metrics.jsonl" in three
 
 
 def test_a_refused_cell_is_a_row_and_is_not_started(study: Fixture) -> None:
     study.config.write_text(STUDY.replace("seed: [1, 2, 3]", "parallel.model_parallel: [1, 4]"))
-    found = study.run()
-    assert study.started == ["tp1/1", "tp1/2"]
-    assert states(found) == {"tp1": [State.FINISHED] * 2, "tp4": [State.REFUSED]}
+    found = study.run("repeats=1")
+    assert study.started == ["tp1/1"]
+    assert states(found) == {"tp1": [State.FINISHED], "tp4": [State.REFUSED]}
     assert "does not divide model.num_heads=6" in found.cell("tp4").repeats[0].reason
 
 
@@ -187,78 +170,55 @@ def test_a_time_limit_ends_a_run_with_all_that_it_started(
     assert states(found)["seed3"] == [State.FINISHED] * 2
 
 
-def test_two_studies_do_not_share_a_folder(study: Fixture) -> None:
+def test_the_folder_of_another_study_is_left_alone(study: Fixture) -> None:
     study.folder.mkdir()
     with owned_folder(study.folder), pytest.raises(ConfigError, match="another run is writing"):
         study.run()
-    assert study.started == []
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda text: text.replace("measured_steps: 2", "measured_steps: 3"), "measured_steps 2"),
-        (lambda text: text.replace("[1, 2, 3]", "[1, 2]"), "holds the cell seed3, which"),
-        (lambda text: text.replace("cpu}", "cpu, train.recompute: full}"), "has other settings"),
-    ],
-)
-def test_the_folder_of_another_study_is_left_alone(
-    study: Fixture, change: Callable[[str], str], said: str
-) -> None:
     before = study.run().model_dump()
-    study.config.write_text(change(STUDY))
-    with pytest.raises(ConfigError, match=said):
-        study.run()
-    assert read_study(study.folder).model_dump() == before
+    for old, new, said in (
+        ("measured_steps: 2", "measured_steps: 3", "measured_steps 2"),
+        ("[1, 2, 3]", "[1, 2]", "holds the cell seed3, which"),
+        ("cpu}", "cpu, train.recompute: full}", "has other settings"),
+    ):
+        study.config.write_text(STUDY.replace(old, new))
+        with pytest.raises(ConfigError, match=said):
+            study.run()
+        assert read_study(study.folder).model_dump() == before
     study.config.write_text(STUDY.replace("[1, 2, 3]", "[1, 2, 3, 4]"))
     study.run()
     assert study.started == ["seed4/1", "seed4/2"]
+    found = study.run(redo=("seed2",))
+    assert study.started == ["seed2/1", "seed2/2"]
+    assert states(found) == dict.fromkeys(states(found), [State.FINISHED] * 2)
+    with pytest.raises(ConfigError, match=r"--redo seed: no such cell; did you mean seed4\?"):
+        study.run(redo=("seed",))
+
+
+MEMORY, DISK = "error: out of memory: 9.00 GiB at once were asked for", "error: the disk is full"
+TORCHS = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate"
+KILLED = "error: rank 1 was killed by signal 9 (SIGKILL: out of memory?)"
 
 
 @pytest.mark.parametrize(
-    ("outcome", "log", "state", "reason"),
+    ("code", "more", "log", "state", "reason"),
     [
-        (Outcome(code=0, seconds=1), "error: x", State.FINISHED, ""),
-        (
-            Outcome(code=1, seconds=1),
-            "error: out of memory: 9.00 GiB at once were asked for",
-            State.OUT_OF_MEMORY,
-            "out of memory: 9.00 GiB at once were asked for",
-        ),
-        (
-            Outcome(code=1, seconds=1),
-            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate",
-            State.OUT_OF_MEMORY,
-            "CUDA out of memory",
-        ),
-        (
-            Outcome(code=137, seconds=1, killed_for_memory=True),
-            "error: rank 1 was killed by SIGKILL",
-            State.OUT_OF_MEMORY,
-            "the kernel ended a process for lack of memory",
-        ),
-        (
-            Outcome(code=1, seconds=1, killed_for_memory=True),  # another's process was killed
-            "error: the disk is full",
-            State.FAILED,
-            "the disk is full",
-        ),
-        (
-            Outcome(code=137, seconds=1),
-            "error: rank 1 was killed by signal 9 (SIGKILL: out of memory?)",
-            State.FAILED,
-            "rank 1 was killed by signal 9",
-        ),
-        (Outcome(code=2, seconds=1), "error: no such file", State.REFUSED, "no such file"),
-        (Outcome(code=1, seconds=1), "", State.FAILED, "ended with exit code 1"),
-        (Outcome(code=1, seconds=1, timed_out=True), "x", State.TIMED_OUT, "within 60 s"),
+        (0, {}, "error: x", State.FINISHED, ""),
+        (1, {}, MEMORY, State.OUT_OF_MEMORY, "out of memory: 9.00 GiB at once were asked for"),
+        (1, {}, TORCHS, State.OUT_OF_MEMORY, "CUDA out of memory"),
+        (137, {"killed_for_memory": True}, KILLED, State.OUT_OF_MEMORY, "the kernel ended a"),
+        # another's process was killed
+        (1, {"killed_for_memory": True}, DISK, State.FAILED, "the disk is full"),
+        (137, {}, KILLED, State.FAILED, "rank 1 was killed by signal 9"),
+        (2, {}, "error: no such file", State.REFUSED, "no such file"),
+        (1, {}, "", State.FAILED, "ended with exit code 1"),
+        (1, {"timed_out": True}, "x", State.TIMED_OUT, "within 60 s"),
     ],
 )
 def test_lack_of_memory_is_told_from_other_failures(
-    tmp_path: Path, outcome: Outcome, log: str, state: State, reason: str
+    tmp_path: Path, code: int, more: Any, log: str, state: State, reason: str
 ) -> None:
     (tmp_path / LAUNCHER_LOG).write_text(f"started rank 0\n{log}\nmore\n")
-    found = judge(outcome, tmp_path, 60.0)
+    found = judge(Outcome(code=code, seconds=1, **more), tmp_path, 60.0)
     assert found[0] is state and reason in found[1]
 
 
@@ -291,9 +251,7 @@ def test_the_processes_of_a_study_that_is_killed_die_with_it(tmp_path: Path) -> 
         f" Path({str(tmp_path / 'log')!r}), 60.0)\n"
     )
     runner = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
-    deadline = time.monotonic() + 60
-    while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: pid.exists() and bool(pid.read_text()), "the sleeper starts")
     sleeping = psutil.Process(int(pid.read_text()))
     runner.send_signal(signal.SIGKILL)
     runner.wait()
@@ -304,13 +262,9 @@ def test_the_processes_of_a_study_that_is_killed_die_with_it(tmp_path: Path) -> 
 
 
 def planned(**axis: object) -> PlannedCell:
-    tree = {
-        "title": "t",
-        "base": str(ROOT / "configs" / "gpt2" / "run_gpt2_tiny.yaml"),
-        "settings": {"train.micro_batch_size": 2},
-        "axes": {"cell": {"a": axis}},
-    }
-    return expand(Definition.model_validate(tree), ROOT / "x.yaml")[0]
+    tree = {"title": "t", "base": TINY, "settings": {"train.micro_batch_size": 2}}
+    definition = Definition.model_validate(tree | {"axes": {"cell": {"a": axis}}})
+    return expand(definition, ROOT / "x.yaml")[0]
 
 
 def test_the_commands_are_those_of_the_launcher(tmp_path: Path) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common.study.remarks import remarks
 from common.study.report import templates
 from common.study.results import CellResult, State
 from common.study.same_losses import Departure, Kind
-from common.study.statistics import summarize
+from common.study.statistics import compare, noise_of, summarize
 from common.study.verdict import Verdict, judge
 from tests.common.study.synthetic import (
     MIB,
@@ -74,21 +76,17 @@ ONCE = [*norms()[:4], 1.01 * norms()[4], *norms()[5:]]
 @pytest.mark.parametrize(
     ("changes", "kind", "step", "factor"),
     [
-        (
-            {"loss": losses(7), "gradient_norm": norms(7), "sample_hash": "b" * 64},
-            Kind.SAMPLES, 1, None,
-        ),
+        ({"loss": losses(7), "gradient_norm": norms(7), "sample_hash": "b"}, Kind.SAMPLES, 1, None),
         ({"loss": losses(7), "sample_hash": None}, Kind.LOSS, 1, None),
         ({"sample_hash": "b" * 64}, Kind.SAMPLES, 0, None),
         ({"gradient_norm": off_from(norms(), 1, 1.01)}, Kind.NORM, 1, pytest.approx(1.01)),
         ({"gradient_norm": ONCE}, Kind.NORM, 5, None),
-        ({"loss": off_from(losses(), 4)}, Kind.LOSS, 4, None),
         ({"loss": off_from(losses(), 4, math.inf)}, Kind.LOSS, 4, None),
         ({"gradient_norm": off_from(norms(), 4)}, Kind.NORM, 4, None),
         ({"loss": off_from(losses(), 6, 1.001)}, Kind.LOSS, 6, None),
         ({"loss": losses()[:4], "gradient_norm": norms()[:4]}, Kind.STEPS, 0, None),
     ],
-)  # fmt: skip
+)
 def test_a_planted_fault_is_named(
     changes: dict[str, Any], kind: Kind, step: int, factor: Any
 ) -> None:
@@ -101,12 +99,20 @@ def test_a_planted_fault_is_named(
         assert found.relative == pytest.approx(1e-3 / 1.001, rel=1e-4)
 
 
-def test_two_cells_of_nan_are_not_the_same() -> None:
-    broken = [measured(loss=[math.nan] * 10) for _ in range(2)]
-    verdict = judge(study([cell("a", broken), cell("b", broken)]))
-    assert set(verdict.different) == {"a", "b"}
-    assert verdict.groups[0].same == ()
-    assert "Same losses" not in text_of([cell("a", broken), cell("b", broken)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": [math.nan] * 10},
+        {"loss": [], "gradient_norm": []},
+        {"gradient_norm": []},
+        {"gradient_norm": [*norms()[:-1], math.nan]},
+    ],
+)
+def test_cells_without_figures_are_not_the_same(changes: dict[str, Any]) -> None:
+    cells = [cell(name, [measured(**changes)] * 2) for name in ("a", "b")]
+    verdict = judge(study(cells))
+    assert set(verdict.different) == {"a", "b"} and verdict.groups[0].same == ()
+    assert "Same losses" not in text_of(cells)
 
 
 def test_steps_that_both_skipped_for_their_loss_scale_are_the_same() -> None:
@@ -126,16 +132,6 @@ def test_steps_that_both_skipped_for_their_loss_scale_are_the_same() -> None:
     assert (found.kind, found.step, found.is_finite, found.factor) == (Kind.NORM, 1, False, None)
     scaled = third(gradient_norm=[0.99 * value for value in values])
     assert (scaled.step, scaled.factor) == (3, pytest.approx(0.99))
-    broken = norms()
-    broken[-1] = math.nan
-    last = [cell(name, [measured(gradient_norm=broken)] * 2) for name in ("a", "b")]
-    assert set(judge(study(last)).different) == {"a", "b"}
-
-
-def test_runs_without_steps_are_not_the_same() -> None:
-    for changes in ({"loss": [], "gradient_norm": []}, {"gradient_norm": []}):
-        empty = [measured(**changes)]
-        assert set(judge(study([cell("a", empty), cell("b", empty)])).different) == {"a", "b"}
 
 
 def test_a_repeat_that_differs_from_its_cell_is_named() -> None:
@@ -179,25 +175,18 @@ def test_other_frameworks_have_a_tolerance_that_still_shows_a_scale() -> None:
 # ---- speed ----
 
 
-def test_the_same_config_twice_does_not_differ() -> None:
-    cells = [good("one", seed=1), good("two", seed=2)]
-    (ranking,) = judge(study(cells)).rankings
-    assert len(ranking.equal) == 1
-    assert "note: No difference: " in text_of(cells)
-    assert "无差异" in text_of(cells)
-
-
 def test_a_cell_slower_than_the_spread_is_behind_the_fastest() -> None:
+    same = [good("one", seed=1), good("two", seed=2)]
+    (ranking,) = judge(study(same)).rankings
+    assert len(ranking.equal) == 1
+    assert "note: No difference: " in text_of(same) and "无差异" in text_of(same)
     cells = [good("slow", 8000, seed=1), good("fast", 10_000, seed=2)]
     (ranking,) = judge(study(cells)).rankings
     assert ranking.cells == ("fast", "slow") and ranking.equal == ()
     assert ranking.behind["slow"].ratio == pytest.approx(1.25, rel=0.02)
     assert "good: Fastest: `fast`" in text_of(cells)
-
-
-def test_one_repeat_is_said_to_tell_nothing() -> None:
-    cells = [cell("a", [measured(8000)]), cell("b", [measured(10_000)])]
-    assert "nothing says whether this is more than chance" in text_of(cells)
+    once = [cell("a", [measured(8000)]), cell("b", [measured(10_000)])]
+    assert "nothing says whether this is more than chance" in text_of(once)
 
 
 @pytest.mark.parametrize("by", ["settings", "base"])
@@ -268,3 +257,96 @@ def test_failures_are_named_and_never_compared() -> None:
     assert "No result, out of memory: `oom`" in found
     assert "Some repeats failed, others finished: `late`" in found
     assert "repeats are missing for 1 of 5 cells (`todo`)" in found
+
+
+# ---- statistics, against numpy, printed tables and simulated repeats ----
+
+
+def with_speeds(name: str, values: list[float], **changes: object) -> CellResult:
+    return cell(name, [measured(value) for value in values], **changes)
+
+
+def test_medians_and_spread_are_numpys() -> None:
+    values = [9000.0, 11000.0, 10100.0, 9900.0]
+    found = summarize(study([with_speeds("a", values)]))["a"]
+    assert found.tokens_per_second == pytest.approx(np.median(values))
+    assert (found.lowest, found.highest) == pytest.approx((9000, 11000))
+    assert found.step_seconds == pytest.approx(np.median([4096 / value for value in values]))
+    assert found.samples_per_second == pytest.approx(np.median(values) / 128)
+    assert found.split["update"] == pytest.approx(0.08 * np.median([4096 / v for v in values]))
+
+
+def test_speed_up_is_the_median_over_pairs_and_efficiency_counts_ranks() -> None:
+    one, four = [1000.0, 1100.0, 900.0], [3000.0, 3960.0, 2880.0]
+    cells = [
+        with_speeds("one", one, ranks=1, baseline="one"),
+        with_speeds("four", four, ranks=4, baseline="one"),
+    ]
+    found = summarize(study(cells))
+    expected = np.median(np.array(four) / np.array(one))
+    assert found["four"].speed_up == pytest.approx(expected)
+    assert found["four"].efficiency == pytest.approx(expected / 4)
+    assert (found["one"].speed_up, found["one"].efficiency) == pytest.approx((1, 1))
+
+
+def test_pairs_are_the_repeats_that_both_finished() -> None:
+    whole = with_speeds("a", [1000.0, 2000.0, 3000.0])
+    partly = cell("b", [measured(500.0), State.FAILED, measured(1500.0)], baseline="a")
+    found = summarize(study([whole, partly]))
+    comparison = compare(found["a"], found["b"])
+    assert (comparison.pairs, comparison.ratio) == (2, pytest.approx(2))
+    assert found["b"].speed_up == pytest.approx(0.5)
+    assert [run.index for run in found["b"].failures] == [2]
+
+
+def test_noise_is_the_residual_of_cells_and_rounds() -> None:
+    """A slow round that hits all cells alike is not noise; what is left is numpy's residual."""
+    table = np.log([[1000.0, 800, 1010], [2000, 1590, 2040], [1500, 1230, 1490]])
+    rows = [with_speeds(f"c{n}", np.exp(row).tolist()) for n, row in enumerate(table)]
+    cells = list(summarize(study(rows)).values())
+    residual = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
+    deviation, freedom = noise_of(cells)
+    assert freedom == 4
+    assert deviation == pytest.approx(math.sqrt(2 * (residual**2).sum() / 4))
+    pair = noise_of(cells[:2])
+    assert pair == (pytest.approx(np.std(table[0] - table[1], ddof=1)), 2)
+
+
+@pytest.mark.parametrize(("count", "repeats"), [(2, 2), (2, 3), (6, 3)])
+def test_equal_cells_are_rarely_called_different(count: int, repeats: int) -> None:
+    """A config against itself 300 times, with drift between rounds five times the noise: at most
+    CONFIDENCE allows, here with room for chance (5 % of 300 is 15, its deviation 4).
+    """
+    noise = random.Random(count * repeats)
+    called = 0
+    comparisons = count * (count - 1) // 2
+    for _ in range(300):
+        rounds = [noise.gauss(0, 0.05) for _ in range(repeats)]
+        made = [
+            with_speeds(f"c{n}", [1000 * math.exp(r + noise.gauss(0, 0.01)) for r in rounds])
+            for n in range(count)
+        ]
+        found = summarize(study(made)).values()
+        first, *others = sorted(found, key=lambda each: -(each.tokens_per_second or 0))
+        keys = {"noise": noise_of([first, *others]), "comparisons": comparisons}
+        called += any(compare(first, other, **keys).is_faster for other in others)
+    assert called <= 27
+
+
+@pytest.mark.parametrize(
+    ("repeats", "comparisons", "quantile"),
+    # two-sided quantiles as printed in Abramowitz and Stegun, table 26.10
+    [(2, 1, 12.706), (5, 5, 4.604), (11, 1, 2.228)],
+)
+def test_the_margin_is_students_interval(repeats: int, comparisons: int, quantile: float) -> None:
+    one, other = (speeds(1000, 0.01, count=repeats, seed=seed) for seed in (1, 2))
+    cells = summarize(study([with_speeds("one", one), with_speeds("other", other)]))
+    found = compare(cells["one"], cells["other"], comparisons=comparisons)
+    deviation = np.std(np.log(one) - np.log(other), ddof=1)
+    expected = math.expm1(quantile * deviation / math.sqrt(repeats))
+    assert found.margin == pytest.approx(expected, rel=3e-4)
+
+
+def test_no_division_by_zero_steps() -> None:
+    found = summarize(study([cell("a", [measured(step_seconds=[])], baseline="gone")]))
+    assert found["a"].tokens_per_second is None and found["a"].speed_up is None

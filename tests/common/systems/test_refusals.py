@@ -1,7 +1,5 @@
 """What other systems' files and flags are refused for, one row of refusals.yaml each."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shlex
@@ -15,8 +13,8 @@ import yaml
 from common.errors import ConfigError
 from common.systems.config import COMMAND_LINES, open_config, open_flags
 from common.systems.run_state import MODEL_YAML, read_model_yaml
-from tests.common.systems.test_config import ORIGINALS, SMALL
-from tests.common.systems.test_shell_script import SCRIPT
+from tests.common.systems.test_config import ORIGINALS
+from tests.common.systems.test_flags import SCRIPT, SMALL
 
 MODEL = {
     "num_layers": 1, "hidden_size": 4, "num_heads": 2, "seq_length": 8, "vocab_size": 11,
@@ -68,7 +66,8 @@ def read(kind: str, given: list[Any]) -> object:
     if kind == "ds_config":
         folder = ORIGINALS / "modelzoo"
         tree = json.loads((folder / "ds_config.json").read_text())
-        Path("ds_config.json").write_text(json.dumps(put(tree, text)))
+        if text is not None:
+            Path("ds_config.json").write_text(json.dumps(put(tree, text)))
         return open_config(folder / "train_345M.sh")
     if kind == "files":
         for name, text in zip("ab", given, strict=False):

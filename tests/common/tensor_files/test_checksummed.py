@@ -47,69 +47,38 @@ def test_arrays_of_any_order_are_written_row_major(tmp_path: Path, before: int) 
     assert (file.position, file.checksum) == (len(content), zlib.crc32(content))
 
 
-class Writes:
-    """Writes of a process in place of ``os.pwrite``: their sizes, and whether they passed the page
-    cache.
-    """
+@pytest.mark.parametrize("refused", ["nothing", "the flag", "the first write"])
+def test_full_buffers_pass_the_page_cache_unless_the_file_system_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """Each byte is written once."""
+    control, write, sizes = fcntl.fcntl, os.pwrite, {True: list[int](), False: list[int]()}
+    try:
+        os.close(os.open(tmp_path / "direct", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
+    except OSError:
+        refused = "the flag"
 
-    def __init__(self, *, refused: int = 0) -> None:
-        """refused: the number of direct writes that fail, as on a file system without them."""
-        self.made: list[tuple[int, bool]] = []
-        self.refused = refused
-        self._pwrite = os.pwrite
-
-    def __call__(self, descriptor: int, data: Any, offset: int) -> int:
-        is_direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
-        if is_direct and self.refused:
-            self.refused -= 1
+    def without_flag(descriptor: int, command: int, value: int = 0) -> int:
+        if command == fcntl.F_SETFL and value & os.O_DIRECT and refused == "the flag":
             raise OSError(errno.EINVAL, "Invalid argument")
-        written = self._pwrite(descriptor, data, offset)
-        self.made.append((written, is_direct))
+        return control(descriptor, command, value)
+
+    def recorded(descriptor: int, data: Any, offset: int) -> int:
+        is_direct = bool(control(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        if is_direct and refused == "the first write":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        written = write(descriptor, data, offset)
+        sizes[is_direct].append(written)
         return written
 
-
-def takes_direct_writes(folder: Path) -> bool:
-    try:
-        os.close(os.open(folder / "direct", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
-    except OSError:
-        return False
-    return True
-
-
-def test_each_byte_is_written_once_and_past_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not takes_direct_writes(tmp_path):
-        pytest.skip(f"the file system of {tmp_path} has no O_DIRECT")
-    monkeypatch.setattr(os, "pwrite", writes := Writes())
-    with ChecksummedFile(tmp_path / "file") as file:
-        file.write_array(SOURCE)
-    assert sorted(writes.made) == [(5, False), *[(BUFFER, True)] * 6]
-
-
-@pytest.mark.parametrize("where", ["flag", "write"])
-def test_a_file_system_without_direct_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    """Some refuse the flag, others the first write."""
-    usual, flags = fcntl.fcntl, []
-
-    def without(descriptor: int, command: int, value: int = 0) -> int:
-        if command == fcntl.F_SETFL:
-            flags.append(bool(value & os.O_DIRECT))
-            if value & os.O_DIRECT and where == "flag":
-                raise OSError(errno.EINVAL, "Invalid argument")
-        return usual(descriptor, command, value)
-
-    monkeypatch.setattr(fcntl, "fcntl", without)
-    monkeypatch.setattr(os, "pwrite", writes := Writes(refused=2))
+    monkeypatch.setattr(fcntl, "fcntl", without_flag)
+    monkeypatch.setattr(os, "pwrite", recorded)
     with ChecksummedFile(tmp_path / "file") as file:
         file.write_array(SOURCE)
     assert (tmp_path / "file").read_bytes() == SOURCE.tobytes()
     assert file.checksum == zlib.crc32(SOURCE)
-    assert flags[0] is True
-    assert sum(size for size, _ in writes.made) == SOURCE.size
-    assert not any(is_direct for _, is_direct in writes.made)
+    assert sizes[True] == ([BUFFER] * 6 if refused == "nothing" else [])
+    assert sum(sizes[True] + sizes[False]) == SOURCE.size
 
 
 def test_a_full_disk_is_an_error_and_ends_the_threads(

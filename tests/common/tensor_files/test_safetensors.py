@@ -9,11 +9,17 @@ import torch
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load_file
-from safetensors.torch import save_file
+from safetensors.torch import load_file as load_torch, save_file
 
 from common.errors import CheckpointError
+from common.tensor_files.arrays import TensorKind
 from common.tensor_files.containers import open_tensors
-from common.tensor_files.safetensors_file import open_safetensors, shapes_of, write_safetensors
+from common.tensor_files.safetensors_file import (
+    INDEX,
+    stream_safetensors,
+    stream_shards,
+    write_safetensors,
+)
 
 TENSORS = {
     "half": torch.tensor([[1.5, -2.0, 3.25], [0.1, 1e30, -0.0]], dtype=torch.bfloat16),
@@ -94,7 +100,68 @@ def test_a_file_that_does_not_fit_together_is_refused(
     message = f"x.safetensors: not a whole safetensors file: .*{reason}.*; copy it again"
     with pytest.raises(CheckpointError, match=message), open_tensors(path):
         pass
-    if not reason:
-        refused = pytest.raises(CheckpointError, match="not a whole safetensors file")
-        with refused, open_safetensors(path) as reader:
-            shapes_of(reader)
+
+
+# ---- shards, and the one door for all formats ----
+
+
+def shards_of(folder: Path, limit: int) -> dict[str, int]:
+    folder.mkdir(exist_ok=True)
+    kinds = {name: TensorKind(dtype="bfloat16", shape=(2, 3)) for name in "abcd"}
+    arrays = (np.full((2, 3), number, np.uint16) for number in range(4))
+    return stream_shards(folder, kinds, arrays, limit=limit)
+
+
+def test_shards_are_those_of_the_library_and_read_as_one(tmp_path: Path) -> None:
+    assert list(shards_of(tmp_path / "small", 48)) == ["model.safetensors"]
+    assert not (tmp_path / "small" / INDEX).exists()
+    names = [f"model-{number:05d}-of-00004.safetensors" for number in (1, 2, 3, 4)]
+    assert list(shards_of(tmp_path / "large", 5)) == names, "a large tensor is alone"
+    assert len(shards_of(tmp_path, 30)) == 2  # 12 bytes a tensor
+    files = sorted(path.name for path in tmp_path.glob("model-*"))
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["metadata"] == {"total_size": 48}
+    places = {}
+    for file in files:
+        for name, tensor in load_torch(tmp_path / file).items():
+            places[name] = file
+            assert tensor.dtype == torch.bfloat16 and tensor.shape == (2, 3)
+    assert places == index["weight_map"] and sorted(set(places.values())) == files
+    with open_tensors(tmp_path / INDEX) as stored:
+        assert [int(stored[name].read()[0, 0]) for name in stored] == [0, 1, 2, 3]
+
+
+def test_an_index_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    shards_of(tmp_path, 24)
+    index = json.loads((tmp_path / INDEX).read_text())
+    places = index["weight_map"]
+    others = {name: file for name, file in places.items() if name != "a"}
+
+    for content, message in (
+        ({"weight_map": places | {"e": places["a"]}}, "do not hold the same tensors: e"),
+        ({"weight_map": others}, "do not hold the same tensors: a"),
+        ({"weight_map": {"a": "../model.safetensors"}}, "another folder"),
+        ({"weight_map": {"a": INDEX}}, "or not a file"),
+        ({"weights": {}}, "not an index of shards"),
+        ([1], "found a list"),
+        ({"weight_map": places | {"d": "gone.safetensors"}}, "no such file"),
+    ):
+        (tmp_path / INDEX).write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match=message), open_tensors(tmp_path / INDEX):
+            pass
+
+
+def test_a_file_is_known_by_what_it_begins_with(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "lightning.ckpt")
+    kinds = {"a": TensorKind(dtype="float32", shape=(2,))}
+    stream_safetensors(tmp_path / "weights", kinds, [np.ones(2, np.float32)])
+    for name in ("lightning.ckpt", "weights"):
+        with open_tensors(tmp_path / name) as stored:
+            assert stored["a"].read().tolist() == [1, 1]
+    for name, words, message in (
+        ("notes.txt", "only words", "not a known weight file"),
+        ("empty.ckpt", "", "is empty"),
+    ):
+        (tmp_path / name).write_text(words)
+        with pytest.raises(CheckpointError, match=message), open_tensors(tmp_path / name):
+            pass

@@ -107,11 +107,10 @@ def test_plain_values_of_a_megatron_file_are_data(tmp_path: Path) -> None:
         assert torch.equal(torch.from_numpy(tree["torch"].read().copy()), torch.get_rng_state())
 
 
-@pytest.mark.parametrize("package", ["numpy.core", "numpy._core"])
-def test_arrays_of_both_numpys_are_read(tmp_path: Path, package: str) -> None:
+@pytest.mark.parametrize("package", [b"numpy.core", b"numpy._core"])
+def test_arrays_of_both_numpys_are_read(tmp_path: Path, package: bytes) -> None:
     program = pickle.dumps({"a": np.arange(3), "b": np.float64(2.5)}, 2)
-    for found in (b"numpy.core", b"numpy._core"):
-        program = program.replace(found, package.encode())
+    program = program.replace(b"numpy._core", b"numpy.core").replace(b"numpy.core", package)
     with open_tensors(archive(tmp_path / "x.pt", program)) as stored:
         assert stored.plain["a"].tolist() == [0, 1, 2] and stored.plain["b"] == 2.5
 
@@ -159,22 +158,16 @@ def test_a_pickle_that_names_code_is_refused_and_not_executed(
     "program",
     [
         b"ctorch._utils\n_rebuild_tensor_v2\n}Vx\nK\x01sb.",  # the state of a function
-        b"ctorch._utils\n_rebuild_tensor_v2\nN}V__defaults__\nNs\x86b.",  # or its attributes
         b"cargparse\nNamespace\nN}V__setstate__\nK\x01s\x86b.",  # a class
         b"c_codecs\nencode\n(Vabc\nVrot13\ntR.",
         b"cnumpy\ndtype\n(VO8\n\x89\x88tR.",
         b"}q\x00(Va\nh\x00u.",  # a dict that holds itself
-        b"",
         b"(V1\nV2\ntQ.",
-        b"Na" * 3 + b"r\xff\xff\xff\xff.",
         b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.",
     ],
 )
 def test_a_pickle_that_means_nothing_is_one_error(tmp_path: Path, program: bytes) -> None:
     refused(archive(tmp_path / "x.pt", program), r"not a whole file of torch\.save")
-    torch.save({"a": torch.ones(2)}, tmp_path / "y.pt")  # and later files are read as before
-    with open_tensors(tmp_path / "y.pt") as stored:
-        assert stored["a"].read().tolist() == [1, 1]
 
 
 def test_lists_of_lists_that_grow_without_end_are_refused(
@@ -200,16 +193,6 @@ def test_objects_of_megatron_are_records_without_code(tmp_path: Path) -> None:
         "megatron.fp16.loss_scaler.DynamicLossScaler",
         {"cur_scale": 8},
     )
-
-
-@pytest.mark.parametrize("as_zip", [True, False])
-def test_every_cut_is_refused(tmp_path: Path, as_zip: bool) -> None:
-    saved = {"a": torch.ones(40), "b": torch.arange(3)}
-    torch.save(saved, tmp_path / "x.pt", _use_new_zipfile_serialization=as_zip)
-    content = (tmp_path / "x.pt").read_bytes()
-    for cut in [0, 1, 3, *range(4, len(content) - 1, 39), len(content) - 1]:
-        (tmp_path / "short.bin").write_bytes(content[:cut])
-        refused(tmp_path / "short.bin", "")
 
 
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
@@ -290,22 +273,3 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
     loaded = torch.load(path, weights_only=False)
     assert loaded["args"] == argparse.Namespace(hidden_size=8, dtype=torch.float16)
     np.testing.assert_array_equal(loaded["state"][1], np.random.get_state()[1])
-
-
-def test_equal_tensors_are_equal_bytes(tmp_path: Path) -> None:
-    """Whatever was in the memory before: a part of a zip too, as of a file written before."""
-    files = []
-    for number in range(3):
-        path = tmp_path / str(number)
-        before = [np.full(1000, 0x08074B50 + (number << 32)) for _ in range(50)]
-        del before
-        leaf = TensorLeaf(name="a", dtype="float32", shape=(1500,))
-        write_torch(path, [leaf], [np.ones(1500, np.float32)])
-        files.append(path.read_bytes())
-    assert files == files[:1] * 3
-
-
-def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
-    leaf = TensorLeaf(name="a", dtype="float32", shape=(2**22,))
-    with pytest.raises(OSError, match="No space left on device"):
-        write_torch(Path("/dev/full"), {"a": leaf}, [np.ones(2**22, np.float32)])

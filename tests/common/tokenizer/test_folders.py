@@ -55,7 +55,6 @@ FOLDERS: dict[str, Files] = {
         "special_tokens_map.json": MAP},
     "transformers 4: pair and tokenizer.json": {"added_tokens.json": ADDED, "save": "beside",
         "special_tokens_map.json": MAP, "tokenizer_config.json": CLASS | NAMES},
-    "added_tokens.json": {"added_tokens.json": ADDED},
     "added_tokens.json, special_tokens_map.json": {"added_tokens.json": ADDED,
         "special_tokens_map.json": MAP},
     "added_tokens.json, tokenizer_config.json": {"added_tokens.json": ADDED,
@@ -69,8 +68,6 @@ FOLDERS: dict[str, Files] = {
         "added_tokens_decoder": decoder(single_word=True)}},
     "add_prefix_space": {"tokenizer_config.json": CLASS | {"add_prefix_space": True},
         "added_tokens.json": ADDED},
-    "add_prefix_space, saved by transformers 5": {"tokenizer_config.json": CLASS | {
-        "add_prefix_space": True}, "save": True},
     "add_bos_token": {"tokenizer_config.json": CLASS | {"add_bos_token": True}},
     "add_bos_token, saved by transformers 5": {"tokenizer_config.json": CLASS | {
         "add_bos_token": True}, "save": True},
@@ -160,9 +157,7 @@ def folder(name: str, vocabularies: Callable[[str, str], Path], tmp_path: Path) 
         ("SentencePiece", False),
     ],
 )
-def test_documents_and_prompts_have_one_encoder(
-    name: str, has_marks: bool, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_documents_and_prompts_have_one_encoder(name, has_marks, folder, tmp_path, caplog) -> None:
     tokenizer = load_tokenizer(None, folder)
     assert tokenizer.has_marks == has_marks
     end = next(text for text, each in tokenizer.special.items() if each == tokenizer.eod_id)
@@ -192,9 +187,7 @@ def test_documents_and_prompts_have_one_encoder(
 
 
 @pytest.mark.parametrize("name", ["ends of generation_config.json"])
-def test_the_ends_of_the_model_come_before_those_beside_the_vocabulary(
-    name: str, folder: Path, tmp_path: Path
-) -> None:
+def test_the_ends_of_the_model_come_before_those_beside_the_vocabulary(folder, tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 6}')
     assert load_tokenizer(None, folder, model=tmp_path / "model.safetensors").ends == (6,)
     assert load_tokenizer(None, folder, model=folder / "nowhere").ends == (3, 198)
@@ -233,9 +226,7 @@ CLOSED = {
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["saved by transformers 5"])
-def test_a_tokenizer_json_that_is_not_gpt2s(
-    name: str, folder: Path, change: Callable[[Any], Any], kind: str | None
-) -> None:
+def test_a_tokenizer_json_that_is_not_gpt2s(name, folder, change, kind) -> None:
     before, file = load_tokenizer(None, folder), folder / "tokenizer.json"
     tree = json.loads(file.read_text())
     change(tree)

@@ -2,7 +2,6 @@
 files; what opens in transformers.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,11 +35,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return folder
     if kind == "words":
         pytest.importorskip("rjieba", reason="the extra chinese is not installed")
-        words = [
-            *SPECIAL,
-            *["宝玉", "来", "了", "黛玉", "world", "她", "说", "：", "，", "##ld", "wor", "2"],
-        ]
-        (folder / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
+        words = ["宝玉", "来", "了", "黛玉", "world", "她", "说", "：", "，", "##ld", "wor", "2"]
+        (folder / "vocab.txt").write_text("\n".join([*SPECIAL, *words]), encoding="utf-8")
         (folder / "tokenizer_config.json").write_text('{"word_segmenter": "jieba"}')
         return folder
     if "Sentence" in kind:
@@ -88,17 +84,19 @@ def library_ids(folder: Path, kind: str, text: str) -> list[int]:
         names = ("vocab.json", "merges.txt")
         return ByteLevelBPETokenizer(*(str(folder / name) for name in names)).encode(text).ids
     transformers = pytest.importorskip("transformers")
-    if kind == "BertWordLevel":  # GPT2-Chinese's steps, with the other library that cuts words
-        import rjieba
-
-        text = "".join(f" {char} " if char.isdigit() else char for char in text)
-        words = " ".join(word.strip() for word in rjieba.cut(text))
-        settings: dict[str, Any] = {"tokenize_chinese_chars": False}
-        text = words
-    else:
-        settings = {"do_lower_case": kind == "BertWordPieceLowerCase"}
+    settings: dict[str, Any] = {"do_lower_case": kind == "BertWordPieceLowerCase"}
+    if kind == "BertWordLevel":
+        settings, text = {"tokenize_chinese_chars": False}, cut_words(text)
     tokenizer = transformers.BertTokenizer(str(folder / "vocab.txt"), **settings)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def cut_words(text: str) -> str:
+    """GPT2-Chinese's steps, with the other library that cuts words."""
+    import rjieba
+
+    apart = "".join(f" {char} " if char.isdigit() else char for char in text)
+    return " ".join(word.strip() for word in rjieba.cut(apart))
 
 
 def test_ids_and_text_are_those_of_the_library(folder: Path) -> None:
@@ -153,12 +151,8 @@ def test_transformers_opens_what_is_exported(folder: Path, tmp_path: Path) -> No
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.model_max_length == 1024 and len(theirs) == tokenizer.vocab_size
     for text in [*TEXTS, "  a  b ", "龘😀"]:
-        if tokenizer.kind == "BertWordLevel":  # it has no words: they are given apart
-            import rjieba
-
-            shown = " ".join(rjieba.cut("".join(f" {c} " if c.isdigit() else c for c in text)))
-        else:
-            shown = text
+        # it has no words: they are given apart
+        shown = cut_words(text) if tokenizer.kind == "BertWordLevel" else text
         ids = theirs(shown, add_special_tokens=False)["input_ids"]
         assert ids == tokenizer.encode(text).tolist()
     (folder / "later").mkdir(exist_ok=True)
@@ -167,40 +161,35 @@ def test_transformers_opens_what_is_exported(folder: Path, tmp_path: Path) -> No
 
 
 WITHOUT_END = '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
+SPECIALS = "\n".join(SPECIAL)
+
+
+def test_names_of_other_systems() -> None:
+    names = ("GPT2Tokenizer", "BertTokenizer", "BertWordPieceCase", "LlamaTokenizer")
+    kinds = ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
+    assert tuple(map(kind_named, names)) == (*kinds, "SentencePieceTokenizer")
+    assert kind_named("GPTSentencePieceTokenizer") == "SentencePieceTokenizer"
+    assert kind_named("PreTrainedTokenizerFast") == "HuggingFaceTokenizer"
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("kind", "file", "content", "message"),
     [
-        ("GPT2Tokenizer", "GPT2BPETokenizer"), ("BertTokenizer", "BertWordPieceLowerCase"),
-        ("BertWordPieceCase", "BertWordPieceCase"), ("LlamaTokenizer", "SentencePieceTokenizer"),
-        ("GPTSentencePieceTokenizer", "SentencePieceTokenizer"),
-        ("PreTrainedTokenizerFast", "HuggingFaceTokenizer"),
-    ],
-)  # fmt: skip
-def test_names_of_other_systems(name: str, kind: str) -> None:
-    assert kind_named(name) == kind
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({"readme.md": "x"}, "no vocabulary: looked for vocab.json with merges.txt"),
-        ({"tokenizer.json": "{}"}, "not a tokenizer.json"),
-        ({"tokenizer.json": "她"}, "not JSON"),
-        ({"x.model": "no model"}, "not a SentencePiece model"),
-        ({"tokenizer.json": WITHOUT_END}, "has no token that ends a document"),
+        (None, "readme.md", "x", "no vocabulary: looked for vocab.json with merges.txt"),
+        (None, "tokenizer.json", "{}", "not a tokenizer.json"),
+        (None, "tokenizer.json", "她", "not JSON"),
+        (None, "x.model", "no model", "not a SentencePiece model"),
+        (None, "tokenizer.json", WITHOUT_END, "has no token that ends a document"),
+        ("HuggingFaceTokenizer", "vocab.txt", SPECIALS, r"eeds tokenizer\.json there"),
+        ("Bert", "vocab.txt", SPECIALS, "'Bert' is not known; did you mean Bert"),
     ],
 )
-def test_files_that_are_not_a_tokenizer(
-    tmp_path: Path, files: dict[str, str], message: str
-) -> None:
-    if "x.model" in files:
+def test_files_that_are_not_a_tokenizer(tmp_path, kind, file, content, message) -> None:
+    if file == "x.model":
         pytest.importorskip("sentencepiece", reason="the extra chinese is not installed")
-    for name, content in files.items():
-        (tmp_path / name).write_text(content, encoding="utf-8")
+    (tmp_path / file).write_text(content, encoding="utf-8")
     with pytest.raises(TokenizerError, match=message):
-        load_tokenizer(None, tmp_path)
+        load_tokenizer(kind, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -210,25 +199,17 @@ def test_files_that_are_not_a_tokenizer(
         ("rjieba", "BertWordLevel", "vocab.txt"),
     ],
 )
-def test_a_library_that_is_not_there_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, kind: str, name: str
-) -> None:
+def test_a_library_that_is_not_there_is_named(tmp_path, monkeypatch, library, kind, name) -> None:
     monkeypatch.setitem(sys.modules, library, None)
-    (tmp_path / name).write_text("\n".join(SPECIAL))
-    with pytest.raises(
-        TokenizerError, match=r"install it with: pip install -c constraints\.txt -e '\.\[chinese\]'"
-    ):
+    (tmp_path / name).write_text(SPECIALS)
+    message = r"install it with: pip install -c constraints\.txt -e '\.\[chinese\]'"
+    with pytest.raises(TokenizerError, match=message):
         load_tokenizer(kind, tmp_path)
 
 
-def test_a_kind_and_files_that_differ(tmp_path: Path) -> None:
-    (tmp_path / "vocab.txt").write_text("\n".join(SPECIAL))
-    with pytest.raises(TokenizerError, match=r"HuggingFaceTokenizer needs tokenizer\.json there"):
-        load_tokenizer("HuggingFaceTokenizer", tmp_path)
-    with pytest.raises(TokenizerError, match="'Bert' is not known; did you mean Bert"):
-        load_tokenizer("Bert", tmp_path)
+def test_a_merge_file_and_the_case_of_bert(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text(SPECIALS)
     with pytest.raises(TokenizerError, match="has no merges"):
         load_tokenizer("BertTokenizer", tmp_path / "vocab.txt", tmp_path / "vocab.txt")
-    settings = {"do_lower_case": False}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
     assert load_tokenizer(None, tmp_path).kind == "BertWordPieceCase"

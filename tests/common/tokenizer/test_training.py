@@ -30,9 +30,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("cased", [False, True])
-def test_a_vocabulary_of_all_characters_knows_every_text(
-    corpus: Path, tmp_path: Path, cased: bool
-) -> None:
+def test_a_vocabulary_of_all_characters_knows_every_text(corpus, tmp_path, cased) -> None:
     target = tmp_path / "cache" / "vocab.txt"
     words = ["--raw_data_path", str(corpus), "--vocab_file", str(target), "--vocab_size", "500"]
     assert make_vocab.main([*words, *(["--cased"] if cased else [])]) == 0
@@ -73,9 +71,7 @@ def test_a_vocabulary_of_words_knows_every_text(corpus: Path, tmp_path: Path) ->
         ("SentencePieceTokenizer/bpe", 350),
     ],
 )
-def test_the_same_text_gives_the_same_tokenizer(
-    corpus: Path, tmp_path: Path, kind: str, size: int
-) -> None:
+def test_the_same_text_gives_the_same_tokenizer(corpus, tmp_path, kind, size) -> None:
     if "Sentence" in kind:
         pytest.importorskip("sentencepiece", reason="the extra chinese is not installed")
     words = ["--input", str(corpus), "--vocab-size", str(size), "--type", kind]
@@ -97,9 +93,7 @@ def test_the_same_text_gives_the_same_tokenizer(
             assert tokenizer.decode(ids) == text
 
 
-def test_options_that_cannot_be(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_cannot_be(corpus, tmp_path, capsys) -> None:
     empty = tmp_path / "empty.txt"
     empty.write_text(" \n")
     gbk = tmp_path / "gbk.txt"

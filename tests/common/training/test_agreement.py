@@ -2,111 +2,73 @@
 ends all.
 """
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
 
 from common.checkpoint.writer import CheckpointWriter, Snapshot
-from common.errors import CheckpointError, ConfigError
-from common.parallel.world import WorldBase
+from common.errors import CheckpointError
 from common.training import agreement
 from common.training.opened_checkpoint import Checkpoint
+from tests.common.parallel.test_world import Told
 
-T = TypeVar("T")
-HERE = threading.local()
-
-
-@dataclass(frozen=True, kw_only=True)
-class SingleProcessDataParallel(WorldBase):
-    """Ranks that are threads of this process."""
-
-    barrier: threading.Barrier
-    values: list[Any]
-
-    def gather(self, value: T) -> list[T]:
-        self.values[self.rank] = value
-        self.barrier.wait(10)
-        found = list(self.values)
-        self.barrier.wait(10)
-        return found
-
-
-def check(checkpoint: Path | None, ranks: int) -> list[BaseException | None]:
-    """Errors that check_everywhere raised on each rank."""
-    shared = {"barrier": threading.Barrier(ranks), "values": [None] * ranks}
-
-    def one(rank: int) -> BaseException | None:
-        HERE.rank = rank
-        world = SingleProcessDataParallel(rank=rank, size=ranks, **shared)  # type: ignore[arg-type]
-        try:
-            agreement.check_everywhere(world, checkpoint and Checkpoint(checkpoint))
-        except (CheckpointError, ConfigError) as error:
-            return error
-        return None
-
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(one, range(ranks)))
+Check = Callable[..., str]
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     manifest = {"state": {"step": 5}, "engine": {}, "config": {}}
-    files = {
-        "model.safetensors": {"w": np.ones(3, np.float32)},
-        "optimizer.safetensors": {"w.exp_avg": np.ones(3, np.float32)},
-    }
-    return CheckpointWriter(tmp_path, asynchronous=False).save(
-        Snapshot(files=files, manifest=manifest)
-    )
+    files = {"model.safetensors": {"w": np.ones(3, np.float32)}}
+    made = CheckpointWriter(tmp_path, asynchronous=False)
+    return made.save(Snapshot(files=files, manifest=manifest))
 
 
-@pytest.mark.parametrize(
-    ("hosts", "readers"), [("aaaa", []), ("aabb", [2]), ("abab", [1]), ("abcd", [1, 2, 3])]
-)
+@pytest.fixture
+def check(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """What a rank says of the checkpoint. hosts: a letter for each rank; fault: another rank's."""
+
+    def of(hosts: str, rank: int, fault: str | None = None) -> str:
+        def gathered(own: Any) -> list[Any]:
+            if own == hosts[rank]:
+                return list(hosts)
+            return [own, fault] if own is None else [own] * len(hosts)
+
+        monkeypatch.setattr(agreement, "_view_of", lambda path: hosts[rank])
+        world = Told(rank=rank, size=len(hosts), answer=gathered)
+        try:
+            agreement.check_everywhere(world, Checkpoint(checkpoint))
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    return of
+
+
+@pytest.mark.parametrize(("hosts", "readers"), [("aabb", [2]), ("abab", [1]), ("abcd", [1, 2, 3])])
 def test_one_rank_of_each_host_reads(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, hosts: str, readers: list[int]
+    checkpoint: Path, check: Check, hosts: str, readers: Any
 ) -> None:
-    seen: list[int] = []
-    read = agreement.read_manifest
-    monkeypatch.setattr(agreement, "_view_of", lambda path: hosts[HERE.rank])
-    monkeypatch.setattr(
-        agreement, "read_manifest", lambda path: seen.append(HERE.rank) or read(path)
+    """Rank 0 has read its own before. A file is changed, so that who reads it says so."""
+    path = checkpoint / "model.safetensors"
+    assert [check(hosts, rank) for rank in range(4)] == [""] * 4
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    said = [check(hosts, rank) for rank in range(4)]
+    changed = (
+        f"{path}: its bytes have changed since it was written (CRC-32); use another checkpoint"
     )
-    assert check(checkpoint, 4) == [None] * 4
-    assert sorted(seen) == readers
+    wanted = [f"rank {rank}: {changed}" if rank in readers else "" for rank in range(4)]
+    assert said == wanted
+    assert check(hosts, 0, fault=said[readers[0]]) == said[readers[0]]
 
 
-def test_other_bytes_on_one_host_end_all_ranks(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second host's file is of the right size, and has another bit; rank 0 has compared its own
-    before.
-    """
-    path = checkpoint / "optimizer.safetensors"
-    changed = bytearray(path.read_bytes())
-    changed[-1] ^= 64
-    path.write_bytes(changed)
-    monkeypatch.setattr(agreement, "_view_of", lambda path: "aab"[HERE.rank])
-    failures = check(checkpoint, 3)
-    assert [type(failure) for failure in failures] == [CheckpointError] * 3
-    assert {str(failure) for failure in failures} == {
-        f"rank 2: {path}: its bytes have changed since it was written (CRC-32); use another"
-        " checkpoint"
-    }
-
-
-def test_processes_of_one_host_that_read_the_same_files_see_the_same(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_processes_of_one_host_that_read_the_same_files_see_the_same(checkpoint: Path) -> None:
     before = agreement._view_of(checkpoint)
     assert agreement._view_of(checkpoint) == before
-    (tmp_path / "copy").write_bytes((checkpoint / "optimizer.safetensors").read_bytes())
-    (tmp_path / "copy").replace(checkpoint / "optimizer.safetensors")
+    copy = checkpoint.parent / "copy"
+    copy.write_bytes((checkpoint / "model.safetensors").read_bytes())
+    copy.replace(checkpoint / "model.safetensors")
     assert agreement._view_of(checkpoint) != before, "as a file mounted over another"
-    assert agreement._view_of(tmp_path / "absent") != agreement._view_of(tmp_path / "absent")
-    assert check(None, 2) == [None] * 2
+    assert agreement._view_of(copy) != agreement._view_of(copy), "absent files are nobody's"

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,39 +22,35 @@ from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import CheckpointError
 from common.inputs import make_run
-from common.parallel.run import Run
 from common.resolve.derive import resolve_mode
-from common.tokenizer import load_tokenizer
-from common.training.export import export, put_tokenizer_files
+from common.training.export import export
 from common.training.opened_checkpoint import Checkpoint
 from common.weights.names import parameter_shapes
-from tests.tiny import tiny_config, tiny_run
+from tests.tiny import tiny_run
 
 ROOT = Path(__file__).resolve().parents[3]
-SIZES = ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size")
-MODEL: dict[str, Any] = dict(zip(SIZES, (2, 32, 2, 16, 101), strict=True))
+LARGE = {"model__num_layers": 8, "model__hidden_size": 512}
 
 
-def tree(folder: Path, model: dict[str, Any] = MODEL, **more: Any) -> dict[str, Any]:
-    return tiny_run(folder, model=model, **({"export": {"overwrite": True}} | more))
+def tree(folder: Path, **more: Any) -> dict[str, Any]:
+    return tiny_run(folder, **({"export": {"overwrite": True}} | more))
 
 
 def config_of(folder: Path, **more: Any) -> RunConfig:
     return resolve_mode(build_config(tree(folder, **more)), "export", world_size=1)
 
 
-def to_export(config: RunConfig) -> tuple[Run, Checkpoint]:
+def to_export(config: RunConfig) -> Path:
     run, inputs = make_run(config, "export")
     assert inputs.checkpoint is not None
-    return run, inputs.checkpoint
+    export(run, inputs.checkpoint)
+    return Path(run.output_dir) / "weights"
 
 
 def value_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Different for each tensor, row and column, and made without keeping anything."""
-    first = sum(name.encode()) / 1000
-    return np.add.outer(
-        np.arange(shape[0], dtype=np.float32) + np.float32(first), np.zeros(shape[1:], np.float32)
-    )
+    """Different for each tensor and row, and made without keeping anything."""
+    column = np.arange(shape[0], dtype=np.float32) + np.float32(sum(name.encode()) / 1000)
+    return np.broadcast_to(column.reshape(-1, *[1] * (len(shape) - 1)), shape)
 
 
 def cut(shape: tuple[int, ...], rank: int) -> list[list[int]]:
@@ -69,18 +64,16 @@ def cut(shape: tuple[int, ...], rank: int) -> list[list[int]]:
     return spans
 
 
-def write_parts(
-    folder: Path, model: dict[str, Any] = MODEL, make: Callable[..., np.ndarray] = value_of
-) -> Path:
+def write_parts(folder: Path, **sizes: Any) -> Path:
     """A checkpoint of two ranks in the run ``folder``."""
-    config = config_of(folder, model=model)
+    config = config_of(folder, **sizes)
     shapes = parameter_shapes(config.model)
     engine = {"optimizer_steps": 7, "loss_scale": {}, "rng": {}}
     manifest = {"state": {"step": 7}, "engine": engine, "config": config.model_dump()}
     for rank in (1, 0):  # rank 0 waits for the others
         rectangles = {name: cut(shape, rank) for name, shape in shapes.items()}
         tensors = {
-            name: make(name, shape)[tuple(slice(*span) for span in rectangles[name])]
+            name: value_of(name, shape)[tuple(slice(*span) for span in rectangles[name])]
             for name, shape in shapes.items()
         }
         part = Part(rank=rank, ranks=2, rectangles=rectangles)
@@ -96,8 +89,7 @@ def write_parts(
 def test_parts_become_the_file_of_one_rank(tmp_path: Path) -> None:
     checkpoint = write_parts(tmp_path)
     config = config_of(tmp_path)
-    export(*to_export(config))
-    exported = tmp_path / "weights"
+    exported = to_export(config)
     found = load_file(exported / "model.safetensors")
     shapes = parameter_shapes(config.model)
     assert list(found) == list(shapes)
@@ -120,7 +112,7 @@ def test_parts_become_the_file_of_one_rank(tmp_path: Path) -> None:
     ):
         next(iter(Checkpoint(exported).moments(config, 7)))
     # and may be exported again, over itself
-    export(*to_export(config_of(tmp_path, checkpoint={"load": str(exported)})))
+    to_export(config_of(tmp_path, checkpoint={"load": str(exported)}))
     assert load_file(exported / "model.safetensors").keys() == found.keys()
 
 
@@ -153,15 +145,9 @@ sys.exit(code)
 
 def test_the_command_takes_memory_of_a_few_tensors_and_no_framework(tmp_path: Path) -> None:
     """Weights of 101 MB. Only anonymous memory counts: pages of mapped files are the kernel's."""
-    model = MODEL | {"num_layers": 8, "hidden_size": 512}
-
-    def make(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        column = value_of(name, (shape[0],)).reshape(-1, *[1] * (len(shape) - 1))
-        return np.broadcast_to(column, shape)
-
-    write_parts(tmp_path, model, make)
+    write_parts(tmp_path, **LARGE)
     config = tmp_path / "run.json"  # JSON is YAML
-    config.write_text(json.dumps(tree(tmp_path, model)))
+    config.write_text(json.dumps(tree(tmp_path, **LARGE)))
     words = [sys.executable, "-c", _COMMAND, "--config", str(config), "--run_mode", "export"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -170,7 +156,7 @@ def test_the_command_takes_memory_of_a_few_tensors_and_no_framework(tmp_path: Pa
     assert exported.stat().st_size > 23 * largest
     assert 0 < int(done.stdout.split()[-1]) < 4 * largest
     with safe_open(exported, "numpy") as reader:
-        for name, shape in parameter_shapes(config_of(tmp_path, model=model).model).items():
+        for name, shape in parameter_shapes(config_of(tmp_path, **LARGE).model).items():
             np.testing.assert_array_equal(reader.get_tensor(name)[:, ...], value_of(name, shape))
     said = r"weights/model\.safetensors: 132 tensors, 10\d\.\d MB, of .*step_00000007, step 7"
     assert re.search(said, done.stderr + done.stdout)
@@ -183,7 +169,7 @@ def test_all_that_is_missing_or_too_much_is_named(tmp_path: Path) -> None:
     def require(message: str, layers: int = 2) -> None:
         write_manifest(checkpoint, manifest)
         with pytest.raises(CheckpointError, match=message):
-            export(*to_export(config_of(tmp_path, model=MODEL | {"num_layers": layers})))
+            to_export(config_of(tmp_path, model__num_layers=layers))
 
     lost = manifest["files"].pop("model.rank_00001.safetensors")
     require(
@@ -214,7 +200,7 @@ def test_a_tokenizer_goes_along_by_the_names_of_a_folder(
     write_parts(tmp_path)
     folder = tmp_path / "vocabulary"
     folder.mkdir()
-    beside = ("added_tokens.json", "generation_config.json")
+    beside = ("added_tokens.json", "tokenizer_config.json", "generation_config.json")
     for name in ("encoder.json", "vocab.bpe", "other.txt", *beside):
         (folder / name).write_text(f"content of {name}")
     here = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"} | {
@@ -227,7 +213,7 @@ def test_a_tokenizer_goes_along_by_the_names_of_a_folder(
         ({"folder": str(tmp_path / "gone")}, {}),
     ):
         prompts = {"prompt": ["a"], "output_folder": "texts", "top_k": 5, "strategy": "sampling"}
-        export(*to_export(config_of(tmp_path, data={"tokenizer": wish}, predict=prompts)))
+        to_export(config_of(tmp_path, data={"tokenizer": wish}, predict=prompts))
         found = {path.name: path.read_bytes() for path in (tmp_path / "weights").iterdir()}
         settings = yaml.safe_load(found.pop("model.yaml"))
         assert found.keys() == {"manifest.json", "model.safetensors", *names}
@@ -244,29 +230,8 @@ def test_a_checkpoint_to_resume_is_not_the_one_exported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = write_parts(tmp_path)
-    export(*to_export(config_of(tmp_path, checkpoint={"resume": "latest"})))
+    to_export(config_of(tmp_path, checkpoint={"resume": "latest"}))
     assert "is for training" not in caplog.text
-    export(*to_export(config_of(tmp_path, checkpoint={"resume": "elsewhere"})))
+    to_export(config_of(tmp_path, checkpoint={"resume": "elsewhere"}))
     remark = f"checkpoint.resume=elsewhere is for training; the weights are those of {checkpoint}"
     assert remark in caplog.text
-
-
-def test_case_added_tokens_and_ends_of_a_tokenizer_stay(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    target.mkdir()
-    marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    (source / "vocab.txt").write_text("\n".join([*marks, "Hello", "hello"]))
-    (source / "tokenizer_config.json").write_text('{"do_lower_case": false}')
-    (source / "added_tokens.json").write_text('{"<|user|>": 7}')
-    (source / "special_tokens_map.json").write_text('{"bos_token": "<|never|>"}')
-    (source / "config.json").write_text('{"eos_token_id": [3, 7], "vocab_size": 8}')
-    config = tiny_config(model__vocab_size=8, data__tokenizer=str(source))
-    assert put_tokenizer_files(target, config)
-    (target / "manifest.json").write_text(
-        json.dumps({"config": {"model": config.model.model_dump()}})
-    )
-    before, after = load_tokenizer(None, source), load_tokenizer(None, target)
-    assert after.encode("Hello hello").tolist() == before.encode("Hello hello").tolist() == [5, 6]
-    assert after.encode("hello<|user|>", True).tolist() == [6, 7]
-    assert (after.ends, after.sha256, after.vocab_size) == ((3, 7), before.sha256, 8)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from common.config.resolved import as_run
-from common.config.schema import RunConfig
 from common.errors import CheckpointError
 from common.parallel.run import Run
 from common.resolve.derive import fitting_vocabulary, resolve_config
@@ -29,7 +28,7 @@ GPT2 = {
 }  # fmt: skip
 
 
-def config_of(folder: Path, words: list[str], tokenizer: int | None = None) -> RunConfig:
+def config_of(folder: Path, words: list[str], tokenizer: int | None = None) -> Run:
     file = folder / "config.yaml"
     file.write_text(CONFIG.replace("OUTPUT", str(folder / "run")))
     config = resolve_config(load_config(file, words))
@@ -38,7 +37,7 @@ def config_of(folder: Path, words: list[str], tokenizer: int | None = None) -> R
     return as_run(Run, config, model=fitting_vocabulary(config.model, tokenizer, "it"))
 
 
-def fault_of(model: dict[str, Any], config: RunConfig, **more: bool) -> str:
+def fault_of(model: dict[str, Any], config: Run, **more: bool) -> str:
     with pytest.raises(CheckpointError) as caught:
         require_same_model({"config": {"model": model}}, config, Path("output/hf"), **more)
     return str(caught.value)
@@ -64,11 +63,13 @@ OURS = {"num_layers": 4, "hidden_size": 192, "num_heads": 6, "seq_length": 128}
 def test_the_words_make_the_config_fit(
     tmp_path: Path, model: dict[str, Any], words: list[str], given: str
 ) -> None:
+    """Another window, dropout or multiple is not another model."""
     message = fault_of(model, config_of(tmp_path, words))
     added = re.findall(r"model\.\w+=\S+", message.partition("add: ")[2])
     assert added == [f"model.{word}" for word in given.split()] and "output_dir" not in message
-    config = config_of(tmp_path, [*words, *added])
-    require_same_model({"config": {"model": model}}, config, Path("output/hf"))
+    config = config_of(tmp_path, [*words, *added, *(["model.seq_length=64"] if words else [])])
+    more = {"dropout": 0.5, "vocab_multiple": 64}
+    require_same_model({"config": {"model": model | more}}, config, Path("output/hf"))
 
 
 def test_a_table_of_padded_size_keeps_its_rows(tmp_path: Path) -> None:
@@ -81,12 +82,6 @@ def test_a_table_of_padded_size_keeps_its_rows(tmp_path: Path) -> None:
     config = config_of(tmp_path, added, tokenizer=50257)
     require_same_model({"config": {"model": model}}, config, Path("output/hf"))
     assert config.model.vocab_size == 50304
-
-
-def test_another_window_is_not_another_model(tmp_path: Path) -> None:
-    manifest = {"config": {"model": {**GPT2, "dropout": 0.5, "vocab_multiple": 64}}}
-    config = config_of(tmp_path, [*WRITTEN, "model.seq_length=128"])
-    require_same_model(manifest, config, Path("output/hf"))
 
 
 def test_a_new_size_in_the_same_folder_is_offered_another_folder(tmp_path: Path) -> None:

@@ -12,6 +12,9 @@ from common.checkpoint.state import TrainState
 from common.config.schema import LoggingConfig
 from common.training.outliers import NO_LIMITS, Limits, limits_of, record_outlier
 
+CALM = [5.0, 5.1] * 4
+FOUR = LoggingConfig(outlier_deviations=4.0, outlier_window=8)
+
 
 def after(losses: list[float], config: LoggingConfig) -> tuple[TrainState, list[bool]]:
     """The state after steps of these losses, whose gradient norms are twice as large, and which of
@@ -22,6 +25,7 @@ def after(losses: list[float], config: LoggingConfig) -> tuple[TrainState, list[
 
 
 def test_limits_are_the_mean_and_the_sample_deviation_of_the_last_window() -> None:
+    """None before half a window, without spread, and when off, which also forgets."""
     config = LoggingConfig(outlier_deviations=3.0, outlier_window=16)
     losses = np.random.default_rng(0).normal(5.0, 0.1, 40).tolist()
     found = limits_of(after(losses, config)[0], config)
@@ -29,36 +33,24 @@ def test_limits_are_the_mean_and_the_sample_deviation_of_the_last_window() -> No
     for value, history in ((found.loss, last), (found.grad_norm, 2 * last)):
         assert value == pytest.approx(history.mean() + 3 * history.std(ddof=1), rel=1e-6)
         assert value == np.float32(value)
-
-
-def test_no_limits_before_half_a_window_without_spread_and_when_off() -> None:
-    config = LoggingConfig(outlier_deviations=6.0, outlier_window=8)
-    assert limits_of(after([1.0, 2.0, 3.0], config)[0], config) == NO_LIMITS
-    assert limits_of(after([1.0, 2.0, 3.0, 4.0], config)[0], config).loss < 20.0
-    assert limits_of(after([1.0] * 8, config)[0], config) == NO_LIMITS
-    state, found = after([1.0, 2.0, 1.0, 2.0, 1e9], LoggingConfig())
-    assert not any(found) and state == TrainState()
-    remembering = TrainState(losses=[1.0] * 8, grad_norms=[1.0] * 8)
-    assert (
-        not record_outlier(remembering, LoggingConfig(), 2.0, 2.0, skipped=False)
-        and remembering == TrainState()
-    )
+    assert limits_of(after([1.0, 2.0, 3.0], FOUR)[0], FOUR) == NO_LIMITS
+    assert limits_of(after([1.0, 2.0, 3.0, 4.0], FOUR)[0], FOUR).loss < 20.0
+    assert limits_of(after([1.0] * 8, FOUR)[0], FOUR) == NO_LIMITS
+    remembering = TrainState(losses=[1.0, 2.0] * 4, grad_norms=[1.0, 2.0] * 4)
+    assert not record_outlier(remembering, LoggingConfig(), 1e9, 2.0, skipped=False)
+    assert remembering == TrainState()
 
 
 def test_only_what_is_far_above_is_an_outlier_and_it_enters_the_history() -> None:
-    """A lasting change of level is let through once the history knows it."""
-    config = LoggingConfig(outlier_deviations=4.0, outlier_window=8)
-    calm = [5.0, 5.1] * 4
-    state, found = after([*calm, 0.1, *calm, 50.0], config)
+    """A lasting change of level is let through once the history knows it. Values that are not
+    finite are for the loss scale.
+    """
+    state, found = after([*CALM, 0.1, *CALM, 50.0], FOUR)
     assert found == [False] * 17 + [True]
-    assert state.losses == [*calm[1:], 50.0]
-    assert after([*calm, *[9.0, 9.1] * 4], config)[1] == [False] * 8 + [True] + [False] * 7
-
-
-def test_values_that_are_not_finite_are_for_the_loss_scale() -> None:
-    config = LoggingConfig(outlier_deviations=4.0, outlier_window=8)
-    state, found = after([*[5.0, 5.1] * 4, math.nan, math.inf], config)
-    assert not any(found) and state.losses == [5.0, 5.1] * 4
+    assert state.losses == [*CALM[1:], 50.0]
+    assert after([*CALM, *[9.0, 9.1] * 4], FOUR)[1] == [False] * 8 + [True] + [False] * 7
+    state, found = after([*CALM, math.nan, math.inf], FOUR)
+    assert not any(found) and state.losses == CALM
     limits = Limits(loss=1.0, grad_norm=1.0)
     assert not limits.exceeded(math.inf, 2.0) and not limits.exceeded(2.0, math.nan)
     assert limits.exceeded(2.0, 0.5) and limits.exceeded(0.5, 2.0) and not limits.exceeded(1.0, 1.0)
@@ -70,5 +62,3 @@ def test_the_history_survives_a_manifest() -> None:
     assert TrainState.from_dict(saved) == state
     old = {name: value for name, value in saved.items() if name not in ("losses", "grad_norms")}
     assert TrainState.from_dict(old) == TrainState(step=3)
-    with pytest.raises(KeyError, match="consumed_samples"):
-        TrainState.from_dict({"step": 3})

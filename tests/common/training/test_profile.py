@@ -8,19 +8,23 @@ import pytest
 
 from common.checkpoint.state import TrainState
 from common.errors import ConfigError
-from common.log import LOG
 from common.training.profile import ProfileWindow
 from tests.tiny import tiny_config
 
 
-def traced(profile: dict[str, int], done: int = 0, stop_after: int = 10) -> list[str]:
-    """Events of a run from ``done`` that ends after ``stop_after``."""
+def traced(
+    profile: dict[str, int], done: int = 0, stop_after: int = 10, *, full: bool = False
+) -> str:
+    """Events of a run from ``done`` that ends after ``stop_after``. full: no trace is written."""
     events: list[str] = []
 
     @contextmanager
     def trace(path: Path) -> Iterator[None]:
-        events.append(str(path))
+        assert path.parent == Path("unused/profile")
+        events.append(path.name.removesuffix("_rank_0.json.gz"))
         yield
+        if full:
+            raise OSError(28, "No space left on device")
         events.append("written")
 
     config = tiny_config(train__max_steps=10, profile=profile)
@@ -29,51 +33,30 @@ def traced(profile: dict[str, int], done: int = 0, stop_after: int = 10) -> list
             window.begin(step)
             events.append(str(step))
             window.end(step)
-    return events
+    return " ".join(events)
 
 
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    LOG.addHandler(caplog.handler)
-    yield caplog
-    LOG.removeHandler(caplog.handler)
-
-
-TRACES: list[tuple[dict[str, int], int, int, str]] = [
-    ({"start": 3, "stop": 5}, 0, 10, "1 2 steps_3_5 3 4 5 written 6 7 8 9 10"),
-    ({"start": 3}, 0, 4, "1 2 steps_3_3 3 written 4"),
-    ({}, 0, 2, "1 2"),
-    # a run that ends or begins inside the window
-    ({"start": 9, "stop": 99}, 8, 10, "steps_9_10 9 10 written"),
-    ({"start": 2, "stop": 9}, 1, 2, "steps_2_9 2 written"),
-    ({"start": 2, "stop": 5}, 4, 6, "steps_5_5 5 written 6"),
-]
-
-
-@pytest.mark.parametrize(("profile", "done", "stop", "events"), TRACES)
+@pytest.mark.parametrize(
+    ("profile", "done", "stop", "events"),
+    [
+        ({"start": 3, "stop": 5}, 0, 10, "1 2 steps_3_5 3 4 5 written 6 7 8 9 10"),
+        ({"start": 3}, 0, 4, "1 2 steps_3_3 3 written 4"),
+        ({}, 0, 2, "1 2"),
+        # a run that ends or begins inside the window
+        ({"start": 9, "stop": 99}, 8, 10, "steps_9_10 9 10 written"),
+        ({"start": 2, "stop": 9}, 1, 2, "steps_2_9 2 written"),
+        ({"start": 2, "stop": 5}, 4, 6, "steps_5_5 5 written 6"),
+    ],
+)
 def test_a_window_of_steps(profile: dict[str, int], done: int, stop: int, events: str) -> None:
-    expected = [
-        f"unused/profile/{event}_rank_0.json.gz" if event.startswith("steps") else event
-        for event in events.split()
-    ]
-    assert traced(profile, done, stop) == expected
+    assert traced(profile, done, stop) == events
 
 
-def test_a_window_that_is_done_or_never_comes(said: pytest.LogCaptureFixture) -> None:
-    assert traced({"start": 2, "stop": 4}, done=4, stop_after=5) == ["5"]
-    assert "steps 2 to 4 are done already" in said.text
+def test_a_window_that_is_done_never_comes_or_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """A trace that fails does not end the run."""
+    assert traced({"start": 2, "stop": 4}, done=4, stop_after=5) == "5"
+    assert "steps 2 to 4 are done already" in caplog.text
     with pytest.raises(ConfigError, match=r"profile\.start=11 is beyond the last step, 10"):
         traced({"start": 11})
-
-
-def test_a_trace_that_fails_does_not_end_the_run(said: pytest.LogCaptureFixture) -> None:
-    @contextmanager
-    def no_disk(path: Path) -> Iterator[None]:
-        yield
-        raise OSError(28, "No space left on device")
-
-    config = tiny_config(profile={"start": 1})
-    with ProfileWindow(config, TrainState(), no_disk) as window:
-        window.begin(1)
-        window.end(1)
-    assert "profile: no trace: [Errno 28] No space left on device" in said.text
+    assert traced({"start": 1}, stop_after=2, full=True) == "steps_1_1 1 2"
+    assert "profile: no trace: [Errno 28] No space left on device" in caplog.text

@@ -1,12 +1,15 @@
 """Records that a tracker gets of a run. No fault of one reaches the run. A small package in place
-of wandb writes down what it is told; ``test_tracker_stores.py`` has the real packages.
+of wandb writes down what it is told; ``test_tracker_stores.py`` has the real packages. Event files
+are read by the format of TensorBoard: length, checksum, Event message.
 """
 
 import json
+import struct
 import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -69,48 +72,48 @@ def expected(steps: range) -> list[tuple[int, dict[str, float]]]:
     return [*rows, (steps[-1], {"validation_loss": 0.5})]
 
 
-def test_every_row_in_order_and_the_same_run_after_a_resume(told: Path) -> None:
-    run = told.parent / "run"
-    write(run, range(1, 40))
-    first, rows = since_init(told)
-    assert rows == expected(range(1, 40))
-    write(run, range(40, 43))
-    second, rows = since_init(told)
-    assert (second, rows) == (first, expected(range(40, 43)))
-    assert not list((run / "trackers").glob("*.replaced-*"))
-
-
-def test_steps_that_are_done_again_replace_the_older_ones(told: Path) -> None:
+@pytest.mark.parametrize(
+    ("again", "killed"), [(range(11, 14), False), (range(6, 9), False), (range(11, 13), True)]
+)
+def test_a_resumed_run_continues_its_store_or_replaces_it(
+    told: Path, again: range, killed: bool
+) -> None:
+    """Steps that are done again, or a store of unknown end, as a tracker that was killed leaves
+    it, make a new one with all rows.
+    """
     run = told.parent / "run"
     write(run, range(1, 11))
-    first, _ = since_init(told)
-    write(run, range(6, 9))  # the checkpoint of step 5
+    first, rows = since_init(told)
+    assert rows == expected(range(1, 11))
+    if killed:
+        (run / "trackers" / "wandb.json").unlink()
+    write(run, again)
     second, rows = since_init(told)
-    assert second != first
-    assert rows == expected(range(1, 6))[:-1] + expected(range(6, 9))
-    assert [path.name for path in (run / "trackers").glob("*.replaced-*")] == ["wandb.replaced-1"]
+    replaced = [path.name for path in (run / "trackers").glob("*.replaced-*")]
+    if again[0] == 11 and not killed:
+        assert (second, rows, replaced) == (first, expected(again), [])
+        return
+    before = expected(range(1, again[0]))
+    assert rows == (before if killed else before[:-1]) + expected(again)
+    assert second != first and (killed or replaced == ["wandb.replaced-1"])
 
 
-def test_a_store_of_unknown_end_is_written_again(told: Path) -> None:
-    run = told.parent / "run"
-    write(run, range(1, 5))
-    (run / "trackers" / "wandb.json").unlink()  # as a tracker that was killed leaves it
-    write(run, range(5, 7))
-    _, rows = since_init(told)
-    assert rows == expected(range(1, 5)) + expected(range(5, 7))
+SLEEPS = "def init(**words): import time; time.sleep(20)"
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"),
+    ("fault", "limit", "reason"),
     [
-        (None, "ModuleNotFoundError"),
-        ("def init(**words): import time; time.sleep(20)", "not finished 1 s after the run"),
-        ("def init(**words): 1 / 0", "ZeroDivisionError: division by zero"),
-        ("def init(**words): raise SystemExit(3)", "SystemExit: 3"),
+        (None, {}, ""),
+        (SLEEPS, {"SECONDS_TO_FINISH": 1.0}, "not finished 1 s after the run"),
+        (SLEEPS, {"MAX_WAITING_ROWS": 5}, "it is 5 rows behind"),
+        ("def init(**words): 1 / 0", {}, "ZeroDivisionError: division by zero"),
+        ("def init(**words): raise SystemExit(3)", {}, "SystemExit: 3"),
     ],
 )
 def test_a_tracker_that_is_not_there_hangs_or_fails_costs_one_warning(
     fault: str | None,
+    limit: dict[str, float],
     reason: str,
     told: Path,
     caplog: pytest.LogCaptureFixture,
@@ -120,25 +123,16 @@ def test_a_tracker_that_is_not_there_hangs_or_fails_costs_one_warning(
     monkeypatch.setitem(sys.modules, "swanlab", None)
     if fault:
         install(monkeypatch, "swanlab", f"Settings = dict\n{fault}")
-        monkeypatch.setattr(trackers, "SECONDS_TO_FINISH", 1.0)
+    for name, value in limit.items():
+        monkeypatch.setattr(trackers, name, value)
     start = time.monotonic()
     write(told.parent / "run", range(1, 200), names=("swanlab",) if fault else ("swanlab", "wandb"))
     assert time.monotonic() - start < 10
     (warning,) = caplog.messages
-    assert f"tracker swanlab is off: {reason if fault else ''}" in warning
+    assert f"tracker swanlab is off: {reason}" in warning
     if fault is None:
         assert since_init(told)[1] == expected(range(1, 200))
     assert len((told.parent / "run" / "metrics.jsonl").read_text().splitlines()) == 200
-
-
-def test_a_tracker_far_behind_is_given_up(
-    told: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(monkeypatch, "wandb", "Settings = dict\ndef init(**w): import time; time.sleep(20)")
-    monkeypatch.setattr(trackers, "MAX_WAITING_ROWS", 5)
-    write(told.parent / "run", range(1, 20))
-    (warning,) = caplog.messages
-    assert "tracker wandb is off: it is 5 rows behind" in warning
 
 
 def test_other_ranks_start_none(tmp_path: Path) -> None:
@@ -151,3 +145,35 @@ def test_other_ranks_start_none(tmp_path: Path) -> None:
 def test_figures_of_a_row() -> None:
     row = {"step": 3, "loss": 0.5, "skipped": True, "mfu": None, "hash": "ab", "norm": float("nan")}
     assert figures_of(row) == (3, {"loss": 0.5, "skipped": 1.0})
+
+
+def test_events_of_a_resumed_run_replace_later_ones_and_a_full_disk_ends_only_them(
+    tmp_path: Path,
+) -> None:
+    event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
+
+    class Full:
+        def write_event(self, event: object) -> None:
+            raise OSError(28, "No space left on device")
+
+    with MetricsWriter(tmp_path, step=7) as metrics:
+        metrics.write({"step": 8, "loss": 2.5, "sample_hash": "abc"})
+        metrics.write({"step": 9, "validation_loss": 2.0, "validation_loss/a": 3.0})
+        board: Any = metrics._board
+        board._writer.flush()
+        board._writer = Full()
+        for step in (10, 11):
+            metrics.write({"step": step, "loss": 1.0})
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+    (path,) = (tmp_path / "tensorboard").glob("events.out.tfevents.*")
+    data, found = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        found.append(event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    assert found[0].file_version == "brain.Event:2"
+    assert (found[1].step, found[1].session_log.status) == (8, 1)
+    assert [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in found[2:]] == [
+        (8, {"loss": 2.5}),
+        (9, {"validation_loss": 2.0, "validation_loss/a": 3.0}),
+    ]

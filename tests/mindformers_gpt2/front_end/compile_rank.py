@@ -104,14 +104,11 @@ def collectives(text: str) -> Iterator[dict[str, Any]]:
             r"src_rank: I64\((\d+)\), group_back", line
         )
         operation = re.search(r'op: "(\w+)"', line)
-        parameter = re.search(r'mirror_user_id: "([^"]+)"', line)
         yield {
             "operator": found[1],
             "ranks": [int(word) for word in ranks[1].split(", ")] if ranks else None,
             "peer": int(peer[1]) if peer and found[1] in ("Send", "Receive") else None,
             "operation": operation[1] if operation else None,
-            "parameter": parameter[1] if parameter else None,
-            "redistribution": "redistribution_op" in line,
         }
 
 

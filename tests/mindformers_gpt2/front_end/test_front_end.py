@@ -27,7 +27,6 @@ from common.config.schema import RunConfig
 from common.parallel.sharding import Role, padded_shapes, role_of, slice_of
 from common.parallel.topology import GroupKind
 from common.resolve.derive import resolve_config, written_ranks
-from common.run_config import load_config
 from common.weights.names import EMBEDDING, decays
 from tests.tiny import tiny_run
 
@@ -80,7 +79,7 @@ CASES = {
 }
 
 
-def compile_rank(tree: dict[str, Any], rank: int, folder: Path, seconds: int) -> dict[str, Any]:
+def compile_rank(tree: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(tree))
     program = str(Path(__file__).with_name("compile_rank.py"))
@@ -88,7 +87,7 @@ def compile_rank(tree: dict[str, Any], rank: int, folder: Path, seconds: int) ->
         [sys.executable, program, str(folder / "config.json"), str(rank), str(folder)],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=seconds,
+        timeout=600,
         capture_output=True,
         text=True,
     )
@@ -104,7 +103,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     folder = tmp_path_factory.mktemp("front_end")
     with ThreadPoolExecutor(2) as pool:
         jobs = {
-            name: pool.submit(compile_rank, *case, folder / str(number), 600)
+            name: pool.submit(compile_rank, *case, folder / str(number))
             for number, (name, case) in enumerate(CASES.items())
         }
         return {name: job.result() for name, job in jobs.items()}
@@ -114,7 +113,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 def test_toy(case: str, compiled: dict[str, dict[str, Any]]) -> None:
     tree, rank = CASES[case]
     config = resolved(tree)
-    check(compiled[case], config, rank, threshold=THRESHOLD)
+    check(compiled[case], config, rank, THRESHOLD)
     operators = compiled[case]["operators"]
     held = own_names(config, rank)
     assert operators["Adam"] == len(held), "one kernel updates a parameter"
@@ -135,7 +134,7 @@ def test_toy(case: str, compiled: dict[str, dict[str, Any]]) -> None:
 def test_mindspores_own_transform_gives_each_rank_its_part(
     compiled: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """By the strategy file that the compiler wrote: whole tensors to the ranks' files, and back."""
+    """By the strategy file that the compiler wrote: whole tensors to the ranks' files."""
     import mindspore as ms
 
     case = "one stage, sequence parallel"
@@ -148,8 +147,8 @@ def test_mindspores_own_transform_gives_each_rank_its_part(
     (tmp_path / "whole" / "rank_0").mkdir(parents=True)
     tensors = [{"name": name, "data": ms.Tensor(values)} for name, values in whole.items()]
     ms.save_checkpoint(tensors, str(tmp_path / "whole" / "rank_0" / "net.ckpt"))
-    folders = [str(tmp_path / name) for name in ("whole", "parts", "again")]
-    ms.transform_checkpoints(*folders[:2], "net", None, strategy)
+    folders = [str(tmp_path / name) for name in ("whole", "parts")]
+    ms.transform_checkpoints(*folders, "net", None, strategy)
     for rank in range(4):
         at = config.topology.coordinates(rank)
         found = ms.load_checkpoint(str(tmp_path / "parts" / f"rank_{rank}" / f"net{rank}.ckpt"))
@@ -160,26 +159,6 @@ def test_mindspores_own_transform_gives_each_rank_its_part(
             part = whole[name][slice(*piece.rows)]
             part = part[:, slice(*piece.columns)] if piece.columns else part
             np.testing.assert_array_equal(found[name].asnumpy(), part, err_msg=name)
-    ms.transform_checkpoints(*folders[1:], "net", strategy, None)
-    again = ms.load_checkpoint(str(tmp_path / "again" / "rank_0" / "net0.ckpt"))
-    for name, values in whole.items():
-        np.testing.assert_array_equal(again[name].asnumpy(), values, err_msg=name)
-
-
-@pytest.mark.campaign
-def test_13b(tmp_path: Path) -> None:
-    """One rank of the 32 of the tutorial's layout: about 11 GB of memory."""
-    config = load_config(
-        ROOT / "configs" / "gpt2" / "run_gpt2_13b.yaml",
-        ["device=npu", "parallel.micro_batch_num=4"],
-    )
-    resolved = resolve_config(config, world_size=32)
-    check(
-        compile_rank(config.model_dump(mode="json"), 9, tmp_path / "13b", 3600),
-        resolved,
-        9,
-        threshold=64,
-    )
 
 
 def resolved(tree: dict[str, Any]) -> RunConfig:
@@ -187,7 +166,7 @@ def resolved(tree: dict[str, Any]) -> RunConfig:
     return resolve_config(config, world_size=written_ranks(config))
 
 
-def check(found: dict[str, Any], config: RunConfig, rank: int, *, threshold: int) -> None:
+def check(found: dict[str, Any], config: RunConfig, rank: int, threshold: int) -> None:
     shapes = {name: tuple(shape) for name, shape in found["parameters"].items()}
     held = held_shapes(config, rank, threshold)
     assert {name: shapes.get(name) for name in held} == held

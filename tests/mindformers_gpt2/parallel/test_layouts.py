@@ -1,12 +1,11 @@
 """Every layout of the runner with hand-written communication against one process: the rows of
-tests/layouts.py; against torch, and across changes of layout and framework.
+tests/layouts.py. That one process equals torch is in tests/parity.
 """
 
 import tests.needs_both  # noqa: F401
 
 # isort: split
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,63 +18,41 @@ from mindformers_gpt2.layers import dropout_keys
 from mindformers_gpt2.parallel.layout import own_dropout_keys
 from mindformers_gpt2.parallel.world import World
 from tests.layouts import (
-    BETWEEN_FRAMEWORKS,
     MINDSPORE,
     MINDSPORE_CLIP,
     MINDSPORE_HALF as HALF,
     MINDSPORE_STEPS as STEPS,
     PIPELINE,
     TENSOR,
-    ZERO,
     chosen_rows,
     require_seen_faults,
     weights_of,
 )
 from tests.packed_corpus import write_packed_corpus
 from tests.ranks import run_ranks
-from tests.tiny import manifest_of, params_of, require_equal, rows_of, some_but_not_all
+from tests.tiny import manifest_of, results_of, rows_of, some_but_not_all
 
 pytestmark = pytest.mark.long
 
-HALF_WEIGHTS: dict[str, Any] = {
-    "precision": {"parameters": "float16", "compute": "float16"},
-    "loss_scale": {"initial": 2.0**24, "factor": 2.0**4, "window": 2},
-}
-RESUMED: dict[str, tuple[str, int, dict[str, Any], float]] = {
-    "zero1, same": ("zero1/dropout", 2, ZERO | MINDSPORE.numerics["dropout"], 0.0),
-    "dp2 tp2, torch": ("dp2 tp2/plain", 1, {"backend": "torch"}, BETWEEN_FRAMEWORKS),
-    # tests/system/test_moving_runs.py takes runs across frameworks and layouts too
-    "torch, one": ("torch/plain", 1, {}, BETWEEN_FRAMEWORKS),
-    "torch, tp2": ("torch/plain", 2, TENSOR, BETWEEN_FRAMEWORKS),
-}
-"""The run that one resumes in its middle, as which it ends; ranks, settings, tolerance."""
+RESUMED = "zero1/dropout"
+"""The run that another one resumes in its middle."""
 
 
 @pytest.fixture(scope="module")
 def runs(
     tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path, request: pytest.FixtureRequest
 ) -> Path:
-    """folder / layout / numerics; "one" is one process; torch/plain; the names of RESUMED."""
+    """folder / layout / numerics; "one" is one process; "resumed"."""
     folder = tmp_path_factory.mktemp("layouts")
     write_packed_corpus(folder)
-
-    def job(name: str, **changes: Any) -> dict[str, Any]:
-        return MINDSPORE.job(folder / name, corpus_prefix, **changes)
-
-    run_ranks(4, [job("torch/plain", backend="torch", **TENSOR)])
     jobs = MINDSPORE.jobs(folder, corpus_prefix, chosen_rows(request))
-    if ("half",) in params_of(request, "weights"):
-        jobs += [job("one/half", ranks=1, **HALF_WEIGHTS)]
-        jobs += [job("zero1/half", ranks=2, **ZERO, **HALF_WEIGHTS)]
-    for (name,) in params_of(request, "resumed"):
-        whole, ranks, settings, _ = RESUMED[name]
-        begun = folder / whole / "checkpoints" / f"step_{HALF:08d}"
-        jobs.append(job(name, ranks=ranks, **settings, checkpoint__resume=str(begun)))
-    for backend in ("mindspore", "torch"):
-        for ranks in (1, 2, 4):
-            chosen = [each for each in jobs if (each["backend"], each["ranks"]) == (backend, ranks)]
-            if chosen:
-                run_ranks(ranks, chosen)
+    begun = folder / RESUMED / "checkpoints" / f"step_{HALF:08d}"
+    for job in [job for job in jobs if job["output_dir"] == str(folder / RESUMED)]:
+        checkpoint = job["checkpoint"] | {"resume": str(begun)}
+        jobs.append(job | {"output_dir": str(folder / "resumed"), "checkpoint": checkpoint})
+    for ranks in (1, 2, 4):
+        if chosen := [job for job in jobs if job["ranks"] == ranks]:
+            run_ranks(ranks, chosen)
     return folder
 
 
@@ -96,43 +73,17 @@ def test_the_bounds_show_what_is_wrong(runs: Path, layout: str, numerics: str) -
         require_seen_faults(run)
 
 
-@pytest.mark.parametrize(("layout", "numerics"), [("dp2 tp2", "plain")])
-def test_samples_come_in_the_same_order_as_on_torch(runs: Path, layout: str, numerics: str) -> None:
-    require_equal(runs / layout / numerics, runs / "torch" / "plain", BETWEEN_FRAMEWORKS)
+@pytest.mark.parametrize(("layout", "numerics"), [("zero1", "dropout")])
+def test_a_run_resumes_bit_for_bit(runs: Path, layout: str, numerics: str) -> None:
+    """Dropout masks too. tests/system/test_moving_runs.py resumes with other layouts and
+    frameworks.
+    """
+    assert f"{layout}/{numerics}" == RESUMED
+    expected = results_of(runs / RESUMED)[-HALF:]
+    assert results_of(runs / "resumed") == expected and expected[0][0] == HALF + 1
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize(("layout", "numerics"), [("one", "packed")])
-def test_documents_are_kept_apart_as_on_torch(
-    runs: Path, corpus_prefix: Path, layout: str, numerics: str
-) -> None:
-    job = MINDSPORE.case(runs, corpus_prefix, layout, numerics)
-    run_ranks(1, [job | {"backend": "torch", "output_dir": str(runs / "torch" / "packed")}])
-    require_equal(runs / layout / numerics, runs / "torch" / "packed", BETWEEN_FRAMEWORKS)
-
-
-@pytest.mark.parametrize(
-    "resumed",
-    [
-        pytest.param(name, marks=pytest.mark.campaign if name.startswith("torch") else ())
-        for name in RESUMED
-    ],
-)
-def test_a_run_resumes_under_the_same_or_another_layout_or_framework(
-    runs: Path, resumed: str
-) -> None:
-    """An unchanged layout resumes bit for bit, dropout masks too."""
-    whole, _, _, tolerance = RESUMED[resumed]
-    later, expected = rows_of(runs / resumed), rows_of(runs / whole)[-HALF:]
-    assert [row["step"] for row in later] == list(range(HALF + 1, STEPS + 1))
-    assert [row["sample_hash"] for row in later] == [row["sample_hash"] for row in expected]
-    for key in ("loss", "grad_norm"):
-        assert [row[key] for row in later] == [
-            pytest.approx(row[key], rel=tolerance, abs=0.0) for row in expected
-        ], key
-
-
-@pytest.mark.parametrize(("layout", "numerics"), [("dp2 tp2", "plain"), ("zero1", "dropout")])
+@pytest.mark.parametrize(("layout", "numerics"), [("dp2 tp2", "dropout"), ("zero1", "dropout")])
 def test_each_rank_has_written_its_own_part(runs: Path, layout: str, numerics: str) -> None:
     """Two of two data x two tensor ranks write; with ZeRO each half of the optimizer's state."""
     files = manifest_of(runs / layout / numerics)["files"]
@@ -157,19 +108,6 @@ def test_parts_in_mindspores_own_format(runs: Path, layout: str, numerics: str) 
         assert len(joined.moments) == len(whole)
         for name, weight in joined.tensors.items():
             assert np.array_equal(weight.load(), whole[name]), name
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("weights", ["half"])
-def test_all_ranks_agree_on_the_loss_scale(runs: Path, weights: str) -> None:
-    """Weights in float16 under ZeRO: the same steps skipped, and the same results but for the
-    rounding of sums to float16.
-    """
-    one, many = (rows_of(runs / name / weights) for name in ("one", "zero1"))
-    for key in ("loss_scale", "skipped"):
-        assert [row[key] for row in many] == [row[key] for row in one]
-    assert some_but_not_all([row["skipped"] for row in one])
-    assert [row["loss"] for row in many] == [pytest.approx(row["loss"], rel=2e-3) for row in one]
 
 
 def test_dropout_keys_of_a_rank_are_those_of_one_process() -> None:

@@ -3,8 +3,6 @@ the results of one that was never stopped.
 """
 
 import importlib.util
-import json
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -12,26 +10,10 @@ from typing import Any
 
 import pytest
 
-from common.checkpoint.folders import require_checkpoint
-from common.checkpoint.manifest import write_manifest
-from common.config.load import build_config
-from common.errors import CheckpointError
-from common.inputs import make_run
-from common.training.export import export
 from common.training.metrics import read_metrics
-from tests.layouts import (
-    PIPELINE,
-    RECOMPUTE,
-    SEQUENCE,
-    SPLIT,
-    TENSOR,
-    TOLERANCE,
-    TORCH,
-    TORCH_NUMERICS,
-    ZERO,
-)
+from tests.layouts import RECOMPUTE, SPLIT, TENSOR, THREE, TOLERANCE, TORCH, TORCH_NUMERICS, Layout
 from tests.ranks import end_ranks, run_ranks, start_ranks
-from tests.tiny import manifest_of, params_of, require_equal, require_same_bits, rows_of, train_here
+from tests.tiny import manifest_of, params_of, require_equal, require_same_bits, rows_of
 
 pytestmark = pytest.mark.long
 
@@ -41,29 +23,18 @@ ADAMW: dict[str, Any] = {
 }
 DROPS = {"model__dropout": 0.1}
 RAMP = TORCH_NUMERICS["ramp"]
-PLACES: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "dp2": (2, {}),
-    "tp2": (2, TENSOR),
-    "tp2 recomputed": (2, TENSOR | RECOMPUTE),
-    "tp4": (4, {"parallel__model_parallel": 4}),
-    "pp2 dp2": (4, PIPELINE),
-    "zero3 on 2": (2, SPLIT),
-    "zero3 on 4": (4, SPLIT),
-    "zero3 tp2": (4, SEQUENCE | SPLIT),
-    "dp2 tp2 pp2": (8, TENSOR | PIPELINE),
-    "parameter server": (2, {"parallel__strategy": "parameter_server"}),
-    "deepspeed zero2": (2, {"engine": "deepspeed", "parallel__zero_stage": 2}),
-    "deepspeed zero3": (2, {"engine": "deepspeed"} | SPLIT),
-    "deepspeed zero1 pp2": (2, {"engine": "deepspeed"} | ZERO | PIPELINE),
-    "deepspeed tp2 pp2": (4, {"engine": "deepspeed"} | TENSOR | PIPELINE),
+PLACES = TORCH.layouts | {
+    "one": Layout(1, {}),
+    "tp2 recomputed": Layout(2, TENSOR | THREE | RECOMPUTE),
+    "zero3 on 2": Layout(2, SPLIT),
+    "zero3 on 4": Layout(4, SPLIT),
 }
-CHANGES = ("one", "tp4", "pp2 dp2", "zero3 on 2")
+CHANGES = ("one", "tp4", "dp2 pp2", "zero3 on 2")
 SAVED: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     "dp2 tp2 pp2": (ADAMW, CHANGES, ()),
-    "zero3 on 4": (ADAMW, ("one", "pp2 dp2"), ("tp4", "zero3 on 2")),
-    "zero3 tp2": (ADAMW, ("tp4", "zero3 on 2"), ("one", "pp2 dp2")),
-    "deepspeed zero2": (ADAMW, ("one", "zero3 on 2"), ("tp4", "pp2 dp2")),
+    "zero3 on 4": (ADAMW, ("one", "dp2 pp2"), ("tp4", "zero3 on 2")),
+    "zero3 tp2": (ADAMW, ("tp4", "zero3 on 2"), ("one", "dp2 pp2")),
+    "deepspeed zero2": (ADAMW, ("one", "zero3 on 2"), ("tp4", "dp2 pp2")),
     "deepspeed zero3": (ADAMW | DROPS, (), ()),
     "deepspeed zero1 pp2": (ADAMW | DROPS | TORCH_NUMERICS["fp16 weights"], (), ()),
     "deepspeed tp2 pp2": (ADAMW, ("one",), ()),
@@ -77,7 +48,6 @@ SAVED: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
 """Numerics of a run; layouts that resume it, in the suite and only in the campaign.
 All resume under their own too.
 """
-EXPORTED = ("dp2 tp2 pp2", "zero3 on 4", "zero3 tp2", "zero3 on 2")
 UNSAVED = "zero3 tp2"
 if importlib.util.find_spec("deepspeed") is None:
     SAVED = {name: each for name, each in SAVED.items() if not name.startswith("deepspeed")}
@@ -98,8 +68,7 @@ def folder(
     tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path, request: pytest.FixtureRequest
 ) -> Path:
     """NAME: eight steps; NAME, OTHER: from the fourth to the eighth under another layout, or the
-    same; NAME, copied: the fourth, read and written again by one process; NAME, unsaved: eight
-    steps that are saved at their end only.
+    same; NAME, unsaved: eight steps that are saved at their end only.
     """
     folder = tmp_path_factory.mktemp("changes")
     jobs = []
@@ -107,17 +76,14 @@ def folder(
     def add(
         name: str, place: str, numerics: dict[str, Any], steps: int, saved: str = "", every: int = 4
     ) -> None:
-        ranks, settings = PLACES[place]
         resume = {"checkpoint__resume": str(half_of(folder / saved))} if saved else {}
-        changes = {**numerics, **settings, **resume, "train__max_steps": steps, "ranks": ranks}
-        changes["checkpoint__interval"] = every
+        changes = numerics | PLACES[place].settings | resume | {"ranks": PLACES[place].ranks}
+        changes |= {"train__max_steps": steps, "checkpoint__interval": every}
         jobs.append(TORCH.job(folder / name, corpus_prefix, **changes))
 
     chosen = params_of(request, "saved", "resumed")
     for saved, (numerics, suite, campaign) in SAVED.items():
         add(saved, saved, numerics, 8)
-        if saved in EXPORTED:
-            add(f"{saved}, copied", "one", numerics, 4, saved)
         for name in ("same", *suite, *campaign):
             if (saved, name) in chosen:
                 place = saved if name == "same" else name
@@ -142,41 +108,11 @@ def test_a_save_does_not_change_the_run(folder: Path) -> None:
     require_same_bits(folder / UNSAVED, folder / f"{UNSAVED}, unsaved", last=8)
 
 
-@pytest.mark.parametrize("saved", EXPORTED)
-def test_an_export_is_the_file_that_one_process_writes(
-    folder: Path, tmp_path: Path, saved: str
-) -> None:
-    """Byte for byte, whoever wrote the checkpoint and however many rows padded its vocabulary."""
-    copied = require_checkpoint(folder / f"{saved}, copied", "test")
-    words = TORCH.job(tmp_path, tmp_path, checkpoint__load=str(half_of(folder / saved)))
-    run, inputs = make_run(build_config(words), "export")
-    assert inputs.checkpoint is not None
-    export(run, inputs.checkpoint)
-    exported, file = tmp_path / "weights" / "model.safetensors", copied / "model.safetensors"
-    assert exported.read_bytes() == file.read_bytes()
-
-
 def test_each_rank_has_written_its_own_part(folder: Path) -> None:
-    files = manifest_of(folder / "dp2 tp2 pp2")["files"]
-    sizes = {name: record["bytes"] for name, record in files.items() if name.startswith("model")}
-    assert len(sizes) == 8 and not list(folder.glob("dp2 tp2 pp2/**/rank_*.json"))
-    largest, whole = max(sizes.values()), sum(sizes.values())
-    assert largest < 0.4 * whole, "four of eight ranks hold a quarter each; the copies hold nothing"
-
-
-def test_a_part_that_is_missing_is_an_error(
-    folder: Path, tmp_path: Path, corpus_prefix: Path
-) -> None:
-    found = require_checkpoint(folder / "zero3 on 4", "test")
-    broken = tmp_path / "run" / "checkpoints" / found.name
-    shutil.copytree(found, broken)
-    manifest = json.loads((broken / "manifest.json").read_text())
-    del manifest["files"]["optimizer.rank_00002.safetensors"]
-    write_manifest(broken, manifest)
-    message = r"of wte\.weight\.exp_avg \[101, 32\] only \d+ elements are there; .* and \d+ more\."
-    changes = ADAMW | {"checkpoint__resume": str(broken)}
-    with pytest.raises(CheckpointError, match=rf"{message} Use another checkpoint"):
-        train_here(TORCH.job(tmp_path / "again", corpus_prefix, **changes))
+    """Four of eight ranks hold a quarter each; the copies hold nothing."""
+    files = manifest_of(folder / "dp2 tp2 pp2")["files"].items()
+    sizes = [record["bytes"] for name, record in files if name.startswith("model")]
+    assert len(sizes) == 8 and max(sizes) < 0.4 * sum(sizes)
 
 
 def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_resumes_bit_for_bit(
@@ -185,11 +121,9 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_resumes_bit_for_
     """Three ranks, since two would sum alike in any order; dropout, since each rank draws masks of
     its own.
     """
-    settings = DROPS | {"model__num_layers": 1}
-    settings |= {"train__max_steps": 60, "checkpoint__interval": 25}
-    whole, halves = (
-        TORCH.job(tmp_path / name, corpus_prefix, **settings) for name in ("whole", "halves")
-    )
+    settings = DROPS | {"model__num_layers": 1, "train__max_steps": 60, "checkpoint__interval": 25}
+    folders = tmp_path / "whole", tmp_path / "halves"
+    whole, halves = (TORCH.job(each, corpus_prefix, **settings) for each in folders)
     processes = start_ranks(3, [halves])
     metrics = tmp_path / "halves" / "metrics.jsonl"
     end = time.monotonic() + 120
@@ -210,7 +144,6 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_resumes_bit_for_
 def test_ranks_that_would_train_different_things_refuse(
     tmp_path: Path, corpus_prefix: Path
 ) -> None:
-    """So they do where rank 0 decides that a run is in the way."""
     ours, theirs = (
         TORCH.job(tmp_path / "run", corpus_prefix, optimizer__learning_rate=rate)
         for rate in (0.3, 0.2)
@@ -220,11 +153,3 @@ def test_ranks_that_would_train_different_things_refuse(
     for text in printed:
         assert "rank 1 differs from rank 0 in optimizer.learning_rate: 0.2 and 0.3" in text
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    whole = tmp_path / "run" / "checkpoints" / "step_00000001" / "manifest.json"
-    whole.parent.mkdir(parents=True)
-    whole.touch()
-    never = TORCH.job(tmp_path / "run", corpus_prefix, checkpoint__resume="never")
-    codes, printed = end_ranks(start_ranks(2, [never]))
-    assert codes == [2, 2]
-    for text in printed:
-        assert "holds a run and checkpoint.resume=never" in text

@@ -1,10 +1,18 @@
-"""Ranks that meet, as threads with a store over the loopback interface; limits of groups."""
+"""Ranks that meet, as threads with a store over the loopback interface, and limits of groups. Ranks
+that the project's own script or DeepSpeed's launcher starts, against one process.
+"""
 
 import datetime
+import importlib.util
+import json
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from unittest.mock import Mock, patch
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,10 +20,10 @@ import torch.distributed as dist
 
 from common.cluster.environment import Process, torch_variables
 from common.errors import ConfigError, RunError
-from common.processes.addresses import free_port
-from common.resolve.derive import resolve_config
-from common.run_config import load_config
-from tests.common.config.test_presets import ROOT
+from tests.layouts import TENSOR, TOLERANCE, TORCH
+from tests.ranks import ROOT, free_port
+from tests.run_scripts import clean_environment
+from tests.tiny import require_equal, tiny_config, train_here
 from torch_gpt2.device import select_device
 from torch_gpt2.parallel import world
 from torch_gpt2.parallel.world import _open_store
@@ -55,14 +63,11 @@ def test_attempts_of_one_store_are_apart(process: Process, monkeypatch: pytest.M
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with ThreadPoolExecutor(3) as pool:
         for attempt in (b"1", b"2"):
-            late, early = (
-                [
-                    pool.submit(_open_store, replace(process, rank=rank), seconds(30))
-                    for rank in ranks
-                ]
-                for ranks in ((1, 2), (0,))
-            )
-            stores = [store.result(timeout=30) for store in (*early, *late)]
+            waiting = {
+                rank: pool.submit(_open_store, replace(process, rank=rank), seconds(30))
+                for rank in (1, 2, 0)
+            }
+            stores = [waiting[rank].result(timeout=30) for rank in range(3)]
             assert [store.check(["key"]) for store in stores] == [False] * 3
             stores[0].set("key", attempt)
             assert [store.get("key") for store in stores] == [attempt] * 3
@@ -108,13 +113,54 @@ def test_hccl_waits_as_long_as_the_run(process: Process, monkeypatch: pytest.Mon
     """Its own limit is 1836 s, and runtime.stall_limit 3600 s with a margin of 30."""
     monkeypatch.setattr(world, "limit_new_groups", lambda _: None)
     monkeypatch.setattr(world, "_open_store", Mock(side_effect=ConfigError("enough")))
-    config = resolve_config(load_config(ROOT / "configs/gpt2/run_gpt2_tiny.yaml", ()))
-    for given, found in (({}, "3672"), ({"HCCL_EXEC_TIMEOUT": "60"}, "60")):
-        variables = {key: os.environ[key] for key in os.environ if key != "HCCL_EXEC_TIMEOUT"}
-        with patch.dict(os.environ, variables | given, clear=True):
-            with (
-                pytest.raises(ConfigError, match="enough"),
-                world.open_world(config, process, select_device("cpu")),
-            ):
-                pass
-            assert os.environ["HCCL_EXEC_TIMEOUT"] == found
+    for given, found in ((None, "3672"), ("60", "60")):
+        monkeypatch.delenv("HCCL_EXEC_TIMEOUT", raising=False)
+        if given:
+            monkeypatch.setenv("HCCL_EXEC_TIMEOUT", given)
+        opened = world.open_world(tiny_config(), process, select_device("cpu"))
+        with pytest.raises(ConfigError, match="enough"), opened:
+            pass
+        assert os.environ["HCCL_EXEC_TIMEOUT"] == found
+
+
+OURS = "bash scripts/run_distribute.sh none {config} [0,2) train"
+# the last two words spare the launcher its questions over ssh
+HOSTFILE = "--hostfile {folder}/hostfile --include localhost:1,3 --master_addr 127.0.0.1"
+THEIRS = "{python} -m deepspeed.launcher.runner {options} --master_port {port} run_gpt2.py"
+THEIRS += " --config {config} --run_mode train"
+STARTS: dict[str, tuple[str, str, dict[str, Any], int]] = {
+    "run_distribute": (OURS, "", {}, 2),
+    "hostfile": (THEIRS, f"{HOSTFILE} --no_ssh_check", {"engine": "deepspeed"} | TENSOR, 1),
+    "two accelerators": (THEIRS, "--num_accelerators 2", {"engine": "deepspeed"}, 2),
+}
+"""Command and options; settings, and ranks of the data axis."""
+MARKS = {"hostfile": pytest.mark.long, "two accelerators": pytest.mark.campaign}
+
+
+@pytest.mark.parametrize(
+    "start", [pytest.param(name, marks=MARKS.get(name, ())) for name in STARTS]
+)
+def test_launchers_train_as_one_process(corpus_prefix: Path, tmp_path: Path, start: str) -> None:
+    command, options, settings, replicas = STARTS[start]
+    if "engine" in settings and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    (tmp_path / "hostfile").write_text("localhost slots=4\n")
+    alone, run = (
+        TORCH.job(tmp_path / name, corpus_prefix, train__max_steps=3, **changes)
+        for name, changes in (("alone", {}), ("run", settings | {"train__micro_batch_size": 1}))
+    )
+    config = tmp_path / "run.yaml"
+    config.write_text(json.dumps(run))
+    words = {"python": sys.executable, "port": free_port(), "folder": tmp_path, "config": config}
+    words["options"] = options.format(**words)
+    done = subprocess.run(
+        command.format(**words).split(),
+        cwd=ROOT,
+        env=clean_environment(DS_ACCELERATOR="cpu", PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    require_equal(tmp_path / "run", train_here(alone), TOLERANCE)
+    assert f"micro 1 x data parallel {replicas} x" in done.stdout

@@ -1,11 +1,8 @@
 """Tiny models with Megatron-DeepSpeed's names, trained and saved by DeepSpeed itself.
 
 ``python train_tiny.py FOLDER RANKS,CASE,CASE ...``. FOLDER/CASE gets the checkpoint.
-FOLDER/CASE.rank_N.pt gets the rank's parameters and optimizer by DeepSpeed's own
-interfaces. FOLDER/CASE.zero_to_fp32.pt gets what its tool of that name makes of the files.
+FOLDER/CASE.rank_N.pt gets the rank's parameters and optimizer by DeepSpeed's own interfaces.
 """
-
-from __future__ import annotations
 
 import argparse
 import multiprocessing
@@ -25,7 +22,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor, nn
 
 from tests.ranks import free_port, rank_environment
@@ -183,10 +179,6 @@ def train(folder: Path, case: str) -> None:
     )
     torch.save(truth(engine), folder / f"{case}.rank_{rank}.pt")
     dist.barrier()
-    # BF16_Optimizer's files are none for that tool
-    if rank == 0 and zero != "zero0" and stages == size == 1 and precision != "bfloat16":
-        whole = get_fp32_state_dict_from_zero_checkpoint(str(folder / case))
-        torch.save(whole, folder / f"{case}.zero_to_fp32.pt")
 
 
 def truth(engine: Any) -> dict[str, dict[str, Tensor]]:

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import functools
 import io
-import os
 import shutil
 import types
 from collections.abc import Callable, Iterator
@@ -22,17 +21,10 @@ pytest.importorskip("transformers")
 
 from common.config.schema import ModelConfig  # noqa: E402
 from common.conversion.convert import convert  # noqa: E402
+from common.errors import ConfigError  # noqa: E402
 from common.systems.megatron.write import write_megatron  # noqa: E402
-from common.systems.run_state import (  # noqa: E402
-    MODEL_YAML,
-    moment_shapes,
-    read_model_yaml,
-    write_model_yaml,
-)
 from common.systems.table import FORMATS, detect  # noqa: E402
-from common.systems.weights import Weights  # noqa: E402
-from tests.common.conversion.test_convert import Evil, random_weights  # noqa: E402
-from tests.common.systems.test_refusals import MODEL as SMALL, RUN  # noqa: E402
+from tests.common.conversion.test_convert import random_weights  # noqa: E402
 from tests.common.systems.tiny_weights import (  # noqa: E402
     as_weights,
     random_arrays,
@@ -170,16 +162,12 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     def build(layers: int = 4, **more: Any) -> Any:
         config = TransformerConfig(
             num_layers=layers, hidden_size=24, num_attention_heads=4, ffn_hidden_size=96,
-            use_cpu_initialization=True, hidden_dropout=0.0,
-            attention_dropout=0.0,
+            use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0,
             activation_func=functools.partial(torch.nn.functional.gelu, approximate="tanh"),
         )  # fmt: skip
-        sizes = {
-            "vocab_size": 104,
-            "max_sequence_length": 9,
-            "share_embeddings_and_output_weights": True,
-        }
-        return GPTModel(config, get_gpt_layer_local_spec(), **sizes, **more)
+        more |= {"vocab_size": 104, "max_sequence_length": 9}
+        more |= {"share_embeddings_and_output_weights": True}
+        return GPTModel(config, get_gpt_layer_local_spec(), **more)
 
     group = tmp_path_factory.mktemp("core") / "group"
     torch.distributed.init_process_group(
@@ -222,14 +210,12 @@ def groups_of(model: Any) -> list[dict[str, Any]]:
 
 
 def half_run(form: str) -> dict[str, Any]:
-    scale = {"mode": "none"}
+    """Return a run; without scales and without its precision it is in float32."""
+    scale: dict[str, Any] = {"mode": "none"}
+    config: dict[str, Any] = {"optimizer": {"name": "adamw", "decay_steps": 9}}
     if form == "float16":
         scale = {"mode": "dynamic", "value": 512.0, "finite_steps": 3, "overflows": 1}
-    config = {
-        "optimizer": {"name": "adamw"},
-        "precision": {"compute": form},
-        "loss_scale": {"hysteresis": 4},
-    }
+        config |= {"precision": {"compute": form}, "loss_scale": {"hysteresis": 4}}
     state = {
         "step": 5, "consumed_samples": 20, "sample_hash": "ab", "skipped_steps": 1,
         "skipped_in_a_row": 0, "updated_samples": 24,
@@ -252,6 +238,7 @@ def test_its_optimizer_takes_over_the_moments(tmp_path: Path, core: Any, form: s
     write_megatron(tmp_path, weights, None if form == "float32" else form, format="megatron_core")
     saved = load(tmp_path / "iter_0000005" / "mp_rank_00" / FILE)
     assert saved["iteration"] == 5 and saved["args"].consumed_train_samples == 20
+    assert "opt_param_scheduler" not in saved, "the run lacks most keys of its optimizer"
     assert saved["args"].params_dtype == getattr(torch, form)
     model, inner = core(), saved["optimizer"]
     if form == "float16":
@@ -326,6 +313,10 @@ def test_a_run_of_megatron_core_resumes(tmp_path: Path, core: Any) -> None:
             averages, squares = 3 * (1 - 0.9**2) * values, 9 * (1 - 0.999**2) * values**2
             near(found.moments[f"{name}.exp_avg"].load(), averages, rtol=1e-5, err_msg=name)
             near(found.moments[f"{name}.exp_avg_sq"].load(), squares, rtol=1e-4, err_msg=name)
+    resave(folder / FILE, lambda saved: saved["optimizer"].update(grad_scaler=[1]))
+    message = f"{FILE}: its counters or its loss scale are not numbers"
+    with pytest.raises(ConfigError, match=message):
+        FORMATS["megatron_core"].open(tmp_path / "in").__enter__()
 
 
 def test_transformer_engine_holds_the_norms_and_its_scales(tmp_path: Path) -> None:
@@ -366,20 +357,6 @@ def test_state_of_the_distributed_optimizer_elsewhere_is_named(tmp_path: Path) -
     assert "by the distributed optimizer" in found.ignored["optimizer"]
 
 
-@pytest.mark.parametrize("scaler", [[1], {"growth_tracker": 2.5}, {"hysteresis_tracker": True}])
-def test_a_scaler_that_is_none_is_one_error(tmp_path: Path, capsys: Any, scaler: Any) -> None:
-    (source := tmp_path / "source").mkdir()
-    arrays = random_arrays(MODEL)
-    moments = {f"{name}.{part}": array for name, array in arrays.items() for part in MOMENTS}
-    write_megatron(
-        source, as_weights(MODEL, arrays, moments=moments, run=half_run("float16")), None
-    )
-    (source / "model.yaml").unlink()
-    file = source / "iter_0000005" / "mp_rank_00" / FILE
-    resave(file, lambda saved: saved["optimizer"].update(grad_scaler=scaler))
-    refused(capsys, source, f"{FILE}: its counters or its loss scale are not numbers")
-
-
 CONVERTERS = {"orig_vocab_size": 50257} | dict.fromkeys(
     ("vocab_size", "layernorm_epsilon", "hidden_dropout", "seq_length")
 )
@@ -411,10 +388,7 @@ def test_the_vocabulary_without_a_model_yaml(tmp_path: Path, changes: dict[str, 
         assert found.run is None and "optimizer" not in found.ignored
 
 
-RANKS = f"mp_rank_*/{FILE}"
-
-
-def changed(edit: Callable[[Any], Any], files: str = RANKS) -> Callable[[Path], None]:
+def changed(edit: Callable[[Any], Any], files: str = f"mp_rank_*/{FILE}") -> Callable[[Path], None]:
     """Return a function that edits what the files of ranks hold."""
 
     def spoil(folder: Path) -> None:
@@ -438,12 +412,7 @@ def of_encoder(saved: Any) -> Any:
     return saved["model"]["language_model"]["encoder"]
 
 
-def other_heads(folder: Path) -> None:
-    text = (folder / "model.yaml").read_text()
-    (folder / "model.yaml").write_text(text.replace("num_heads: 4", "num_heads: 2"))
-
-
-SECOND, LAST = "mp_rank_01_000/model_optim_rng.pt", "mp_rank_00_001/model_optim_rng.pt"
+SECOND, LAST = f"mp_rank_01_000/{FILE}", f"mp_rank_00_001/{FILE}"
 BAD: dict[str, Callable[[Path], object]] = {
     "bad/release: missing mp_rank_01_001; copy the whole folder again":
         lambda folder: shutil.rmtree(folder / "release" / "mp_rank_01_001"),
@@ -451,26 +420,18 @@ BAD: dict[str, Callable[[Path], object]] = {
         changed(lambda saved: of_encoder(saved)["layers.1.input_layernorm.bias"].add_(1), SECOND),
     "word_embeddings_for_head.weight differs from the embedding":
         changed(lambda saved: saved["model"]["word_embeddings_for_head"]["weight"].add_(1), LAST),
-    f"{LAST}: not a whole file of torch.save":
-        lambda folder: os.truncate(folder / "release" / LAST, 9000),
-    f"{LAST}: its pickle names posix.system":
-        lambda folder: torch.save({"model": Evil()}, folder / "release" / LAST),
     f"{LAST}: iteration in the file is 7, and mp_rank_00_000 says 0":
         changed(lambda saved: saved.update(iteration=7), LAST),
-    "checkpoint_version is 2.0, and mp_rank_00_000 says 3.0":
-        changed(lambda saved: saved.update(checkpoint_version=2.0), LAST),
     "hidden_size is 48, and mp_rank_00_000 says 24":
         changed(lambda saved: vars(saved["args"]).update(hidden_size=48), LAST),
     "unexpected language_model.encoder.layers.100000001.x": changed(
         lambda saved: of_encoder(saved).update({"layers.99999999.x": torch.zeros(24)}),
         f"mp_rank_*_001/{FILE}"),
-    "num_heads is 2, and .* says num_attention_heads=4; fix the first": other_heads,
-    "missing language_model.encoder.layers.4.input_layernorm.weight": with_args(num_layers=5),
+    "num_heads is 4, and .* says num_attention_heads=2; fix the first":
+        changed(lambda saved: vars(saved["args"]).update(num_attention_heads=2)),
     "apply_layernorm_1p=True; our model is GPT-2, which has apply_layernorm_1p=False":
         with_args(apply_layernorm_1p=True),
     "its args lack hidden_size; put the section model": with_args(hidden_size=None),
-    "vocab_multiple='8' of the model":
-        with_args(vocab_size=None, make_vocab_size_divisible_by="8"),
     "training had 2 tensor x 1000000000000 pipeline ranks; copy":
         with_args(pipeline_model_parallel_size=10**12),
     "names 'iter_0000040', and no such folder is beside it":
@@ -489,14 +450,10 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_bad_input_is_one_error(
-    good: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_bad_input_is_one_error(good: Path, tmp_path: Path, capsys: Any, message: str) -> None:
     shutil.copytree(good, tmp_path / "bad")
     BAD[message](tmp_path / "bad")
     refused(capsys, tmp_path / "bad", message)
-    assert not (tmp_path / "executed").exists()
 
 
 def test_ranks_of_the_target(good: Path, tmp_path: Path, capsys: Any) -> None:
@@ -515,19 +472,3 @@ def test_ranks_of_the_target(good: Path, tmp_path: Path, capsys: Any) -> None:
     assert [path.name for path in ranks] == ["mp_rank_00", "mp_rank_01"]
     require_arrays(tmp_path / "out", "megatron_core", random_arrays(MODEL))
     assert detect(ranks[1]) == "megatron_core", "a rank's folder stands for all"
-
-
-def test_a_run_without_the_keys_of_the_optimizer_goes_to_megatron_without_its_schedule(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / MODEL_YAML).write_text(yaml.safe_dump({"model": SMALL, "run": RUN}))
-    model, run = read_model_yaml(tmp_path / MODEL_YAML)
-    moments = {name: np.zeros(shape, "f4") for name, shape in moment_shapes(model, "adamw").items()}
-    weights = as_weights(model, random_arrays(model), moments=moments, run=run)
-    write_megatron(tmp_path / "out", weights, None)
-    file = tmp_path / "out" / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
-    saved = torch.load(file, weights_only=False)
-    assert "opt_param_scheduler" not in saved
-    assert saved["optimizer"]["param_groups"][0]["step"] == 3
-    write_model_yaml(tmp_path, Weights(path=tmp_path, format="x", model=model, tensors={}, run=run))
-    assert read_model_yaml(tmp_path / MODEL_YAML) == (model, run) == (model, RUN)

@@ -1,6 +1,6 @@
-"""A run's files for MindFormers are loaded strictly and joined by MindSpore itself."""
-
-from __future__ import annotations
+"""A run's files for MindFormers are loaded strictly and joined by MindSpore itself; the model of a
+`.ckpt` comes from the YAML beside it.
+"""
 
 import math
 import re
@@ -14,27 +14,33 @@ import pytest
 from common.checkpoint.state import TrainState
 from common.config.load import build_config
 from common.config.resolved import as_run
+from common.errors import ConfigError
 from common.parallel.run import Run
 from common.resolve.derive import resolve_config
-from common.systems.mindformers.read import open_mindformers
-from common.systems.mindformers.write import epoch_and_step, write_rank_file
+from common.systems.mindformers.read import NAME_MAPS, open_mindformers
+from common.systems.mindformers.write import epoch_and_step, write_mindformers, write_rank_file
 from common.systems.own_folder import open_project, write_project
-from common.systems.run_state import NO_SCALE, new_run
+from common.systems.run_state import MODEL_YAML, NO_SCALE, new_run
 from common.systems.weights import checked_model
 from common.tensor_files.containers import open_tensors
 from common.weights.names import parameter_shapes
-from tests.common.systems.test_name_map import MINDFORMERS
 from tests.common.systems.tiny_weights import as_weights, random_arrays
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "seq_length": 8, "vocab_size": 101}
 PARTS = {"": "", ".exp_avg": "adam_m.", ".exp_avg_sq": "adam_v."}
 
 
+NAMES = Path(__file__).with_name("names.txt").read_text().splitlines()
+"""Lines with MindFormers' name and shape of a parameter, T if it is transposed, and our name. From
+its sources r0.6 to r1.5.
+"""
+
+
 def theirs(ours: str) -> tuple[str, bool]:
     """Return MindFormers' name of a parameter, and whether it is transposed there."""
     block = re.match(r"h\.(\d+)\.", ours)
     of_block_1 = re.sub(r"^h\.\d+", "h.1", ours)
-    line = next(line for line in MINDFORMERS.splitlines() if line.endswith(f"| {of_block_1}"))
+    line = next(line for line in NAMES if line.endswith(f"| {of_block_1}"))
     name = line.split()[0]
     return name.replace("blocks.1.", f"blocks.{block[1]}.") if block else name, " T |" in line
 
@@ -98,39 +104,33 @@ def test_files_of_a_growing_batch_are_named_by_samples() -> None:
     assert epoch_and_step(config, 0, TrainState(step=3)) == (3, 1)
 
 
+@pytest.mark.parametrize("release", ["mindformers", "mindformers_r0.3"])
+def test_mindformers_has_these_names(release: str) -> None:
+    """r0.3 put two names under another prefix, and not the embeddings."""
+    parameters, (name_map,) = random_arrays(config_of().model), NAME_MAPS[release]
+    found = {
+        row.theirs: row.pack([parameters[name] for name in row.ours], MODEL["num_heads"])
+        for row in name_map.rows(MODEL["num_layers"])
+    }
+    assert len(found) == 16 * 2 + 4
+    for line in NAMES:
+        (name, shape, *transposed), (ours,) = (part.split() for part in line.split(" | "))
+        if release == "mindformers_r0.3":
+            name = name.replace("backbone.blocks", "gpt2.backbone.transformer.encoder.blocks")
+            name = name.replace("backbone.layernorm.", "gpt2.backbone.layernorm.")
+        assert found[name].shape == tuple(map(int, shape.split("x")))
+        expected = parameters[ours].T if transposed else parameters[ours]
+        np.testing.assert_array_equal(found[name], expected)
+
+
 def network_of_mindformers(ms: ModuleType) -> Any:
-    """Return a network with the parameters of MindFormers' GPT2LMHeadModel and no computation; a
-    Linear's weight is (in, out), as in its layers.py with transpose_b=False.
-    """
-    nn, hidden = ms.nn, MODEL["hidden_size"]
-
-    def cell(**parts: Any) -> Any:
-        made = nn.Cell()
-        for name, part in parts.items():
-            setattr(made, name, part)
-        return made
-
-    def table(rows: int) -> Any:
-        return cell(embedding_table=ms.Parameter(ms.numpy.zeros((rows, hidden)), "table"))
-
-    def linear(inputs: int, outputs: int) -> Any:
-        weight = ms.Parameter(ms.numpy.zeros((inputs, outputs)), "weight")
-        return cell(weight=weight, bias=ms.Parameter(ms.numpy.zeros((outputs,)), "bias"))
-
-    def block() -> Any:
-        dense = {f"dense{number}": nn.Dense(hidden, hidden) for number in (1, 2, 3)}
-        norms = {f"layernorm{number}": nn.LayerNorm((hidden,)) for number in (1, 2)}
-        output = cell(mapping=linear(hidden, 4 * hidden), projection=linear(4 * hidden, hidden))
-        attention = cell(projection=linear(hidden, hidden), **dense)
-        return cell(attention=attention, output=output, **norms)
-
-    embedding = cell(
-        word_embedding=table(MODEL["vocab_size"]), position_embedding=table(MODEL["seq_length"])
-    )
-    blocks = nn.CellList([block() for _ in range(MODEL["num_layers"])])
-    return cell(
-        backbone=cell(embedding=embedding, layernorm=nn.LayerNorm((hidden,)), blocks=blocks)
-    )
+    """Return a network with the parameters of MindFormers' GPT2LMHeadModel and no computation."""
+    network = ms.nn.Cell(auto_prefix=False)
+    for ours, shape in parameter_shapes(config_of().model).items():
+        name, turned = theirs(ours)
+        zeros = ms.numpy.zeros(shape[::-1] if turned else shape)
+        network.insert_param_to_cell(name.replace(".", "_"), ms.Parameter(zeros, name=name))
+    return network
 
 
 def test_mindformers_loads_one_file_strictly(checkpoint: Path, mindspore: ModuleType) -> None:
@@ -188,3 +188,79 @@ def test_mindspore_joins_the_ranks_files(
         held = sum(math.prod(tensor.shape) for tensor in stored.values())
     total = 3 * sum(math.prod(shape) for shape in parameter_shapes(config.model).values())
     assert held < most * total
+
+
+# ---- the YAML that says a .ckpt's sizes ----
+
+SIZES = {
+    "num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 8, "max_positions": 16,
+    "ffn_hidden_size": 64, "vocab_size": 101, "layer_norm_epsilon": 0.001,
+}  # fmt: skip
+# r1.x says width and places in one file; r0.3 in a file that the run's names as a base
+R1 = """model:
+  arch: {type: GPT2LMHeadModel}
+  model_config: {type: GPT2Config, seq_length: 8, max_position_embeddings: 16, vocab_size: 101,
+    hidden_size: 32, num_layers: 2, num_heads: 4, expand_ratio: 2, layernorm_epsilon: 0.001,
+    checkpoint_name_or_path: gpt2}
+train_dataset: {a_key_that_nobody_knows: 1}
+"""
+R03 = R1.partition("train")[0].replace("hidden_size", "embedding_size")
+R03 = R03.replace("expand_ratio: 2", "intermediate_size: 64")
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """Only the checkpoint."""
+    model = checked_model(tmp_path, SIZES)
+    write_mindformers(tmp_path, as_weights(model, random_arrays(model)), None)
+    (tmp_path / MODEL_YAML).unlink()
+    return tmp_path
+
+
+def sizes_of(folder: Path) -> dict[str, object]:
+    with open_mindformers(folder) as weights:
+        return {key: getattr(weights.model, key) for key in SIZES}
+
+
+@pytest.mark.parametrize("name", ["run_gpt2.yaml", MODEL_YAML, "mindspore_model.yml"])
+def test_a_yaml_of_r1(bare: Path, name: str) -> None:
+    (bare / name).write_text(R1)
+    assert sizes_of(bare) == SIZES == sizes_of(bare / "gpt2.ckpt")
+
+
+def test_a_yaml_of_r03_with_its_base(bare: Path) -> None:
+    base = bare / "model_config" / "gpt2.yaml"
+    base.parent.mkdir()
+    base.write_text(R03)
+    run = "base_config: ['./model_config/gpt2.yaml']\nrunner_config: {epochs: 1}\n"
+    (bare / "run_gpt2.yaml").write_text(run)
+    assert sizes_of(bare) == SIZES
+    base.unlink()
+    with pytest.raises(ConfigError, match=r"gpt2\.yaml: no such file"):
+        sizes_of(bare)
+
+
+def test_the_file_of_the_same_name_is_chosen(bare: Path) -> None:
+    (bare / "run_gpt2.yaml").write_text(R1)
+    (bare / "run_other.yaml").write_text(R1.replace("num_heads: 4", "num_heads: 2"))
+    with pytest.raises(ConfigError, match=r"run_gpt2\.yaml, run_other\.yaml have a model of Mind"):
+        sizes_of(bare)
+    (bare / "gpt2.yaml").write_text(R1)
+    assert sizes_of(bare) == SIZES
+    (bare / MODEL_YAML).write_text(f"model: {SIZES | {'num_heads': 8}}")
+    assert sizes_of(bare) == SIZES | {"num_heads": 8}, "ours says more, and comes first"
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (R1.replace("num_heads: 4, ", ""), r"a\.yaml: 12 heads do not divide a width of 32"),
+        (R1.replace("GPT2Config", "LlamaConfig"), r"a\.yaml:3.*use GPT2Config"),
+        ("base_config: []\n", "has no model.model_config"),
+        ("model: {model_config\n", r"a\.yaml.*move it away from the weights"),
+    ],
+)
+def test_missing_parts_are_named(bare: Path, text: str, match: str) -> None:
+    (bare / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=match):
+        sizes_of(bare)

@@ -122,21 +122,16 @@ def test_the_last_snapshot_is_taken(snapshot: Path) -> None:
         assert found.run is not None and found.run["state"]["step"] == 100
 
 
-def with_file(name: str, content: str | bytes) -> Callable[[Path], object]:
-    raw = content if isinstance(content, bytes) else content.encode()
-    return lambda folder: (folder / name).write_bytes(raw)
+def with_file(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
 
 
 BAD: dict[str, Callable[[Path], object]] = {
-    "missing model-h1-layernorm_2-beta ":
-        lambda folder: shutil.rmtree(folder / "model-h1-layernorm_2-beta"),
     "missing model-h1-layernorm_2-beta-m":
         lambda folder: shutil.rmtree(folder / "model-h1-layernorm_2-beta-m"),
     "model-wpe/out: has 332 bytes, and float32 .7, 12. takes 336; copy it again":
         with_file("model-wpe/out", bytes(332)),
-    "model-wpe/meta: no shape and data_type": with_file("model-wpe/meta", "shape { dim: -1 }"),
-    r"model-h0-mlp-c_fc-weight is \[48, 12\], the model's is \[12, 48\]": with_file(
-        "model-h0-mlp-c_fc-weight/meta", "shape { dim: 48 dim: 12 } data_type: kFloat"),
+    "model-wpe/meta: no shape and data_type": with_file("model-wpe/meta", b"shape { dim: -1 }"),
     "System-Train-TrainStep-train/out: is neither a count":
         with_file("System-Train-TrainStep-train/out", b"\xff" * 8),
     "unexpected model-lm_head":
@@ -148,4 +143,4 @@ BAD: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("message", BAD)
 def test_bad_input_is_one_error(snapshot: Path, capsys: Any, message: str) -> None:
     BAD[message](snapshot)
-    refused(capsys, snapshot.parent, message.strip())
+    refused(capsys, snapshot.parent, message)

@@ -87,10 +87,6 @@ def stream(stream: Any) -> Any:
     return nullcontext()
 
 
-def set_stream(stream: Any) -> None:
-    pass
-
-
 def empty_cache() -> None:
     pass
 

@@ -1,0 +1,354 @@
+"""Machines that the tests do not have, as trees of files and stand-ins for the vendors' tools;
+ports and names for real. Versions that fail together, CANN's files as its installers write them,
+and imports that break or hang. The report of what was found.
+"""
+
+import json
+import socket
+import sys
+import sysconfig
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from common.cluster import hccn
+from common.cluster.hccn import npu_numbers
+from common.doctor import machine, software
+from common.doctor.examine import DoctorRequest, Facts
+from common.doctor.machine import (
+    check_devices,
+    check_limits,
+    check_memory,
+    check_names,
+    check_ports,
+    check_storage,
+    check_variables,
+)
+from common.doctor.report import State, as_json, as_table, error, exit_code, ok, warning
+from common.doctor.software import (
+    check_cann,
+    check_device_package,
+    check_imports,
+    check_pairs,
+    check_versions,
+    wanted_ranges,
+)
+
+DRIVER = "Version=7.35.23\nascendhal_version=7.35.23\npackage_version=25.0.rc1.1\n"
+# the lines of `npu-smi info` that matter; a second line of each device has no health
+NPU_SMI = """#!/bin/sh
+cat <<'END'
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
++===========================+===============+====================================================+
+| 0     910B3               | OK            | 91.3        46                0    / 0             |
+| 0                         | 0000:C1:00.0  | 0           0    / 0          3162 / 65536         |
+| 1     910B3               | {state}         | 90.1        45                0    / 0             |
+| 0                         | 0000:C2:00.0  | 0           0    / 0          3162 / 65536         |
+END
+"""
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder before everything else on PATH, for stand-ins."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder
+
+
+def put(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+
+
+def ascend_root(root: Path, *numbers: int, driver: bool = True) -> Path:
+    (root / "dev").mkdir(parents=True)
+    for name in (*(f"davinci{number}" for number in numbers), "davinci_manager"):
+        (root / "dev" / name).touch()
+    if driver:
+        (root / "usr/local/Ascend/driver").mkdir(parents=True)
+        (root / "usr/local/Ascend/driver/version.info").write_text(DRIVER)
+    return root
+
+
+def test_ascend_devices_and_driver(tmp_path: Path, tools: Path) -> None:
+    """Also a sick device, a driver that does not answer, and a container without devices."""
+    root = ascend_root(tmp_path / "root", 0, 1, 10)
+    put(tools, "npu-smi", NPU_SMI.format(state="OK   "))
+    checks, count = check_devices(root)
+    assert npu_numbers(root) == [0, 1, 10] and count == 3
+    assert checks == [
+        ok("Ascend driver", "25.0.rc1.1"),
+        ok("devices", "3 Ascend devices: 0, 1, 10"),
+    ]
+    put(tools, "npu-smi", NPU_SMI.format(state="Alarm"))
+    assert check_devices(root)[0][1].found == "3 Ascend devices: 0, 1, 10; NPU 1 is Alarm"
+    put(tools, "npu-smi", "#!/bin/sh\necho 'dcmi failed. ret is -8005' >&2; exit 1\n")
+    check = check_devices(root)[0][1]
+    assert check.state is State.ERROR and "ret is -8005" in check.found
+    assert check_devices(ascend_root(tmp_path / "half", 0, driver=False))[0][0].state is State.ERROR
+    container = ascend_root(tmp_path / "container")
+    for asked, state in (("auto", State.WARNING), ("npu", State.ERROR)):
+        (check,), count = check_devices(container, asked=asked)
+        assert (check.name, check.state, count) == ("devices", state, 0)
+
+
+def test_gpus(tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setenv("CC", "nvidia-smi")  # a program on PATH
+    (tmp_path / "Python.h").touch()
+    lines = [f"{number}, NVIDIA H100 80GB HBM3, 81559 MiB, 550.90.07" for number in range(2)]
+    put(tools, "nvidia-smi", "#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    (check,), count = check_devices(tmp_path)
+    assert (check.state, count) == (State.OK, 2)
+    (tmp_path / "Python.h").unlink()
+    (_, check), _ = check_devices(tmp_path)
+    assert check.state is State.WARNING and f"no {tmp_path}/Python.h" in check.found
+    assert "python3-dev" in str(check)
+    put(tools, "nvidia-smi", "#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
+    (check,), count = check_devices(tmp_path)
+    assert (check.state, count) == (State.ERROR, 0) and "has failed" in check.found
+
+
+def test_ports(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        (check,) = check_ports(port, {}, first_host=True, npu=False, several_hosts=True)
+        assert check.state is State.ERROR and str(port) in check.found
+        (check,) = check_ports(port - 1, {}, first_host=True, npu=False, several_hosts=False)
+        assert check.state is State.WARNING
+        given: Any = {"first_host": False, "several_hosts": True}
+        assert check_ports(port, {}, npu=False, **given) == []
+        environ = {"HCCL_IF_BASE_PORT": str(min(port, 65520))}
+        (check,) = check_ports(port, environ, npu=True, root=tmp_path, **given)
+        assert check.state is State.ERROR
+    (check,) = check_ports(port, {"HCCL_IF_BASE_PORT": "many"}, npu=True, **given)
+    assert check.found == "HCCL_IF_BASE_PORT=many"
+
+
+def test_ports_of_hccl_that_the_kernel_may_give_away(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(machine, "_can_listen", lambda port: True)
+    settings = tmp_path / "proc/sys/net/ipv4"
+    settings.mkdir(parents=True)
+    (settings / "ip_local_port_range").write_text("32768\t60999\n")
+    given: Any = {"first_host": False, "npu": True, "several_hosts": True, "root": tmp_path}
+    for reserved, state in (
+        ("\n", State.WARNING),
+        ("60000-60007\n", State.WARNING),
+        ("8080,60000-60015\n", State.OK),
+    ):
+        (settings / "ip_local_reserved_ports").write_text(reserved)
+        (check,) = check_ports(29500, {}, **given)
+        assert check.state is state, reserved
+
+
+@pytest.mark.parametrize(
+    ("addresses", "alone", "several"),
+    [
+        (["127.0.1.1"], State.OK, State.WARNING),
+        (["10.0.0.5", "127.0.1.1"], State.OK, State.OK),
+        ([], State.OK, State.WARNING),
+        (None, State.WARNING, State.WARNING),
+    ],
+)
+def test_the_name_of_this_host(addresses, alone, several, monkeypatch) -> None:
+    monkeypatch.setattr(machine, "_resolve", lambda name: addresses)
+    assert [check.state for check in check_names(None, several_hosts=False)] == [alone]
+    assert [check.state for check in check_names(None, several_hosts=True)] == [several]
+
+
+def test_whether_an_address_is_this_machines() -> None:
+    """203.0.113.1 is reserved for documentation, TEST-NET-3 of RFC 5737."""
+    here = check_names("127.0.0.1", several_hosts=True)[-1]
+    assert here.found == "127.0.0.1 is held by interface lo"
+    for several, state in ((True, State.ERROR), (False, State.WARNING)):
+        assert check_names("203.0.113.1", several_hosts=several)[-1].state is state
+
+
+def test_memory_and_limits_by_the_kernel_and_by_the_control_group(tmp_path, monkeypatch) -> None:
+    kernel = SimpleNamespace(total=2**36, available=2**35)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: kernel)
+    assert check_memory(tmp_path).found == "32.0 GiB available"
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    assert check_memory(tmp_path).state is State.OK
+    (group / "memory.max").write_text(f"{8 * 2**30}\n")
+    (group / "memory.current").write_text(f"{6 * 2**30}\n")
+    check = check_memory(tmp_path)
+    assert check.state is State.WARNING
+    assert check.found == "2.0 GiB available (this container may hold 8.0 GiB)"
+    (group / "pids.max").write_text("100\n")
+    check = check_limits(tmp_path)
+    assert check.state is State.WARNING
+    assert "100 in this container" in check.found and "--pids-limit" in check.remedy
+
+
+def test_storage_of_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
+    check = check_storage(tmp_path / "output" / "run")[0]
+    assert str(tmp_path) in check.found and "output" not in check.found
+
+
+def test_variables_that_make_a_shell_a_rank() -> None:
+    assert check_variables({"PATH": "/bin"}) == []
+    environ = {"RANK": "3", "NCCL_DEBUG": "INFO", "MASTER_PORT": "1", "SECRET": "x"}
+    rank, tuning = check_variables(environ)
+    assert rank.state is State.WARNING and rank.remedy.endswith("unset RANK")
+    assert tuning.found == "MASTER_PORT=1, NCCL_DEBUG=INFO"
+
+
+def test_the_report_as_people_and_as_programs_read_it() -> None:
+    checks = [
+        ok("torch", "2.13.0"),
+        warning("disk", "3 GiB free", "make room"),
+        error("all-reduce", "rank 1 died\nits log ends", ""),
+    ]
+    assert as_table(checks) == (
+        "ok       torch       2.13.0\n"
+        "warning  disk        3 GiB free\n"
+        "                     -> make room\n"
+        "error    all-reduce  rank 1 died\n"
+        "                     its log ends\n"
+        "1 ok, 1 warning, 1 error\n"
+    )
+    assert "\033[31merror" in as_table(checks, colour=True)
+    read = json.loads(as_json(checks))
+    one = {"name": "disk", "state": "warning", "found": "3 GiB free", "remedy": "make room"}
+    assert read["checks"][1] == one
+    states = [json.loads(as_json(checks[:count]))["state"] for count in range(4)]
+    assert states == ["ok", "ok", "warning", "error"]
+    assert [exit_code(checks[:count]) for count in range(4)] == [0, 0, 0, 2]
+
+
+NONE = dict.fromkeys(software.PACKAGES)
+
+
+def test_the_ranges_of_this_project_and_of_its_wheel(tmp_path, monkeypatch) -> None:
+    ranges = wanted_ranges()
+    assert (ranges["python"], ranges["numpy"]) == (">=3.11,<3.14", ">=1.26,<3")
+    # a torch_npu is built for one torch
+    assert ranges["torch_npu"] == ranges["torch"] == ">=2.11,<2.14"
+    lines = ["Metadata-Version: 2.1", "Name: gpt2-toolkit", "Version: 0", "Requires-Python: >=3.12"]
+    lines += ["Requires-Dist: numpy<3,>=1.26", 'Requires-Dist: torch-npu<3,>=2; extra == "npu"']
+    wheel = tmp_path / "gpt2_toolkit-0.dist-info"
+    wheel.mkdir()
+    (wheel / "METADATA").write_text("\n".join(lines))
+    monkeypatch.setattr(software, "ROOT", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert wanted_ranges() == {"python": ">=3.12", "numpy": "<3,>=1.26", "torch_npu": "<3,>=2"}
+
+
+def test_versions_out_of_range_and_missing() -> None:
+    ranges = {"python": ">=3.11", "torch": ">=2.11,<2.14", "deepspeed": ">=0.19.8,<0.20"}
+
+    def checked(**versions: str) -> dict[str, State]:
+        found = check_versions({**NONE, **versions}, ranges, "torch")
+        return {check.name: check.state for check in found}
+
+    states = checked(torch="2.10.0", deepspeed="0.18.1")
+    assert states["python"] is states["mindspore"] is State.OK
+    assert states["torch"] is states["deepspeed"] is State.WARNING
+    assert checked(mindspore="2.10.0")["torch"] is State.ERROR
+    assert checked(torch="2.13.0")["torch"] is State.OK
+    assert check_versions(NONE, {"python": ">=3.30"}, None)[0].state is State.ERROR
+
+
+@pytest.mark.parametrize(
+    ("versions", "environ", "cann", "words"),
+    [
+        ({"mindspore": "2.10.0", "numpy": "2.1.3"}, {}, None, "pip install numpy==1.26.4"),
+        ({"torch_npu": "2.6.0.post3", "torch": "2.13.0+cpu"}, {}, "8.2.RC1",
+            "pip install torch==2.6.* or the torch_npu for 2.13"),
+        ({"torch_npu": "2.6.0"}, {}, "8.2.RC1", "pip install torch==2.6.*"),
+        ({"torch_npu": "2.6.0", "torch": "2.6.0"}, {}, None,
+            "export TORCH_DEVICE_BACKEND_AUTOLOAD=0"),
+        ({"mindspore": "2.10.0", "numpy": "1.26.4"}, {}, None, ""),
+        ({"torch": "2.13.0", "numpy": "2.3.0"}, {}, None, ""),
+        ({"torch_npu": "2.6.0.post3", "torch": "2.6.0"}, {}, "8.2.RC1", ""),
+        ({"torch_npu": "2.6.0", "torch": "2.6.0"}, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, None,
+            ""),
+    ],
+)  # fmt: skip
+def test_known_pairs(versions, environ, cann, words) -> None:
+    """words: of the remedy; a good pair has none."""
+    (check,) = check_pairs({**NONE, **versions}, environ, cann)
+    assert check.state is (State.ERROR if words else State.OK)
+    assert words in check.remedy
+
+
+INFO = "package_name=Ascend-cann-toolkit\nversion=8.2.RC1\ninnerversion=V100R001C22\n"
+CONFIG = (
+    "runtime_running_version=[7.0.0.5.242:7.0.RC1]\n"
+    "toolkit_installed_version=[7.0.0.5.242:7.0.RC1][7.3.0.1.231:8.0.RC2]\n"
+)
+
+
+def test_cann_that_is_used_not_there_not_sourced_gone_or_unreadable(tmp_path: Path) -> None:
+    def checked(needed: bool = True, **environ: str) -> tuple[State, str | None, str]:
+        check, version = check_cann(environ, needed=needed, root=tmp_path)
+        return check.state, version, check.remedy
+
+    assert checked(needed=False)[0] is State.OK
+    assert checked()[0] is State.ERROR
+    named, other, unreadable = (tmp_path / name for name in ("cann", "other", "unreadable"))
+    latest = tmp_path / "usr/local/Ascend/ascend-toolkit/latest"
+    for folder in (named / "aarch64-linux", other, unreadable, latest):
+        folder.mkdir(parents=True)
+    (named / "aarch64-linux" / "ascend_toolkit_install.info").write_text(INFO)
+    (other / "version.cfg").write_text(CONFIG)
+    (latest / "version.cfg").write_text(CONFIG)
+    (unreadable / "version.cfg").symlink_to("/proc/self/mem")
+    assert checked(ASCEND_TOOLKIT_HOME=str(named))[:2] == (State.OK, "8.2.RC1")
+    assert checked(ASCEND_HOME_PATH=str(other))[:2] == (State.OK, "8.0.RC2")
+    for name in ("gone", "unreadable"):
+        assert checked(ASCEND_HOME_PATH=str(tmp_path / name))[:2] == (State.ERROR, None)
+    script = latest.parent / "set_env.sh"
+    assert checked() == (State.ERROR, None, f"source {script}")
+
+
+def test_imports_in_child_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins that work, fail as torch_npu does without CANN, crash, and hang; none is imported
+    here.
+    """
+    library = "libhccl.so: cannot open shared object file: No such file or directory"
+    for name, text in {
+        "torch.py": "class cuda:\n    device_count = staticmethod(lambda: 3)\n",
+        "torch_npu.py": f"raise ImportError({library!r})\n",
+        "crashing.py": "import os; os.kill(os.getpid(), 11)\n",
+        "hanging.py": "import time; time.sleep(60)\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    names = ["torch", "torch_npu", "crashing", "hccl"]
+    checks, counted = check_imports(names, 30)
+    assert [check.state for check in checks] == [State.OK, *[State.ERROR] * 3]
+    assert "No module named 'hccl'" in checks[3].found and "hccl wheel" in checks[3].remedy
+    assert counted == {"cuda": 3}
+    assert library in checks[1].found and "set_env.sh" in checks[1].remedy
+    assert checks[2].found == "ended by signal 11"
+    (hanging,), _ = check_imports(["hanging"], 1)
+    assert hanging.found == "failed: no answer within 1 s"
+    assert not {"torch_npu", "crashing", "hanging"} & sys.modules.keys()
+
+
+def test_a_device_that_was_asked_for_needs_its_package() -> None:
+    (check,) = check_device_package({"torch": "2.7.1", "torch_npu": None}, "torch", "npu")
+    assert check.state is State.ERROR and "torch_npu==2.7.*" in check.remedy
+    assert check_device_package({"torch": "2.7.1", "torch_npu": "2.7.1"}, "torch", "npu") == []
+    mindspore = {"mindspore": "2.10.0"}
+    assert check_device_package(mindspore, "mindspore", "npu") == []
+    assert check_device_package(mindspore, "mindspore", "cuda")[0].state is State.ERROR
+
+
+@pytest.mark.parametrize(("npus", "imported"), [([0], ["mindspore", "hccl"]), ([], ["mindspore"])])
+def test_mindspore_on_an_ascend_needs_the_package_hccl(npus, imported, monkeypatch) -> None:
+    monkeypatch.setattr(software, "installed_versions", lambda: NONE | {"mindspore": "2.10.0"})
+    monkeypatch.setattr(software, "check_imports", lambda names, limit: (names, {}))
+    monkeypatch.setattr(hccn, "npu_numbers", lambda: npus)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert Facts(DoctorRequest(device="cpu")).imports[0] == imported
