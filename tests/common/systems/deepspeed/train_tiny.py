@@ -18,13 +18,13 @@ import deepspeed.runtime.engine
 import torch
 import torch._dynamo  # once, and not by each rank for its optimizer
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
 
 from tests.ranks import free_port, rank_environment
+from torch_gpt2.deepspeed.private_api import allow_float16, leave_out_shared_memory
 
 LAYERS, WIDTH, HEADS, POSITIONS, ROWS, VOCABULARY = 3, 8, 4, 6, 32, 29
 STEPS = 3
@@ -224,8 +224,9 @@ def truth(engine: Any) -> dict[str, dict[str, Tensor]]:
 def run_rank(folder: str, rank: int, ranks: int, port: int, cases: list[str]) -> None:
     os.environ |= rank_environment(rank, ranks, port)
     torch.set_num_threads(1)
-    # its own question is whether the processor is fast at it
-    get_accelerator().is_fp16_supported = lambda: True
+    allow_float16(deepspeed)
+    # a build takes a minute, and waits for ever for one that was killed
+    leave_out_shared_memory(deepspeed)
     deepspeed.init_distributed("gloo")
     for case in cases:
         fused = case.split("_")[0].endswith("fused")
