@@ -136,13 +136,16 @@ def test_the_command_line_of_mindformers(tmp_path: Path, capsys: Any) -> None:
     for more, fault in (
         ([*two, "--torch_path", empty], "vocab_size=0 of the model"),
         ([*two, "--mindspore_path", f"{tmp_path}/taken"], "could not be written: Is a directory"),
-        ([*two, "--mindspore_path", f"{tmp_path}/no/x.ckpt"], "be written: No such file"),
+        ([*two, "--torch_path", f"{tmp_path}/gone.bin"], "gone.bin: does not exist in"),
         (["--layers", "1"], "has 2 blocks, and --layers says 1; say --layers 2"),
         ([], "--layers says 12; say --layers 2"),  # MindFormers' default
         ([*two, "--verify"], "go together, and with nothing else"),
     ):
         assert main([*words, *more]) == (1 if "be written" in fault else 2)
         assert fault in capsys.readouterr().err and target.read_bytes() == before
+    new = tmp_path / "new" / "gpt2.ckpt"
+    assert main([*words, *two, "--mindspore_path", str(new)]) == 0
+    assert new.read_bytes() == before and list(new.parent.iterdir()) == [new]
     assert not list(tmp_path.glob(".*")), "nothing is left"
 
 
@@ -473,19 +476,6 @@ def test_logits_that_differ_are_an_error(source: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "ours").exists()
     alone = compare(source / "model.safetensors", ones)
     assert "prefer another file" in alone["logits"]["reason"]
-
-
-def test_convert_as_mindformers_did_needs_a_place(source: Path, tmp_path: Path) -> None:
-    file = source / "model.safetensors"
-    (tmp_path / "taken").mkdir()
-    with pytest.raises(StorageError, match="taken: could not be written: Is a directory"):
-        convert_as_mindformers_did(2, file, tmp_path / "taken")
-    assert not list(tmp_path.glob(".*")), "nothing is left"
-    torch.save({"wte.weight": torch.zeros(0, 4)}, tmp_path / "empty.bin")
-    with pytest.raises(ConfigError, match="vocab_size=0 of the model"):
-        convert_as_mindformers_did(2, tmp_path / "empty.bin", tmp_path / "x.ckpt")
-    convert_as_mindformers_did(2, file, tmp_path / "new" / "gpt2.ckpt")
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["gpt2.ckpt"]
 
 
 # ---- where a checkpoint of ours is expected ----
