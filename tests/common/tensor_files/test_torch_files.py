@@ -195,6 +195,16 @@ def test_objects_of_megatron_are_records_without_code(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("as_zip", [True, False])
+def test_a_file_that_is_cut_short_is_refused(tmp_path: Path, as_zip: bool) -> None:
+    saved = {"a": torch.ones(40), "b": torch.arange(3)}
+    torch.save(saved, tmp_path / "x.bin", _use_new_zipfile_serialization=as_zip)
+    content = (tmp_path / "x.bin").read_bytes()
+    for cut in (0, 1, 3, 4, 99, len(content) // 2, len(content) - 25, len(content) - 1):
+        (tmp_path / "x.bin").write_bytes(content[:cut])
+        refused(tmp_path / "x.bin", "x.bin: ")
+
+
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     """Against zipfile, which compares too; torch does not. Beside tensors it is found at once."""
     path = tmp_path / "x.pt"
@@ -273,3 +283,10 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
     loaded = torch.load(path, weights_only=False)
     assert loaded["args"] == argparse.Namespace(hidden_size=8, dtype=torch.float16)
     np.testing.assert_array_equal(loaded["state"][1], np.random.get_state()[1])
+
+
+def test_a_full_disk_is_an_error_of_the_system() -> None:
+    """Torch makes a RuntimeError of it."""
+    leaf = TensorLeaf(name="a", dtype="float32", shape=(2**22,))
+    with pytest.raises(OSError, match="No space left on device"):
+        write_torch(Path("/dev/full"), {"a": leaf}, [np.ones(2**22, np.float32)])
