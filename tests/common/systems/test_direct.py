@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,23 @@ def starts(tmp_path: Path) -> dict[str, Path]:
         "slices": slices(checkpoint, tmp_path),
         "hf": converted_to("hf")(checkpoint, tmp_path),
     }
+
+
+def test_mindspores_parameters_are_those_of_the_run(
+    starts: dict[str, Path], tmp_path: Path, mindspore: ModuleType
+) -> None:
+    from mindformers_gpt2.checkpoint import fill_weights
+    from mindformers_gpt2.device import select_device
+    from mindformers_gpt2.model import build_model
+
+    config, values = config_of(), []
+    for path in (tmp_path / "run" / "checkpoints" / "step_00000004", *starts.values()):
+        net = build_model(config, select_device("cpu"))
+        parameters = {parameter.name: parameter for parameter in net.get_parameters()}
+        fill_weights(parameters, open_checkpoint(path, "x").weights(config.model))
+        values.append({name: tensor.asnumpy() for name, tensor in parameters.items()})
+    for name, expected in values[0].items():
+        assert all(np.array_equal(found[name], expected) for found in values), name
 
 
 def test_one_flag_of_mindformers_takes_weights_and_runs(
