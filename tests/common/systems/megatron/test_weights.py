@@ -216,6 +216,11 @@ def half_run(form: str) -> dict[str, Any]:
     if form == "float16":
         scale = {"mode": "dynamic", "value": 512.0, "finite_steps": 3, "overflows": 1}
         config |= {"precision": {"compute": form}, "loss_scale": {"hysteresis": 4}}
+        config |= {"train": {"global_batch_size": 4}}
+        config["optimizer"] |= {
+            "learning_rate": 1e-3, "min_learning_rate": 1e-4, "schedule": "cosine",
+            "weight_decay": 0.1, "warmup_steps": 2,
+        }  # fmt: skip
     state = {
         "step": 5, "consumed_samples": 20, "sample_hash": "ab", "skipped_steps": 1,
         "skipped_in_a_row": 0, "updated_samples": 24,
@@ -230,6 +235,7 @@ def test_its_optimizer_takes_over_the_moments(tmp_path: Path, core: Any, form: s
     times the weights.
     """
     from megatron.core.optimizer.optimizer import FP32Optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     arrays = random_arrays(MODEL)
     moments = {f"{name}.exp_avg": array * 2 for name, array in arrays.items()}
@@ -238,7 +244,7 @@ def test_its_optimizer_takes_over_the_moments(tmp_path: Path, core: Any, form: s
     write_megatron(tmp_path, weights, None if form == "float32" else form, format="megatron_core")
     saved = load(tmp_path / "iter_0000005" / "mp_rank_00" / FILE)
     assert saved["iteration"] == 5 and saved["args"].consumed_train_samples == 20
-    assert "opt_param_scheduler" not in saved, "the run lacks most keys of its optimizer"
+    assert ("opt_param_scheduler" in saved) == (form == "float16"), "the other run lacks keys of it"
     assert saved["args"].params_dtype == getattr(torch, form)
     model, inner = core(), saved["optimizer"]
     if form == "float16":
@@ -262,6 +268,14 @@ def test_its_optimizer_takes_over_the_moments(tmp_path: Path, core: Any, form: s
         assert state["step"] == 4
         near(state["exp_avg"], 2 * parameter.data, rtol=0, atol=0, msg=name)
         near(state["exp_avg_sq"], 3 * parameter.data, rtol=1e-6, atol=0, msg=name)
+    if form == "float16":  # its rate goes on: 24 samples of 36, of which 8 are the warm-up
+        rates = OptimizerParamScheduler(
+            optimizer.optimizer, 0.0, 1.0, 0.0, 1, 2, "linear", 0.0, 0.0, 0, "constant",
+            use_checkpoint_opt_param_scheduler=True, override_opt_param_scheduler=False,
+        )  # fmt: skip
+        rates.load_state_dict(saved["opt_param_scheduler"])
+        expected = 1e-4 + 9e-4 * (1 + np.cos(np.pi * 16 / 28)) / 2
+        assert optimizer.optimizer.param_groups[-1]["lr"] == pytest.approx(expected)
     found = require_arrays(tmp_path, "megatron_core", arrays)
     assert found.run == half_run(form) and found.tensors["ln_f.bias"].dtype == "float32"
 
