@@ -1,4 +1,4 @@
-"""Corpora and .bin/.idx pairs, held against independent"""
+"""Corpora and .bin/.idx pairs, held against readers that use no code of the project."""
 
 from __future__ import annotations
 
