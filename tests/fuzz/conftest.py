@@ -50,7 +50,7 @@ TIMERS = {signal.SIGPROF: (signal.ITIMER_PROF, 1), signal.SIGALRM: (signal.ITIME
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     campaign = config.option.markexpr == "campaign"
     ours = [item for item in items if Path(__file__).parent in item.path.parents]
-    for function in {item.obj for item in ours}:
+    for function in {item.obj for item in ours if hasattr(item.obj, "hypothesis")}:
         (CAMPAIGN if campaign else SUITE)(function)
     for item in ours if campaign else ():
         item.add_marker("campaign")
