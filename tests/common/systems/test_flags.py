@@ -362,4 +362,5 @@ def test_the_system_of_flags() -> None:
     assert find_command_line(words) == "gpt2_chinese"
     assert find_command_line(words, "eval.py") == "gpt2_chinese_eval"
     assert find_command_line(["--prefix", "她"]) == "gpt2_chinese_generate"
+    assert find_command_line(["--num-layers", "2", "--learning-rate", "1"]) == "oneflow"
     assert find_command_line(["--num-layers", "2"], "pretrain_gpt.py") == "megatron"

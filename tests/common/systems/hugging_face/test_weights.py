@@ -176,7 +176,8 @@ def test_a_checkpoint_of_lightning_is_read(
     callback = type("ModelCheckpoint", (), {"__module__": module.__name__})
     module.ModelCheckpoint = callback  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    optimizer = torch.optim.AdamW(model.parameters())
+    moved = torch.ones(2, requires_grad=True)
+    (optimizer := torch.optim.AdamW([moved])).step(lambda: moved.sum().backward())
     file = tmp_path / "epoch=0-step=99.ckpt"
     saved = {
         "epoch": 0, "global_step": 99, "pytorch-lightning_version": "1.2.6",
