@@ -81,7 +81,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with IndexedWriter(folder / "pair", np.uint16) as writer:
         for length in (30, 1, 55, 20, 17):
             writer.append(generator.integers(0, 60_000, size=length), np.array([length]))
-    write_vocabulary(folder / "vocabulary", ["#version: 0.2", *MERGES, ""])
+    write_vocabulary(folder / "vocabulary", MERGES)
     corpora = {
         "txt": "\n\n".join(TEXTS),
         "jsonl": "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in TEXTS),
