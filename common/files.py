@@ -210,7 +210,7 @@ def put_in_place(folder: Path, target: Path) -> None:
 
 
 def clean_up(parent: Path, names: str) -> None:
-    """Clean up after a killed writer of folders with these names (a glob).
+    """Clean up after a killed writer of files and folders with these names (a glob).
 
     A folder whose replacement is missing is restored. .NAME.tmp and the files .NAME.*.tmp are
     removed.

@@ -130,7 +130,7 @@ def generate(arguments: Request) -> None:
 def _device_range(text: str, per_node: int) -> list[int]:
     if not 1 <= per_node <= MAX_DEVICES:
         raise DataError(f"--device_num_per_node {per_node}: expected 1 to {MAX_DEVICES}")
-    found = parse_range(text, "--device_num", "--visible_devices")
+    found = parse_range(text, "--device_num", "--device_num '[0,3)' --visible_devices")
     if found.stop > per_node:
         raise DataError(
             f"--device_num {text} goes past the {per_node} devices of a node; give"

@@ -59,7 +59,7 @@ class Placement:
 def parse_range(text: str, name: str = "DEVICE_RANGE", list_name: str = "--devices") -> range:
     """Parse ``[0,8)``; ``[0,8]`` is equal, as both ends are exclusive.
 
-    name, list_name: of what holds it, and of what takes single devices. Raises ConfigError.
+    name, list_name: of what holds it, and what takes single devices or "". Raises ConfigError.
     """
     parts = re.fullmatch(r"\[ *([^, ]{1,18}) *, *([^, ]{1,18}) *[\])]", text.strip())
     for end, number in zip(("start", "end"), parts.groups() if parts else (), strict=False):
@@ -67,10 +67,11 @@ def parse_range(text: str, name: str = "DEVICE_RANGE", list_name: str = "--devic
             raise ConfigError(f"{end}_device={number} is not a number")
     found = range(int(parts[1]), int(parts[2])) if parts else range(0)
     if not found:
+        single = f"; for single devices give {list_name} 0,1,4" if list_name else ""
         raise ConfigError(
             f"{name} is {shortened(text)!r}, expected a range such as '[0,8]', of the first device"
             " and an exclusive, greater end; quote it, since the shell replaces [0,8] with the name"
-            f" of a file 0 or 8 in this folder; for single devices give {list_name} 0,1,4"
+            f" of a file 0 or 8 in this folder{single}"
         )
     return found
 
@@ -199,8 +200,7 @@ def _in_table(
                 f"DEVICE_RANGE {_shown(numbers)} is not what the rank table holds"
                 f"{f' for {whole.own_host}' if len(whole.hosts) > 1 else ''}, devices"
                 f" {spans(held, least=3)}; make a table of these devices with tools/hccl_tools.py"
-                f" {options}, or give ranks: '[0,{len(held)})' MODE"
-                f" {len(places)}"
+                f" {options}, or give ranks: '[0,{len(held)})' MODE {len(places)}"
             )
     elif [place.rank for place in whole.own] != list(numbers):
         servers = "; ".join(

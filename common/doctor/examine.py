@@ -40,7 +40,7 @@ LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 def device_range(words: str) -> range:
     """The devices that ``--ranks`` names: ``8`` or ``[4,8)``. Raises ConfigError."""
     found = whole_number(words)
-    devices = parse_range(words) if found is None else range(found)
+    devices = parse_range(words, "--ranks", "") if found is None else range(found)
     if not 0 < len(devices) <= MAX_RANKS:
         raise ConfigError(f"--ranks {words}: expected 1 or more, {MAX_RANKS} at most")
     return devices
