@@ -100,6 +100,7 @@ WORDS = """
 --run_mode eval --all_ranks -> --run_mode eval --all_ranks
 --train.max_steps=10 --model.dropout 0.1 -> train.max_steps=10 model.dropout=0.1
 --backend=torch --seed 7 --precision=bf16 -> backend=torch seed=7 precision=bf16
+--dataset=/data -> data.train=/data
 --dataset_dir /data -> data.train=/data
 --train_dataset_dir=/data --eval_dataset_dir=/more -> data.train=/data data.validation=/more
 --data_url=obs://b/data -> data.train=obs://b/data
