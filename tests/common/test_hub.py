@@ -144,6 +144,15 @@ def test_files_are_fetched_in_the_main_thread(hub: Hub, monkeypatch) -> None:
     assert threads == {threading.main_thread()}
 
 
+def test_processes_of_a_host_fetch_once(hub: Hub) -> None:
+    threads = [threading.Thread(target=located, args=(Path("hf://me/small"),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(hub.fetched) == sorted({**READ, **SAFETENSORS})
+
+
 def test_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = located(Path("hf://me/small"))
     monkeypatch.setenv(COMMITS, "")

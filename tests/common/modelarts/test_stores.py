@@ -1,6 +1,7 @@
 """Copies from and to stores: once per host, whole or absent, and what moxing is asked for."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -132,6 +133,30 @@ def test_a_lock_that_cannot_be_written_is_told(bucket: Path, tmp_path: Path) -> 
     (tmp_path / ".data.lock").mkdir()
     with pytest.raises(StorageError, match=r"cannot be written: Is a directory; choose a writable"):
         stores.pull_once(f"file://{bucket}/data", tmp_path / "data")
+
+
+def test_one_process_of_a_host_copies(bucket: Path, tmp_path: Path) -> None:
+    """The store counts its calls in a file, and takes long enough for the others to come."""
+    program = """
+import sys, time
+from pathlib import Path
+from common.modelarts import stores
+class Slow(stores.Folders):
+    def copy_parallel(source, target):
+        with open(sys.argv[2], "a") as log:
+            log.write("pull\\n")
+        time.sleep(0.5)
+        stores.Folders.copy_parallel(source, target)
+stores.find_store = lambda url: Slow
+print(sorted(path.name for path in stores.pull_once(sys.argv[1], Path(sys.argv[3])).iterdir()))
+"""
+    words = [f"file://{bucket}/data", str(tmp_path / "calls"), str(tmp_path / "cache" / "data")]
+    command = [sys.executable, "-c", program, *words]
+    children = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    assert [child.communicate(timeout=60)[0] for child in children] == ["['a.bin', 'inner']\n"] * 3
+    assert (tmp_path / "calls").read_text() == "pull\n"
 
 
 def test_a_failed_copy_is_one_error_and_never_looks_whole(bucket, tmp_path, monkeypatch) -> None:
