@@ -103,13 +103,16 @@ def test_rounds_alternate_their_direction(study: Fixture) -> None:
     assert found.finished and list(missing(found)) == []
 
 
-def test_a_stopped_study_resumes_after_the_last_repeat(study: Fixture) -> None:
-    end = f"import os; os.kill({os.getpid()}, {int(signal.SIGTERM)}); import time; time.sleep(60)"
+@pytest.mark.parametrize(
+    ("number", "stop"), [(signal.SIGINT, KeyboardInterrupt()), (signal.SIGTERM, SystemExit(143))]
+)
+def test_a_stopped_study_resumes_after_the_last_repeat(study: Fixture, number, stop) -> None:
+    end = f"import os; os.kill({os.getpid()}, {int(number)}); import time; time.sleep(60)"
     study.programs["seed2"] = end
     before = children()
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(type(stop)) as caught:
         study.run()
-    assert caught.value.code == 143 and children() <= before
+    assert caught.value.args == stop.args and children() <= before
     assert study.started == ["seed1/1", "seed2/1"]
     half = read_study(study.folder)
     assert (states(half)["seed1"], states(half)["seed2"]) == ([State.FINISHED], [])
