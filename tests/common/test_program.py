@@ -96,6 +96,16 @@ def run(*words: str, folder: Path, **environment: str) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
+def test_gpt2_and_the_script_do_the_same_from_any_folder(tmp_path: Path) -> None:
+    preset = str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml")
+    words = ["--config", preset, "train.global_batch_size=16"]
+    start = "from common.program import gpt2; gpt2()"
+    one = run("-c", start, "plan", *words, folder=tmp_path, PYTHONPATH=str(ROOT))
+    other = run(str(ROOT / "run_gpt2.py"), "--run_mode", "plan", *words, folder=tmp_path)
+    assert one.stdout == other.stdout and "global batch 16 =" in one.stdout
+    assert (one.returncode, one.stderr) == (other.returncode, other.stderr) == (0, "")
+
+
 def test_output_that_is_lost_is_an_error_and_a_reader_that_leaves_is_not() -> None:
     words = f"{sys.executable} tools/config_schema.py"
     preset = "configs/gpt2/run_gpt2_tiny.yaml"
@@ -181,7 +191,6 @@ def test_options_are_what_the_types_say(capsys: pytest.CaptureFixture[str]) -> N
     assert "--size N size (default: 4)" in out and "more: --kind {a,b} 50% of all" in out
 
 
-ROOT = Path(__file__).resolve().parents[2]
 # Ctrl-C at the very moment when a module is looked for.
 INTERRUPTED_AT = """
 import os, runpy, signal, sys

@@ -1,14 +1,16 @@
 """Files, bases, overrides, and what is said when they are wrong."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, strategies as st
 
 from common.config.aliases import ALIASES
 from common.config.hints import schema_keys
-from common.config.load import dump_config, flatten
+from common.config.load import dump_config, flatten, parse_scalar
 from common.errors import ConfigError
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
@@ -33,6 +35,14 @@ def error_of(path: Path, *overrides: str) -> str:
         load_config(path, overrides)
     assert caught.value.exit_code == 2
     return str(caught.value)
+
+
+numbers = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(10**12), 10**12)
+
+
+@given(numbers | st.booleans() | st.none())
+def test_words_of_the_command_line_read_back_as_json_writes_them(value: object) -> None:
+    assert parse_scalar(json.dumps(value), "here") == value
 
 
 def test_dump_reads_back_equal(config_file: Path) -> None:
