@@ -77,7 +77,7 @@ class Fixture:
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fixture:
     made = Fixture(tmp_path)
     monkeypatch.setattr(running, "launches", made.launches)
-    # test_outcome.py looks at tables, plots and reports
+    # test_report.py looks at tables, plots and reports
     monkeypatch.setattr(command, "write_outcome", lambda study, folder: None)
     return made
 
