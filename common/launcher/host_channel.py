@@ -191,7 +191,7 @@ class HostChannel:
     def _call(self) -> tuple[str, bool]:
         """Call host 0, if necessary. Returns what is missing, and whether host 0 has answered."""
         first, port = self._hosts.all[0], self._hosts.port
-        if self.has_first:
+        if self.has_first or self._begun is not None:  # host 0 may have left since it began
             return "the others; this host has come", True
         try:
             link = connect(first.address, port, _CONNECT_SECONDS)

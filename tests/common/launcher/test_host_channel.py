@@ -341,6 +341,25 @@ def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:
         channel.close()
 
 
+def test_a_host_that_has_heard_the_begin_calls_nobody_again(port: int) -> None:
+    """Its channel was for the numbers only: host 0 has left, and the run listens at the port."""
+    opened = [HostChannel(hosts(own, port), restarts=True) for own in (0, 1)]
+
+    def goes_on(event: Message | None) -> bool:
+        if event is not None and event.kind == "begin":
+            until(lambda: not opened[1].has_first)
+            opened.append(HostChannel(hosts(0, port, "127.0.0.1", "b", "c"), restarts=False))
+        return True
+
+    with ThreadPoolExecutor() as pool:
+        second = pool.submit(opened[1].gather, 0, 20.0, goes_on)
+        assert gather(opened[0], 4, 20.0) == 4
+        opened[0].close()
+        assert second.result(20.0) == 4
+    for channel in opened[1:]:
+        channel.close()
+
+
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_a_signal_before_a_restart_ends_all_hosts(
     launch: Launch, tmp_path: Path, signalled: int
