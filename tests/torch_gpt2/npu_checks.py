@@ -231,6 +231,30 @@ def test_bias_corrections_are_exact(config: Callable[..., Run], without_adam_ker
         assert torch.allclose(weight.detach().cpu(), wanted, rtol=1e-6, atol=0.0), number
 
 
+def test_adam_s_kernel_updates_the_float32_copies(
+    config: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one step, since later ones begin with weights that rounding to bfloat16 tells apart."""
+    precision = {"parameters": "bfloat16", "compute": "bfloat16"}
+    settings = config("none", "npu", precision=precision, optimizer__warmup_steps=0)
+    found = []
+    for kernel in (True, False):
+        monkeypatch.setattr(TorchDevice, "adam_kernel", kernel)
+        engine = Engine(settings, select_device("npu"))
+        engine.begin(StartOfRun())
+        before = {name: tensor.clone() for name, tensor in engine.master.tensors.items()}
+        engine.run(iter([BATCH]), 1)
+        [row] = engine.finish()
+        held = dict(engine.model.named_parameters())
+        for name, tensor in engine.master.tensors.items():
+            assert tensor.dtype == torch.float32 and not torch.equal(tensor, before[name])
+            assert torch.equal(tensor.bfloat16(), held[name])
+        found.append(engine.master.tensors)
+    for name, tensor in found[0].items():
+        # an ulp of the largest weights, and 1e-6 of an update
+        assert torch.allclose(tensor, found[1][name], rtol=2e-7, atol=1e-6 * row.learning_rate)
+
+
 def test_where_adam_s_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is there, computes what AdamW does, and the device is not the first Ascend 910."""
     from torch_npu import adamw

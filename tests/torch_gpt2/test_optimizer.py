@@ -37,6 +37,14 @@ def test_the_norm_has_the_digits_of_float32(shapes: list[tuple[int, ...]]) -> No
         assert found.item() == pytest.approx(expected, rel=2e-7)
 
 
+def test_values_that_are_not_finite_show() -> None:
+    for poison in (math.inf, math.nan):
+        for place in (0, 1500, 2047):
+            gradient = torch.ones(2048)
+            gradient[place] = poison
+            assert not math.isfinite(global_norm([torch.ones(3), gradient]).item())
+
+
 @pytest.mark.parametrize("mode", ["dynamic", "static", "none"])
 def test_loss_scale_on_the_device_is_the_hosts(mode: str) -> None:
     """60 random verdicts, with a window, a hysteresis and a minimum that all act."""

@@ -291,6 +291,7 @@ REFUSED: list[tuple[int, str, dict[str, Any]]] = [
     (400, "prompt", {"prompt": ["a"] * 65}),
     (400, "prompt", {"prompt": ""}),
     (400, "prompt", {"prompt": [50257]}),
+    (400, "prompt", {"prompt": [-1]}),
     (400, "prompt", {"prompt": "a " * 100}),
     (400, "max_tokens", {"max_tokens": 64}),
     (400, "logit_bias", {"logit_bias": {"50257": 1}}),
