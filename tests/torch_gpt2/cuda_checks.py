@@ -3,10 +3,12 @@ test_npu.py starts pytest on this file there.
 """
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from common.dataset import Batch
 from common.parallel.run import Run
@@ -69,6 +71,17 @@ def test_a_step_mixes_no_devices_and_reads_nothing(name: str) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert [dict(found) for found in waits] == [{}, {}]
+
+
+def test_a_number_that_the_host_reads_is_seen() -> None:
+    update = Engine._update
+
+    def reads(self: Engine, gradients: Any, applied: torch.Tensor, *rest: Any) -> None:
+        if applied:
+            update(self, gradients, applied, *rest)
+
+    with patch.object(Engine, "_update", reads), pytest.raises(DataDependentOutputException):
+        train(make_config())
 
 
 @pytest.fixture(autouse=True)

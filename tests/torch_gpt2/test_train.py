@@ -1,5 +1,6 @@
 """Whole runs in this process: resume, stop, finetune, what is written."""
 
+import gzip
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from common.errors import (
     ConfigError,
     DataError,
     DeviceError,
+    DivergedError,
     StopRequested,
     UserError,
 )
@@ -101,6 +103,16 @@ def test_ten_and_ten_equal_twenty_with_skipped_outliers(start: Any) -> None:
     require_same_bits(start("parts", **changes), whole)
 
 
+def test_a_trace_of_two_steps(start: Any) -> None:
+    """By torch's own names of operators. The run's results are unchanged."""
+    traced = start("traced", steps=3, profile={"start": 2, "stop": 3, "memory": True})
+    require_same_bits(traced, start("plain", steps=3))
+    with gzip.open(traced / "profile" / "steps_2_3_rank_0.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    found = [event["name"] for event in events if event.get("cat") == "cpu_op"]
+    assert found.count("aten::gelu") == 2 * 2 * 2  # steps, layers, micro batches
+
+
 def test_going_back_to_an_older_checkpoint_repeats_the_same_steps(start: Any) -> None:
     """By its folder; later rows are dropped. Once more, the same command does nothing more. In
     another folder the run is saved there.
@@ -165,6 +177,19 @@ def test_finetuning_starts_from_weights_with_a_new_optimizer(start: Any) -> None
         assert found["checkpoint"] == str(find_checkpoint(used)) and found["tokens"] == 8 * 16
         equal = found["validation_loss"] == pytest.approx(last, rel=1e-6)
         assert equal == (used == whole)
+
+
+def test_gradients_or_weights_that_become_infinite_are_not_a_success(
+    start: Any, tmp_path: Path
+) -> None:
+    scale = {"mode": "static", "initial": 2.0**60}
+    with pytest.raises(DivergedError, match=r"3 steps in a row had no finite gradient"):
+        start("run", precision="fp16", loss_scale=scale, train__max_skipped_steps=3)
+    assert [row["skipped_steps"] for row in rows_of(tmp_path / "run")] == [1, 2, 3]
+    fast = {"name": "sgd", "learning_rate": 1e38, "schedule": "constant", "clip_grad": 0.0}
+    with pytest.raises(DivergedError, match=r"the loss is (nan|inf)"):
+        start("fast", steps=6, optimizer=fast)
+    assert find_checkpoint(tmp_path / "fast") is None
 
 
 @pytest.mark.parametrize(
