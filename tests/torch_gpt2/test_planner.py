@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from common.config.load import build_config
 from common.config.schema import RunConfig
+from common.parallel.sharding import local_shape
 from common.parallel.topology import GroupKind, Topology
 from common.planner.plan import make_plan
 from common.resolve.derive import resolve_config
@@ -221,12 +222,39 @@ def test_the_peak_of_a_step(
         assert planned == pytest.approx(measured, rel=0.05)
 
 
-def test_uneven_stages_hold_their_layers() -> None:
-    """Both hold the tied table, the first one positions, the last one the last norm."""
-    config = make(2, parallel={"pipeline_stage": 2, "stage_layers": [1, 3]})
-    first, last = (stage.memory.weights for stage in make_plan(config).stages)
-    block = 12 * 48**2 + 13 * 48
-    assert last - first == 4 * (2 * block + 2 * 48 - 40 * 48)
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ({"model_parallel": 4}, 4),
+        ({"model_parallel": 2, "pipeline_stage": 2, "stage_layers": [1, 3]}, 8),
+        ({"pipeline_stage": 2, "pipeline_schedule": "interleaved_1f1b"}, 2),
+        ({"pipeline_stage": 2, "pipeline_schedule": "zbv_zero_bubble", "model_parallel": 2}, 4),
+    ],
+)
+def test_state_is_what_modules_and_optimizers_hold(layout: dict[str, Any], ranks: int) -> None:
+    """Parameters of the whole model, cut as the table of roles says, that belong to a rank."""
+    for precision in ("float32", HALF):
+        config = make(ranks, parallel=layout, precision=precision)
+        plan, topology = make_plan(config), config.topology
+        last = topology.place_of_stage(topology.stages - 1)
+        places = {"wte": {0, last}, "wpe": {0}, "ln_f": {last}}
+        with torch.device("meta"):
+            model = GPT2(config.model, config.precision, config.vocab_rows)
+        for place, stage in enumerate(plan.stages):
+            layers, copies = topology.layers_of(place, config.model.num_layers), []
+            for name, parameter in model.named_parameters():
+                part, number, *_ = name.split(".")
+                if int(number) in layers if part == "h" else place in places[part]:
+                    shape = local_shape(name, tuple(parameter.shape), topology.tensor)
+                    copies.append(nn.Parameter(torch.zeros(shape)))
+                    copies[-1].grad = torch.zeros(shape)
+            optimizer = torch.optim.AdamW(copies, foreach=False)
+            optimizer.step()
+            state = [each for one in optimizer.state.values() for each in one.values()]
+            held, whole = (sum(each.nbytes for each in some) for some in (state, copies))
+            assert stage.memory.weights == (whole // 2 if precision is HALF else whole)
+            assert stage.memory.gradients == whole
+            assert stage.memory.optimizer == held + whole * (precision is HALF)
 
 
 class Messages(TorchDispatchMode):
