@@ -27,6 +27,7 @@ from common.config.schema import RunConfig
 from common.parallel.sharding import Role, padded_shapes, role_of, slice_of
 from common.parallel.topology import GroupKind
 from common.resolve.derive import resolve_config, written_ranks
+from common.run_config import load_config
 from common.weights.names import EMBEDDING, decays
 from tests.tiny import tiny_run
 
@@ -79,7 +80,9 @@ CASES = {
 }
 
 
-def compile_rank(tree: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
+def compile_rank(
+    tree: dict[str, Any], rank: int, folder: Path, seconds: int = 600
+) -> dict[str, Any]:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(tree))
     program = str(Path(__file__).with_name("compile_rank.py"))
@@ -87,7 +90,7 @@ def compile_rank(tree: dict[str, Any], rank: int, folder: Path) -> dict[str, Any
         [sys.executable, program, str(folder / "config.json"), str(rank), str(folder)],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=600,
+        timeout=seconds,
         capture_output=True,
         text=True,
     )
@@ -159,6 +162,15 @@ def test_mindspores_own_transform_gives_each_rank_its_part(
             part = whole[name][slice(*piece.rows)]
             part = part[:, slice(*piece.columns)] if piece.columns else part
             np.testing.assert_array_equal(found[name].asnumpy(), part, err_msg=name)
+
+
+@pytest.mark.campaign
+def test_13b(tmp_path: Path) -> None:
+    """One rank of the 32 of the tutorial's 4x2x4 layout: about 11 GB of memory."""
+    words = ["device=npu", "parallel.micro_batch_num=4"]
+    config = load_config(ROOT / "configs" / "gpt2" / "run_gpt2_13b.yaml", words)
+    found = compile_rank(config.model_dump(mode="json"), 9, tmp_path / "13b", 3600)
+    check(found, resolve_config(config, world_size=32), 9, 64)
 
 
 def resolved(tree: dict[str, Any]) -> RunConfig:
