@@ -3,7 +3,9 @@ address that the server listens on, and the key that it asks for.
 """
 
 import re
+import shutil
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,13 @@ def test_elements_that_the_script_names_exist_and_the_facts_that_it_shows_are_se
     shown = set(re.findall(r"meta\.(\w+)", SCRIPT))
     sent = Path(protocol.__file__).with_name("completions.py").read_text(encoding="utf-8")
     assert len(shown) == 6 and all(f'"{name}": ' in sent for name in shown)
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="node is not installed")
+def test_the_script_is_javascript(tmp_path: Path) -> None:
+    (tmp_path / "page.js").write_text(SCRIPT, encoding="utf-8")
+    done = subprocess.run(["node", "--check", tmp_path / "page.js"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_address_that_is_taken_or_not_here() -> None:
