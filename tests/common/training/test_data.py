@@ -238,6 +238,13 @@ def test_batches_are_the_samplers_from_any_place(corpus_prefix: Path) -> None:
             assert found.sample_hash == batch.sample_hash
             assert found.tokens.dtype == np.int32
     assert threading.active_count() == threads
+    # a fault of the data arrives as it is: the corpus holds tokens up to 100
+    data, _ = open_all(make_config(corpus_prefix, None, vocab_size=50))
+    with (
+        data.training_batches(TrainState()) as batches,
+        pytest.raises(DataError, match="vocab_size is 50"),
+    ):
+        list(islice(batches, 50))
 
 
 NEVER = {"validation__interval": "never"}
