@@ -172,6 +172,7 @@ MISSING = "the key 'text' is missing, the keys present are 'body'; evaluation re
         (Path(__file__).parent, "is not a file; check the path"),
         (Path("/absent"), "not found; check the path"),
         ('{"body": "a"}', f"line 1, column 1: {MISSING} the field text"),
+        ('[{"text": "a"}, {"body": "b"}]', f"item 2: {MISSING}"),
         ('{"text": 1}', "line 1, column 1: the value of 'text' is a number, expected a string"),
         ("", "is empty"),
     ],

@@ -97,6 +97,7 @@ def test_a_stopped_run_resumes_with_the_same_texts() -> None:
     ("change", "message"),
     [
         ({"temperature": 0.5}, r"its texts come from temperature=1\.0, and now it is 0\.5"),
+        ({"seed": 9}, r"come from seed=.*, and now it is 9"),
         ({"titles": "ax"}, "come from prompt 1='b', and now it is 'x'"),
         ({"logit_bias": {97: -1}}, r"come from logit_bias=\{\}, and now it is \{'97': -1\.0\}"),
     ],

@@ -218,7 +218,7 @@ def test_another_thread_submits_and_stops() -> None:
     engine = Engine(Model(2), queue_limit=4)
     job = Job([1], 20)
     wanted = job.expected()
-    thread = threading.Thread(target=engine.run, args=(lambda: job.tokens != wanted,))
+    thread = threading.Thread(target=engine.run, args=(lambda: job.tokens != wanted,), daemon=True)
     thread.start()
     engine.submit([job])
     thread.join(10)
