@@ -7,10 +7,12 @@ import os
 import random
 import re
 import signal
+import socket
 import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,20 @@ from tests.tiny import tiny_run, train_here
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install '.[serve]'")
 CLIENTS = 200
 SECONDS = float(os.environ.get("GPT2_LOAD_SECONDS", "60"))
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+WRONG: list[dict[str, Any]] = [
+    {"prompt": 5}, {"temperature": -1}, {"n": 0}, {"promt": "a"}, {"max_tokens": 10**6},
+    {"prompt": [[]]}, {"logit_bias": {"x": 1000}},
+]  # fmt: skip
+HOSTILE = {
+    HEAD[:-2]: (b"",),  # a head that does not end
+    HEAD + b"Content-Length: 50\r\n\r\n{": (b"HTTP/1.1 408",),
+    HEAD + b"Content-Length: 50000\r\n\r\n" + b"[" * 50_000: (b"HTTP/1.1 400",),
+    HEAD + b"Content-Length: 1\r\n\r\n\xff": (b"HTTP/1.1 400",),
+    b"GET / HTTP/1.1\r\nA: " + b"a" * 200_000: (b"", b"HTTP/1.1 400", b"HTTP/1.1 431"),
+    HEAD + b"Content-Length: 100000000\r\n\r\n" + b"a" * 10_000: (b"HTTP/1.1 413",),
+}
+"""What clients send, and the beginnings of answers to it."""
 WORDS = ["To be", "or not to be", "that is the question", "O Romeo", "the king", "and yet"]
 
 
@@ -72,6 +88,14 @@ class Served:
         headers["Authorization"] = "Bearer secret-of-mine"
         connection.request("POST", "/v1/completions", json.dumps(fields), headers)
         return connection
+
+    def send(self, content: bytes) -> bytes:
+        """Return the first bytes of the answer: none where the server closed, or reset, at once."""
+        address = ("127.0.0.1", self.port)
+        with suppress(ConnectionError), socket.create_connection(address, timeout=60) as client:
+            client.sendall(content)
+            return client.recv(100)
+        return b""
 
     def post(self, fields: dict[str, Any]) -> http.client.HTTPResponse:
         return self.request(fields).getresponse()
@@ -144,7 +168,9 @@ def test_a_crowd_of_clients(config: Path, capsys: pytest.CaptureFixture[str]) ->
     texts: dict[str, set[str]] = collections.defaultdict(set)
 
     def be_client(number: int) -> collections.Counter[str]:
-        """Ask, stream or leave before the answer until the time is over. Return how often."""
+        """Ask, stream, leave before the answer, be wrong or hostile until the time is over.
+        Return how often.
+        """
         dice, seen = random.Random(number), collections.Counter[str]()
         while time.monotonic() < deadline:
             tokens, prompt = (
@@ -156,6 +182,17 @@ def test_a_crowd_of_clients(config: Path, capsys: pytest.CaptureFixture[str]) ->
             if dice.random() < 0.2:
                 served.request(fields | {"n": 8}).close()
                 seen["left"] += 1
+                continue
+            if dice.random() < 0.2:
+                response = served.post(dice.choice(WRONG))
+                assert response.status == 400 and b"Traceback" not in response.read()
+                seen["wrong"] += 1
+                continue
+            if dice.random() < 0.1:
+                content, answers = dice.choice([*HOSTILE.items()])
+                found = served.send(content)
+                assert found[:12] in answers, (content[-100:], found)
+                seen["hostile"] += 1
                 continue
             streamed = dice.random() < 0.5
             response = served.post(fields | {"stream": streamed})
@@ -192,4 +229,5 @@ def test_a_crowd_of_clients(config: Path, capsys: pytest.CaptureFixture[str]) ->
         print(f"memory MiB {[round(each) for each in memory]}")
     assert all(len(found) == 1 for found in texts.values())
     assert seen["stream=False: 200"] > 50 and seen["left"] > 50
+    assert seen["wrong"] > 50 and seen["hostile"] > 20
     assert max(memory[-5:]) < 1.03 * max(memory[4:10]) + 5
