@@ -108,3 +108,29 @@ def test_a_store_has_what_metrics_jsonl_has(
     if name == "mlflow":
         with sqlite3.connect(store / "mlflow.db") as database:
             assert database.execute("SELECT status FROM runs").fetchall() == [("FINISHED",)] * 2
+
+
+EVENTS = """
+import json, sys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+board = EventAccumulator(sys.argv[1], size_guidance={"scalars": 0}).Reload()
+print(json.dumps([(name, event.step, event.value) for name in board.Tags()["scalars"]
+                  for event in board.Scalars(name)]))
+"""
+
+
+@pytest.mark.campaign
+def test_tensorboards_own_reader_finds_each_step_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    for steps in (range(1, 31), range(21, 41)):
+        with MetricsWriter(tmp_path, step=steps[0] - 1) as metrics:
+            for step in steps:
+                metrics.write({"step": step, "loss": 10 / step, "step_time": time.monotonic()})
+            metrics.write({"step": steps[-1], "validation_loss": 0.5})
+        time.sleep(1.1)  # the name of a file of events has its second
+    words = [sys.executable, "-c", EVENTS, str(tmp_path / "tensorboard")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    found, expected = sorted(map(tuple, json.loads(done.stdout))), in_metrics(tmp_path)
+    assert [point[:2] for point in found] == [point[:2] for point in expected]
+    # events hold float32
+    assert [point[2] for point in found] == pytest.approx([each[2] for each in expected], rel=1e-6)
