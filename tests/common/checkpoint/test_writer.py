@@ -110,8 +110,9 @@ def test_kill_nine_while_saving(tmp_path: Path, kills: int) -> None:
     moments, step = random.Random(0), 0
     for _ in range(kills):
         saved, told = FORK.Pipe(duplex=False)
-        child = FORK.Process(target=save_forever, args=(tmp_path, step, told))
+        child = FORK.Process(target=save_forever, args=(tmp_path, step, told), daemon=True)
         child.start()
+        told.close()  # so that a child that fails ends the wait
         for _ in range(3):  # two saves are surely whole when the third begins
             saved.recv()
         time.sleep(moments.uniform(0.0, 0.05))
@@ -235,7 +236,8 @@ def test_a_rank_that_dies_while_saving_leaves_the_old_checkpoint(
 ) -> None:
     save_parts(tmp_path, 5)
     ranks = [
-        FORK.Process(target=save_part, args=(tmp_path, rank, dying, moment)) for rank in (0, 1)
+        FORK.Process(target=save_part, args=(tmp_path, rank, dying, moment), daemon=True)
+        for rank in (0, 1)
     ]
     for rank in ranks:
         rank.start()
