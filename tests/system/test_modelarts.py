@@ -17,7 +17,7 @@ import yaml
 
 from common.processes.addresses import free_port
 from tests.run_scripts import ROOT, clean_environment, pids_with, process_of_rank, wait_until
-from tests.system.test_restarts import rows_of
+from tests.system.test_restarts import require_equal, rows_of
 from tests.tiny import tiny_run
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -126,7 +126,7 @@ def test_two_hosts_start_a_killed_rank_again(
     start: Start, bucket: Path, tmp_path: Path, killed: int
 ) -> None:
     """One job. Each host has a disk of its own at the same place, so that rank 1 can only have the
-    checkpoint of rank 0 by the bucket.
+    checkpoint of rank 0 by the bucket. Losses are those of one process that nobody kills.
     """
     disk = tmp_path / "disk"
     for folder in (disk, tmp_path / "host_0", tmp_path / "host_1", bucket / "out"):
@@ -166,3 +166,6 @@ def test_two_hosts_start_a_killed_rank_again(
         assert (out / f"mf_parallel{rank}" / "mindformer.log.1").is_file()
     assert pids_with(str(bucket)) == []
     assert steps_of(out) == list(range(1, 401)), "every step is there once"
+    ours = out.rename(tmp_path / "ours")
+    finish(start(*keys, container="alone", MA_NUM_GPUS="1"))
+    require_equal(ours, out)
