@@ -166,6 +166,7 @@ import sys
 import numpy as np, mindspore as ms
 from mindformers_gpt2.device import open_device
 from mindformers_gpt2.model import build_model
+from tests.mindformers_gpt2.test_model import make_config
 for mode, again in (("none", None), ("selective", None), ("full", 1)):
     config = make_config(
         train__recompute=mode,
