@@ -155,8 +155,8 @@ CONFIG = "../configs/gpt2/run_gpt2_13b.yaml"
             " is not a file\n"),
         (["TABLE", CONFIG, "[a,8]", "train"], "error: start_device=a is not a number\n"),
         (["TABLE", CONFIG, "[0,b]", "train"], "error: end_device=b is not a number\n"),
-        (["TABLE", CONFIG, "0", "train", "32"], "quote it\n"),
-        (["TABLE", CONFIG, "[8,0]", "train", "32"], "'[0,8)' is 0 to 7\n"),
+        (["TABLE", CONFIG, "0", "train", "32"], "quote it, since the shell"),
+        (["TABLE", CONFIG, "[8,0]", "train", "32"], "an exclusive, greater end"),
         (["TABLE", CONFIG, "[0,8]", "trian", "32"], "expected train, finetune, eval, predict,"
             " serve, export or plan\n"),
         (["TABLE", CONFIG, "[0,8]", "train", "16"], "RANK_SIZE=16, but the rank table holds 32"
