@@ -12,7 +12,7 @@ are skipped; the end says how many, by reason. Without --all, tests that take mi
 of them.
 
   bash scripts/test.sh                               the short suite: at most ten minutes on two cores
-  bash scripts/test.sh --all                         the whole suite: about twenty minutes on two cores
+  bash scripts/test.sh --all                         the whole suite: about fifteen minutes on two cores
   bash scripts/test.sh tests/common -k batch         a part; all arguments go to pytest (its own: .venv/bin/python -m pytest --help)
 
 exit codes: 0 all passed, 1 some failed, 2 interrupted or a wrong argument, 5 no test was found
