@@ -4,13 +4,13 @@ once, for generation.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.device import processor_name
 from common.log import LOG
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.model import LayerNorm
@@ -18,10 +18,7 @@ from torch_gpt2.parallel.world import World
 from torch_gpt2.private_api import has_kernel, pack_weight, packed_linear
 
 _SIZES = ((8, 64), (96, 192), (256, 512))
-"""Rows and width of the products that the probe checks; the last one is timed."""
-_TRIES = 9
-_GAIN = 1.3
-"""Least gain to change for, well above what a busy machine adds to the faster of nine tries."""
+"""Rows and width of the products that the probe checks."""
 
 Multiply = Callable[[Tensor], Tensor]
 """Product x (..., in) -> x W^T + b (..., out)."""
@@ -74,39 +71,36 @@ def joined(parts: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
 
 
 def use_fastest_products(device: TorchDevice, world: World) -> None:
-    """Let this process multiply float32 matrices of a CPU by oneDNN if every rank finds it exact
-    and faster.
+    """Let this process multiply float32 matrices of a CPU by oneDNN, if every rank has a processor
+    for it and finds it exact.
 
-    MKL has no AVX512 kernels on processors of other makers, where oneDNN is twice as fast. torch
-    takes oneDNN for float32 only where it may also round to bfloat16. oneDNN rounds on processors
-    with matrix units (AMX) and computes in float32 on others, so a probe decides. It is for
-    training and evaluation: a product of one row, as in generation, is slower so.
+    MKL has no AVX512 kernels on processors of other makers than Intel, where oneDNN is twice as
+    fast. torch takes oneDNN for float32 only where it may also round to bfloat16. oneDNN rounds on
+    processors with matrix units (AMX) and computes in float32 on others, so a probe decides. No
+    time is measured: a busy machine would choose otherwise, and a resumed run would differ in its
+    last bits. It is for training and evaluation: a product of one row, as in generation, is slower.
     """
     if device.kind != "cpu":
         return
-    gain = _gain() if torch.backends.mkldnn.is_available() else 0.0  # type: ignore[no-untyped-call]
-    chosen = world.sum(float(gain >= _GAIN))[0] == world.size
+    chosen = world.sum(float(_is_for_onednn() and _rounds_nothing()))[0] == world.size
     _set_onednn(chosen)
-    library = "oneDNN" if chosen else "MKL"
-    LOG.debug(f"float32 products by {library}; oneDNN is {gain:.2g} times as fast")
+    LOG.debug(f"float32 products by {'oneDNN' if chosen else 'MKL'}")
 
 
-def _gain() -> float:
-    """Return how many times as fast oneDNN is, 0 where it rounds."""
+def _is_for_onednn() -> bool:
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return (
+        has_avx512
+        and "Intel" not in processor_name()
+        and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    )
+
+
+def _rounds_nothing() -> bool:
+    """Tell whether oneDNN computes in float32 where it may round."""
     try:
         _set_onednn(True)
-        if not all(_is_exact(rows, width) for rows, width in _SIZES):
-            return 0.0
-        rows, width = _SIZES[-1]
-        x, weight = torch.rand(rows, width), torch.rand(width, width)
-        seconds: dict[bool, float] = {}
-        for at in range(2 * _TRIES):  # in turn
-            onednn = at % 2 == 0
-            _set_onednn(onednn)
-            began = time.perf_counter()
-            F.linear(x, weight)
-            seconds[onednn] = min(seconds.get(onednn, 1e9), time.perf_counter() - began)
-        return seconds[False] / seconds[True]
+        return all(_is_exact(rows, width) for rows, width in _SIZES)
     finally:
         _set_onednn(False)
 

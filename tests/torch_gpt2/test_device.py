@@ -184,13 +184,21 @@ def uses_onednn() -> bool:
 
 
 @pytest.mark.parametrize(
-    ("gain", "other", "chosen"), [(2.0, 1.0, True), (1.1, 1.0, False), (2.0, 0.0, False)]
+    ("name", "capability", "other", "chosen"),
+    [
+        ("AMD EPYC 9654", "AVX512", 1.0, True),
+        ("AMD EPYC 9654", "AVX512", 0.0, False),
+        ("AMD EPYC 7763", "AVX2", 1.0, False),
+        ("Intel(R) Xeon(R) Platinum 8480C", "AVX512", 1.0, False),
+    ],
 )
-def test_all_ranks_must_find_it_faster(
-    monkeypatch: pytest.MonkeyPatch, gain: float, other: float, chosen: bool
+def test_the_processors_of_all_ranks_decide(
+    monkeypatch: pytest.MonkeyPatch, name: str, capability: str, other: float, chosen: bool
 ) -> None:
-    """other: what the other one of two says."""
-    monkeypatch.setattr(products, "_gain", lambda: gain)
+    """And no time, which a busy machine would change. other: what the other one of two says."""
+    monkeypatch.setattr(products, "processor_name", lambda: name)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(products, "_rounds_nothing", lambda: True)
     monkeypatch.setattr(World, "sum", lambda _, *values: [value + other for value in values])
     use_fastest_products(select_device("cpu"), World(size=2))
     assert uses_onednn() is chosen
@@ -202,7 +210,7 @@ def test_products_that_round_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     def rounding(x: torch.Tensor, weight: torch.Tensor, bias: object = None) -> torch.Tensor:
         return (x.bfloat16() @ weight.bfloat16().t()).float() if uses_onednn() else x @ weight.t()
 
-    assert products._gain() > 0 or torch.cpu._is_amx_tile_supported()
+    assert products._rounds_nothing() or torch.cpu._is_amx_tile_supported()
     monkeypatch.setattr(F, "linear", rounding)
-    assert products._gain() == 0
+    assert not products._rounds_nothing()
     assert not uses_onednn(), "left as it was"
