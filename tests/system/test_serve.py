@@ -8,13 +8,15 @@ import random
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -66,13 +68,25 @@ def config(
     return path
 
 
+@pytest.fixture(autouse=True)
+def _no_server_is_left() -> Iterator[None]:
+    yield
+    while Served.started:
+        child = Served.started.pop()
+        child.kill()
+        child.wait()
+
+
 class Served:
     """The process, and requests to it."""
+
+    started: ClassVar[list[subprocess.Popen[str]]] = []
 
     def __init__(self, config: Path, *words: str, **variables: str) -> None:
         self.child = start_program(
             "--config", str(config), "--run_mode", "serve", *words, **variables
         )
+        self.started.append(self.child)
         assert self.child.stdout is not None
         line = ""
         while "is served at" not in line:

@@ -32,7 +32,8 @@ import pickle, sys
 from common.errors import ConfigError
 from common.launcher import host_channel, supervisor
 job, times, most, seconds = pickle.loads(bytes.fromhex(sys.argv[1]))
-vars(host_channel).update(times)
+for module in (host_channel, supervisor):
+    vars(module).update({name: times[name] for name in times.keys() & vars(module).keys()})
 supervisor.pause = lambda failures: seconds * bool(failures)
 try:
     sys.exit(supervisor.run_attempts(lambda number: job, most=most, folder=job.log_folder).code)
@@ -73,7 +74,7 @@ def until_ready(folder: Path, ranks: Sequence[int]) -> None:
 
 
 class Started:
-    """``run_attempts`` in a process of its own. times: constants of the channel between hosts.
+    """``run_attempts`` in a process of its own. times: constants of it and of its channel.
 
     options: of the job, or of Popen.
     """

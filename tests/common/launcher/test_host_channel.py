@@ -392,6 +392,18 @@ def test_a_host_0_that_begins_anew_counts_for_all(launch: Launch, tmp_path: Path
         assert "ready 0\n" in log(tmp_path, rank)
 
 
+def test_a_host_0_that_does_not_answer_a_failure_is_not_waited_for(
+    launch: Launch, port: int, tmp_path: Path
+) -> None:
+    control = HostChannel(hosts(0, port), restarts=False)
+    second = launch(1, "raise SystemExit(9)", SLEEP, times={"_DECISION_SECONDS": 1.0})
+    gather(control, 0, 30.0)
+    code, output = second.end()
+    control.close()
+    assert code == 9 and "rank 2 (host 127.0.0.2) ended with exit code 9" in output
+    assert ranks_left(tmp_path) == []
+
+
 def test_an_end_that_comes_with_the_begin_is_heard(launch: Launch, port: int) -> None:
     control = HostChannel(hosts(0, port), restarts=False)
     second, failure = launch(1, SLEEP), {"text": "rank 0 has failed", "code": 7, "ranks": [0]}

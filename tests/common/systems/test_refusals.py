@@ -78,7 +78,7 @@ def read(kind: str, given: list[Any]) -> object:
     return open_config(Path("flags.txt"))
 
 
-@pytest.mark.parametrize(("kind", "given", "message"), rows())
+@pytest.mark.parametrize(("kind", "given", "message"), [*rows()])
 def test_refused(
     kind: str, given: list[Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

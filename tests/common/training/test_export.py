@@ -48,9 +48,11 @@ def to_export(config: RunConfig) -> Path:
 
 
 def value_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Different for each tensor and row, and made without keeping anything."""
-    column = np.arange(shape[0], dtype=np.float32) + np.float32(sum(name.encode()) / 1000)
-    return np.broadcast_to(column.reshape(-1, *[1] * (len(shape) - 1)), shape)
+    """Different for each tensor, row and column, and a view of a vector: element (r, c) is its
+    element r + c.
+    """
+    vector = np.arange(sum(shape), dtype=np.float32) + np.float32(sum(name.encode()) / 1000)
+    return np.lib.stride_tricks.as_strided(vector, shape, [vector.itemsize] * len(shape))
 
 
 def cut(shape: tuple[int, ...], rank: int) -> list[list[int]]:

@@ -104,7 +104,7 @@ SLEEPS = "def init(**words): import time; time.sleep(20)"
 @pytest.mark.parametrize(
     ("fault", "limit", "reason"),
     [
-        (None, {}, ""),
+        (None, {}, "import of swanlab halted"),
         (SLEEPS, {"SECONDS_TO_FINISH": 1.0}, "not finished 1 s after the run"),
         (SLEEPS, {"MAX_WAITING_ROWS": 5}, "it is 5 rows behind"),
         ("def init(**words): 1 / 0", {}, "ZeroDivisionError: division by zero"),
