@@ -34,11 +34,7 @@ if TYPE_CHECKING:
 
 
 def main(
-    argv: list[str] | None = None,
-    *,
-    program: str = "run_gpt2.py",
-    more: str = "",
-    file: ConfigFile | None = None,
+    argv: list[str] | None = None, *, program: str = "run_gpt2.py", more: str = "", file: ConfigFile | None = None
 ) -> int:
     """Run what the arguments say, and return the exit code.
 

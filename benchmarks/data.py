@@ -73,14 +73,8 @@ def preprocessing_rows(corpus: Path, vocab: Path, merges: Path, repeats: int) ->
         baseline = [sys.executable, "-c", BASELINE, *files, str(folder / "baseline.bin")]
         tool = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", files[0]]
         tool += ["--vocab-file", files[1], "--merge-file", files[2], "--workers", "1"]
-        peers = {
-            "tokenizers, loop": [*baseline, "loop"],
-            "tokenizers, encode_batch_fast": [*baseline, "batched"],
-        }
-        ours = {
-            name: [*tool, "--output-prefix", str(folder / name), "--tokenizer-backend", name]
-            for name in LIBRARIES
-        }
+        peers = {"tokenizers, loop": [*baseline, "loop"], "tokenizers, encode_batch_fast": [*baseline, "batched"]}
+        ours = {name: [*tool, "--output-prefix", str(folder / name), "--tokenizer-backend", name] for name in LIBRARIES}
         seconds: dict[str, list[float]] = {name: [] for name in (peers | ours)}
         for _ in range(repeats):
             for name, command in (peers | ours).items():
@@ -110,9 +104,7 @@ def loader_rows(repeats: int, tokens: float = 64e6) -> Iterator[Row]:
             with IndexedWriter(prefix, np.uint16) as writer:
                 ids = random.integers(0, 50257, size=int(sizes.sum()), dtype=np.uint16)
                 writer.append(ids, sizes)
-            dataset = GPTDataset(
-                prefix, split="train", split_weights=(1, 0, 0), seq_length=1024, seed=1
-            )
+            dataset = GPTDataset(prefix, split="train", split_weights=(1, 0, 0), seq_length=1024, seed=1)
             n, rates = dataset.samples_per_epoch, []
             for _ in range(repeats + 1):  # the first round warms the page cache and the index
                 start = time.perf_counter()
@@ -148,9 +140,7 @@ def convert_here(source: Path, target: Path, wanted: str) -> None:
 
     name, _, shards = wanted.partition(":")
     tensor, _, pipeline = shards.partition("x")
-    layout: dict[str, Any] = (
-        {"model_parallel": int(tensor), "pipeline_stage": int(pipeline or 1)} if shards else {}
-    )
+    layout: dict[str, Any] = {"model_parallel": int(tensor), "pipeline_stage": int(pipeline or 1)} if shards else {}
     before, peak, done = anonymous_memory(), 0, threading.Event()
 
     def watch() -> None:
@@ -174,17 +164,13 @@ def measure(source: Path, folder: Path, wanted: str, repeats: int) -> Row:
     seconds, copied, peaks = [], [], []
     for _ in range(repeats):
         start = time.perf_counter()
-        subprocess.run(
-            ["cp", "-r", "--reflink=never", str(source), str(folder / "copy")], check=True
-        )
+        subprocess.run(["cp", "-r", "--reflink=never", str(source), str(folder / "copy")], check=True)
         subprocess.run(["sync", "-f", str(folder / "copy")], check=True)
         copied.append(time.perf_counter() - start)
         shutil.rmtree(folder / "copy")
         words = [__file__, str(source), str(folder / "target"), wanted]
         start = time.perf_counter()
-        answer = subprocess.run(
-            [sys.executable, *words], check=True, stdout=subprocess.PIPE, text=True
-        ).stdout
+        answer = subprocess.run([sys.executable, *words], check=True, stdout=subprocess.PIPE, text=True).stdout
         seconds.append(time.perf_counter() - start)
         peaks.append(int(answer))
         shutil.rmtree(folder / "target")

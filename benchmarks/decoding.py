@@ -24,25 +24,13 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.measure import (
-    Answer,
-    Row,
-    answer_turns,
-    compared,
-    initial_weights,
-    table,
-    take_turns,
-)
+from benchmarks.measure import Answer, Row, answer_turns, compared, initial_weights, table, take_turns
 from common.errors import RunError
 
 CONFIG = ROOT / "configs" / "gpt2" / "run_gpt2_124m.yaml"
 PROMPT_TOKENS = 32
 TOP_K = 40
-BARS = (
-    ("float32", "onnx float32", 1, 1.0),
-    ("int8", "float32", 1, 3.0),
-    ("float32", "transformers", 8, 2.0),
-)
+BARS = (("float32", "onnx float32", 1, 1.0), ("int8", "float32", 1, 3.0), ("float32", "transformers", 8, 2.0))
 """System, the one it is held against, rows, and how many times as fast it should be."""
 Turn = Callable[[], Any]
 
@@ -142,13 +130,9 @@ def generated(decoder: Any, prompts: Any, task: Task) -> Turn:
     from common.generation.generate import generate
     from common.generation.prompts import Prompt
 
-    settings = PredictConfig.model_validate(
-        {"strategy": task.strategy, "top_k": TOP_K, "stop_at_end_of_text": False}
-    )
+    settings = PredictConfig.model_validate({"strategy": task.strategy, "top_k": TOP_K, "stop_at_end_of_text": False})
     rows = [Prompt(text="", ids=ids.tolist(), new_tokens=task.new_tokens) for ids in prompts]
-    return lambda: [
-        each.tokens for each in generate(decoder, rows, settings, seed=0, ends=(50256,))
-    ]
+    return lambda: [each.tokens for each in generate(decoder, rows, settings, seed=0, ends=(50256,))]
 
 
 def transformers(model: Any, device: Any, prompts: Any, task: Task) -> Turn:
@@ -156,14 +140,10 @@ def transformers(model: Any, device: Any, prompts: Any, task: Task) -> Turn:
 
     from tests.reference import hugging_face_model
 
-    peer = hugging_face_model(
-        model.config, {name: values.cpu() for name, values in model.named_parameters()}
-    )
+    peer = hugging_face_model(model.config, {name: values.cpu() for name, values in model.named_parameters()})
     peer = peer.to(device.torch_device, model.compute_dtype)
     ids = torch.from_numpy(prompts).to(device.torch_device)
-    words: dict[str, Any] = (
-        {"do_sample": True, "top_k": TOP_K} if task.strategy == "sampling" else {"do_sample": False}
-    )
+    words: dict[str, Any] = {"do_sample": True, "top_k": TOP_K} if task.strategy == "sampling" else {"do_sample": False}
     words |= {
         "max_new_tokens": task.new_tokens,
         "eos_token_id": None,
@@ -254,11 +234,7 @@ def memory(device: str) -> int:
 def turns_of(tasks: Sequence[Task], repeats: int) -> dict[str, list[Answer]]:
     """Return each system's turns. Raises RunError where tokens differ that must be equal."""
     first, later = take_turns({task.system: task.command() for task in tasks}, repeats)
-    exact = [
-        first[task.system]["tokens"]
-        for task in tasks
-        if task.system in EXACT and task.strategy == "greedy"
-    ]
+    exact = [first[task.system]["tokens"] for task in tasks if task.system in EXACT and task.strategy == "greedy"]
     if any(tokens != exact[0] for tokens in exact):
         raise RunError(f"batch {tasks[0].rows}: tokens of float32 differ; speeds mean nothing")
     return later
@@ -308,9 +284,7 @@ def decoding_rows(repeats: int) -> Iterator[Row]:
 
 
 def rates(seconds: list[float], tokens: int) -> str:
-    middle, least, most = (
-        tokens / each for each in (statistics.median(seconds), max(seconds), min(seconds))
-    )
+    middle, least, most = (tokens / each for each in (statistics.median(seconds), max(seconds), min(seconds)))
     return f"{middle:.1f} ({least:.1f} to {most:.1f})"
 
 

@@ -49,9 +49,7 @@ def answer_turns(work: Callable[[], Answer]) -> None:
         print(json.dumps(work()), file=answers, flush=True)
 
 
-def take_turns(
-    commands: dict[str, list[str]], repeats: int
-) -> tuple[dict[str, Answer], dict[str, list[Answer]]]:
+def take_turns(commands: dict[str, list[str]], repeats: int) -> tuple[dict[str, Answer], dict[str, list[Answer]]]:
     """The answers of each system's first turn, and of ``repeats`` turns after warming up, all
     systems in turn.
     """
@@ -61,10 +59,7 @@ def take_turns(
             child = subprocess.Popen([sys.executable, *command], stdin=PIPE, stdout=PIPE, text=True)
             children[name] = stack.enter_context(child)
             stack.callback(child.kill)
-        turns = [
-            {name: _turn(name, child) for name, child in children.items()}
-            for _ in range(1 + WARM_UP + repeats)
-        ]
+        turns = [{name: _turn(name, child) for name, child in children.items()} for _ in range(1 + WARM_UP + repeats)]
     later = turns[1 + WARM_UP :]
     return turns[0], {name: [turn[name] for turn in later] for name in commands}
 
@@ -72,11 +67,7 @@ def take_turns(
 def initial_weights(config: Run) -> Weights:
     """The weights that training begins with, each made when it is read."""
     tensors = {
-        name: Weight(
-            dtype="float32",
-            shape=shape,
-            load=partial(initial_rows, config.model, config.seed, name, shape),
-        )
+        name: Weight(dtype="float32", shape=shape, load=partial(initial_rows, config.model, config.seed, name, shape))
         for name, shape in parameter_shapes(config.model).items()
     }
     return Weights(path=Path("initial"), format="random", model=config.model, tensors=tensors)
@@ -85,9 +76,7 @@ def initial_weights(config: Run) -> Weights:
 def compared(seconds: Sequence[float], peer: Sequence[float], digits: int = 2) -> str:
     """Return how many times as fast as the peer: median, least and greatest of the pairs."""
     ratios = [other / own for own, other in zip(seconds, peer, strict=True)]
-    middle, least, most = (
-        f"{each:.{digits}f}" for each in (statistics.median(ratios), min(ratios), max(ratios))
-    )
+    middle, least, most = (f"{each:.{digits}f}" for each in (statistics.median(ratios), min(ratios), max(ratios)))
     return f"{middle} ({least} to {most} in {len(ratios)})"
 
 
@@ -96,6 +85,5 @@ def table(rows: Sequence[Row], head: Row = HEAD) -> str:
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     lines = (head, ["-" * width for width in widths], *rows)
     return "\n".join(
-        f"| {' | '.join(text.ljust(width) for text, width in zip(row, widths, strict=True))} |"
-        for row in lines
+        f"| {' | '.join(text.ljust(width) for text, width in zip(row, widths, strict=True))} |" for row in lines
     )

@@ -266,9 +266,7 @@ def report(figures: Iterable[Figure]) -> list[str]:
     times = [each for each in figures if not each.is_memory]
     groups: dict[str, list[Figure]] = {"all times": times}
     for each in times:
-        groups.setdefault("the half not fitted" if each.is_test else "the half fitted", []).append(
-            each
-        )
+        groups.setdefault("the half not fitted" if each.is_test else "the half fitted", []).append(each)
     for each in sorted(times, key=lambda each: each.device.family):
         groups.setdefault(each.device.family, []).append(each)
     for each in times:
@@ -289,15 +287,8 @@ def draw(figures: Iterable[Figure], path: Path) -> None:
     times = [each for each in figures if each.counts and not each.is_memory]
     ends = [0.05, 500.0]
     axes.plot(ends, ends, color="#666", linewidth=1)
-    axes.fill_between(
-        ends, [0.75 * end for end in ends], [1.25 * end for end in ends], color="#ddd", linewidth=0
-    )
-    for family, colour in {
-        "A100": "#2f6db3",
-        "H100": "#c8452f",
-        "V100": "#2f8f4e",
-        "Ascend": "#c98a1b",
-    }.items():
+    axes.fill_between(ends, [0.75 * end for end in ends], [1.25 * end for end in ends], color="#ddd", linewidth=0)
+    for family, colour in {"A100": "#2f6db3", "H100": "#c8452f", "V100": "#2f8f4e", "Ascend": "#c98a1b"}.items():
         some = [each for each in times if each.device.family == family]
         middle = errors(some)[0]
         axes.scatter(

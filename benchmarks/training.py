@@ -101,9 +101,7 @@ def _described(cell: Summary, study: Study) -> str:
     return text
 
 
-def rows(
-    device: str, folder: Path, repeats: int, only: Sequence[str], small: bool
-) -> Iterator[Row]:
+def rows(device: str, folder: Path, repeats: int, only: Sequence[str], small: bool) -> Iterator[Row]:
     """Run or resume the study in ``folder``, and yield its rows.
 
     Raises ConfigError for bad arguments, and RunError if a cell has failed or has other losses.

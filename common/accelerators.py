@@ -13,50 +13,23 @@ GIB = 2**30
 _NVIDIA = "NVIDIA data sheet, dense (without sparsity)"
 _ASCEND = "Huawei product pages; peaks by chip bin as used by roofline tools, not measured here"
 # GB/s within a server and to others, devices of a server, source
-_HGX_H = (
-    450.0,
-    50.0,
-    8,
-    "NVIDIA DGX H100 and H200 user guides: NVLink 900 GB/s both ways, a 400 Gb/s adapter a GPU",
-)
-_H100_PCIE = (
-    64.0,
-    25.0,
-    8,
-    "NVIDIA data sheet: PCIe 5 128 GB/s both ways; a 200 Gb/s adapter a GPU is assumed",
-)
-_DGX_A = (
-    300.0,
-    25.0,
-    8,
-    "NVIDIA DGX A100 user guide: NVLink 600 GB/s both ways, a 200 Gb/s adapter a GPU",
-)
+_HGX_H = (450.0, 50.0, 8, "NVIDIA DGX H100 and H200 user guides: NVLink 900 GB/s both ways, a 400 Gb/s adapter a GPU")
+_H100_PCIE = (64.0, 25.0, 8, "NVIDIA data sheet: PCIe 5 128 GB/s both ways; a 200 Gb/s adapter a GPU is assumed")
+_DGX_A = (300.0, 25.0, 8, "NVIDIA DGX A100 user guide: NVLink 600 GB/s both ways, a 200 Gb/s adapter a GPU")
 _DGX_V = (
     150.0,
     6.25,
     8,
-    "NVIDIA DGX-1 V100 user guide: NVLink 300 GB/s both ways, four 100 Gb/s adapters for eight"
-    " GPUs",
+    "NVIDIA DGX-1 V100 user guide: NVLink 300 GB/s both ways, four 100 Gb/s adapters for eight GPUs",
 )
 _SERVER_910 = (
     30.0,
     12.5,
     8,
-    "Liao et al., HPCA 2021: HCCS 30 GB/s among four, PCIe 32 GB/s between the fours, 100 Gb/s a"
-    " device",
+    "Liao et al., HPCA 2021: HCCS 30 GB/s among four, PCIe 32 GB/s between the fours, 100 Gb/s a device",
 )
-_ATLAS_A2 = (
-    196.0,
-    25.0,
-    8,
-    "Huawei Atlas 800T A2: HCCS 392 GB/s both ways over seven links, 200 Gb/s a device",
-)
-_ATLAS_A3 = (
-    196.0,
-    25.0,
-    16,
-    "CloudMatrix384, arXiv 2506.12708: 196 GB/s one way and 200 Gb/s RDMA a die",
-)
+_ATLAS_A2 = (196.0, 25.0, 8, "Huawei Atlas 800T A2: HCCS 392 GB/s both ways over seven links, 200 Gb/s a device")
+_ATLAS_A3 = (196.0, 25.0, 16, "CloudMatrix384, arXiv 2506.12708: 196 GB/s one way and 200 Gb/s RDMA a die")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +80,7 @@ class Accelerator:
         if not self.float8_flops:
             able = ", ".join(other.name for other in ACCELERATORS if other.float8_flops)
             raise ConfigError(
-                f"precision=fp8: {self.name} has no products of float8; choose {able}, or set"
-                " precision=bf16"
+                f"precision=fp8: {self.name} has no products of float8; choose {able}, or set precision=bf16"
             )
         return self.float8_flops
 
@@ -134,16 +106,7 @@ ACCELERATORS: tuple[Accelerator, ...] = tuple(
     for name, pattern, half, single, band, gib, source, links in (
         ("H200", r"\bH200\b", 989.4, 66.9, 4.8, 141, _NVIDIA, _HGX_H),
         ("H100 PCIe", r"\bH100 PCIe\b", 756.0, 51.2, 2.0, 80, _NVIDIA, _H100_PCIE),
-        (
-            "H100",
-            r"\bH[18]00\b",
-            989.4,
-            66.9,
-            3.35,
-            80,
-            _NVIDIA + ", SXM; the H800 differs in its links",
-            _HGX_H,
-        ),
+        ("H100", r"\bH[18]00\b", 989.4, 66.9, 3.35, 80, _NVIDIA + ", SXM; the H800 differs in its links", _HGX_H),
         ("A100 80GB", r"\bA[18]00\b.*80GB", 312.0, 19.5, 2.039, 80, _NVIDIA, _DGX_A),
         ("A100", r"\bA[18]00\b", 312.0, 19.5, 1.555, 40, _NVIDIA, _DGX_A),
         ("V100 32GB", r"\bV100\b.*32GB", 125.0, 15.7, 0.9, 32, _NVIDIA, _DGX_V),
@@ -186,8 +149,7 @@ def require_accelerator(name: str) -> Accelerator:
         )
     if found is None:
         raise ConfigError(
-            f"--accelerator {name}: no figures are known for it; choose"
-            f" {', '.join(a.name for a in ACCELERATORS)}"
+            f"--accelerator {name}: no figures are known for it; choose {', '.join(a.name for a in ACCELERATORS)}"
         )
     return found
 

@@ -21,12 +21,7 @@ from common.resolve.derive import ONE_DEVICE_MODES, export_format, uses_one_devi
 from common.training.export import export
 from common.training.stop import receive_interrupts
 
-_ENTRIES = {
-    "train": "train",
-    "finetune": "train",
-    "eval": "evaluate",
-    "export": "export",
-}
+_ENTRIES = {"train": "train", "finetune": "train", "eval": "evaluate", "export": "export"}
 """Run mode -> module of a backend, with a function of that name."""
 
 

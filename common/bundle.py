@@ -94,8 +94,7 @@ class Cleaner:
         line = _USER_IN_URL.sub(rf"\1{_HIDDEN}@", _KEYS.sub(_HIDDEN, line))
         line = _AFTER_SCHEME.sub(rf"\1 {_HIDDEN}", _USER_WITHOUT_SCHEME.sub(f"{_HIDDEN}@", line))
         return _IN_QUERY.sub(
-            lambda found: f"{found[1]}{found[2]}={_HIDDEN}" if _is_secret(found[2]) else found[0],
-            line,
+            lambda found: f"{found[1]}{found[2]}={_HIDDEN}" if _is_secret(found[2]) else found[0], line
         )
 
     def _name(self, text: str) -> str:
@@ -109,16 +108,12 @@ class Cleaner:
 
 
 def _is_secret(name: str) -> bool:
-    return not _COUNTED.search(name) and any(
-        _SECRET.fullmatch(word) for word in _WORD.findall(name)
-    )
+    return not _COUNTED.search(name) and any(_SECRET.fullmatch(word) for word in _WORD.findall(name))
 
 
 def _is_hidden(name: str, value: str) -> bool:
     """Tell whether a value is secret. Counts of tokens are numbers, not secrets."""
-    is_count = re.search(r"tokens?\b|_tokens?_", name, re.IGNORECASE) and re.fullmatch(
-        r"[\d.,eE+]+\w{0,2}", value
-    )
+    is_count = re.search(r"tokens?\b|_tokens?_", name, re.IGNORECASE) and re.fullmatch(r"[\d.,eE+]+\w{0,2}", value)
     last = name.lstrip("-").rpartition(".")[2].replace("-", "_")
     return not is_count and last != "PWD" and _is_secret(last)
 
@@ -131,12 +126,7 @@ def _without_value(found: re.Match[str]) -> str:
 
 
 def write_bundle(
-    target: Path,
-    *,
-    run: Path,
-    table: Path | None,
-    environ: Mapping[str, str],
-    with_addresses: bool = False,
+    target: Path, *, run: Path, table: Path | None, environ: Mapping[str, str], with_addresses: bool = False
 ) -> list[str]:
     """Write the archive atomically, and return the files that were shortened or left out.
 
@@ -159,15 +149,9 @@ def write_bundle(
     return notes
 
 
-def _texts(
-    run: Path, table: Path | None, environ: Mapping[str, str], notes: list[str]
-) -> Iterator[tuple[str, str]]:
+def _texts(run: Path, table: Path | None, environ: Mapping[str, str], notes: list[str]) -> Iterator[tuple[str, str]]:
     """Yield the name in the archive and the text of each part."""
-    versions = {
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        **installed_versions(),
-    }
+    versions = {"platform": platform.platform(), "python": platform.python_version(), **installed_versions()}
     yield "versions.json", json.dumps(versions, indent=2) + "\n"
     shown = sorted(name for name in environ if SHOWN_VARIABLES.fullmatch(name))
     yield "environment.txt", "".join(f"{name}={environ[name]}\n" for name in shown)

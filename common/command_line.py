@@ -10,10 +10,7 @@ from typing import Any
 from common.flags import Parser
 
 MODES = {
-    "train": (
-        "train, or resume a stopped run",
-        "data.train=data/own_text_document output_dir=output/own",
-    ),
+    "train": ("train, or resume a stopped run", "data.train=data/own_text_document output_dir=output/own"),
     "finetune": (
         "train from the weights of a checkpoint",
         "checkpoint.init_from=output/quickstart output_dir=output/tuned",
@@ -21,13 +18,9 @@ MODES = {
     "eval": ("loss and perplexity of a checkpoint", "output_dir=output/quickstart"),
     "predict": (
         "continue a prompt",
-        "output_dir=output/quickstart predict.prompt='To be' predict.strategy=sampling"
-        " predict.top_k=40",
+        "output_dir=output/quickstart predict.prompt='To be' predict.strategy=sampling predict.top_k=40",
     ),
-    "serve": (
-        "answer OpenAI's /v1/completions over HTTP",
-        "output_dir=output/quickstart serve.port=8000",
-    ),
+    "serve": ("answer OpenAI's /v1/completions over HTTP", "output_dir=output/quickstart serve.port=8000"),
     "export": ("write the weights of a checkpoint as one file", "output_dir=output/quickstart"),
     "plan": ("show ranks, batch and memory, and start nothing", "parallel.data_parallel=4"),
 }
@@ -39,9 +32,7 @@ PLAN_FLAGS = ("all", "accelerator", "devices", "like", "link", "network", "serve
 class _Explain(argparse.Action):
     """Action that prints a key of the schema and ends, as --help does."""
 
-    def __call__(
-        self, parser: argparse.ArgumentParser, _: Any, value: Any, option: Any = None
-    ) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, value: Any, option: Any = None) -> None:
         from common.config.explain import explain_key
 
         sys.stdout.write(explain_key(value))
@@ -68,8 +59,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "show_config": {
         "action": "store_true",
-        "help": "print the configuration as this project's YAML, with the keys that it was written"
-        " with, and stop",
+        "help": "print the configuration as this project's YAML, with the keys that it was written with, and stop",
     },
     "override": {
         "short": "-o",
@@ -78,27 +68,17 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "section.key=value",
         "help": "same as section.key=value without -o; may be repeated",
     },
-    "all": {
-        "action": "store_true",
-        "help": "plan lists every rank, stage and layout, and explains its columns",
-    },
+    "all": {"action": "store_true", "help": "plan lists every rank, stage and layout, and explains its columns"},
     "accelerator": {
         "metavar": "NAME",
         "help": 'plan estimates the time of a step on it, such as "Ascend 910A" or H100',
     },
-    "devices": {
-        "metavar": "N",
-        "help": "plan suggests layouts for so many of --accelerator; or both in one: 8xH100",
-    },
-    "like": {
-        "metavar": "FOLDER",
-        "help": "plan scales its times by what the run in this folder measured",
-    },
+    "devices": {"metavar": "N", "help": "plan suggests layouts for so many of --accelerator; or both in one: 8xH100"},
+    "like": {"metavar": "FOLDER", "help": "plan scales its times by what the run in this folder measured"},
     "link": {
         "type": float,
         "metavar": "GB/S",
-        "help": "plan: what a device sends to the others of its server, where it differs from the"
-        " table's machine",
+        "help": "plan: what a device sends to the others of its server, where it differs from the table's machine",
     },
     "network": {
         "type": float,
@@ -128,8 +108,7 @@ def parse_arguments(
     program, more: the name under which it was started, and an addition to its help.
     """
     modes = "".join(
-        f"  {mode:<10}{meaning}\n{'':<12}  --run_mode {mode} {example}\n"
-        for mode, (meaning, example) in MODES.items()
+        f"  {mode:<10}{meaning}\n{'':<12}  --run_mode {mode} {example}\n" for mode, (meaning, example) in MODES.items()
     )
     parser = Parser(
         prog=program,
@@ -140,12 +119,8 @@ def parse_arguments(
     )
     for name, options in FLAGS.items():
         names = [f"--{name}"] if "short" not in options else [options["short"], f"--{name}"]
-        parser.add_argument(
-            *names, **{key: value for key, value in options.items() if key != "short"}
-        )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="override values of the file"
-    )
+        parser.add_argument(*names, **{key: value for key, value in options.items() if key != "short"})
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override values of the file")
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         from common.config.hints import unknown_arguments

@@ -37,10 +37,7 @@ def unreadable(reason: OSError) -> str:
         IsADirectoryError: "give the path of a file",
         PermissionError: "allow this user to read it (chmod, chown)",
     }
-    return (
-        f"cannot be read: {reason.strerror or reason};"
-        f" {remedies.get(type(reason), 'check the path and the disk')}"
-    )
+    return f"cannot be read: {reason.strerror or reason}; {remedies.get(type(reason), 'check the path and the disk')}"
 
 
 def open_input(path: Path | str, error: type[UserError]) -> BufferedReader:
@@ -55,8 +52,7 @@ def open_input(path: Path | str, error: type[UserError]) -> BufferedReader:
         # opening a pipe would wait for a writer
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise error(
-                f"{path}: is a device, a pipe or a socket, expected a regular file; write its"
-                " content to a file first"
+                f"{path}: is a device, a pipe or a socket, expected a regular file; write its content to a file first"
             )
         file = Path(path).open("rb")  # noqa: SIM115
         try:
@@ -83,9 +79,7 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO]:  # type: ignore[
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path)
         try:
-            with open(
-                temporary, mode, opener=lambda name, _: _create_locked(temporary), **text
-            ) as file:  # type: ignore[call-overload]
+            with open(temporary, mode, opener=lambda name, _: _create_locked(temporary), **text) as file:  # type: ignore[call-overload]
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -96,8 +90,7 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO]:  # type: ignore[
                 temporary.unlink(missing_ok=True)
     except OSError as error:
         raise StorageError(
-            f"{path}: could not be written: {error.strerror or error}; an older file of this name"
-            " is untouched"
+            f"{path}: could not be written: {error.strerror or error}; an older file of this name is untouched"
         ) from error
 
 
@@ -154,17 +147,13 @@ def _create_locked(path: Path, *, is_folder: bool = False) -> int:
     """
     if is_folder:
         path.mkdir()
-    descriptor = os.open(
-        path, os.O_RDONLY if is_folder else os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666
-    )
+    descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
     with suppress(OSError):
         take_lock(descriptor, wait=True)
     return descriptor
 
 
-def refuse_to_overwrite(
-    inputs: Iterable[Path | None], outputs: Iterable[Path], remedy: str
-) -> None:
+def refuse_to_overwrite(inputs: Iterable[Path | None], outputs: Iterable[Path], remedy: str) -> None:
     """Raise ConfigError if an output is the same file as an input: by name, link, or hard link.
 
     remedy: advice, such as "choose another --output". None among the inputs stands for one that was
@@ -176,14 +165,8 @@ def refuse_to_overwrite(
             continue
         for target in there:
             if os.path.samefile(source, target):
-                name = (
-                    str(source)
-                    if source == target
-                    else f"{source}, which is the same file as {target},"
-                )
-                raise ConfigError(
-                    f"{name} is both an input and an output, and would be lost; {remedy}"
-                )
+                name = str(source) if source == target else f"{source}, which is the same file as {target},"
+                raise ConfigError(f"{name} is both an input and an output, and would be lost; {remedy}")
 
 
 _REPLACED = ".replaced.tmp"

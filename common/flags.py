@@ -53,9 +53,7 @@ def make_parser(
     request: dataclass with the options. dashes: write ``--two-words``, not ``--two_words``.
     """
     parser = Parser(
-        description=about,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        **{"allow_abbrev": False, **settings},
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter, **{"allow_abbrev": False, **settings}
     )
     if request is None:
         return parser
@@ -71,9 +69,7 @@ def make_parser(
     return parser
 
 
-def parse(
-    request: type[Request], words: Sequence[str] | None, about: str | None, **settings: Any
-) -> Request:
+def parse(request: type[Request], words: Sequence[str] | None, about: str | None, **settings: Any) -> Request:
     """Return the request of a command line, or raise what the dataclass raises.
 
     Ends the process with exit code 2 for words that are not options.

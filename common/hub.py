@@ -88,8 +88,7 @@ def _parse(path: Path, bare: bool) -> tuple[str, str, str] | None:
         found = _EXPLICIT.fullmatch(text)
         if found is None or ".." in text:
             raise ConfigError(
-                f"{text}: expected hf://OWNER/NAME or hf://OWNER/NAME@REVISION, such as"
-                " hf://openai-community/gpt2"
+                f"{text}: expected hf://OWNER/NAME or hf://OWNER/NAME@REVISION, such as hf://openai-community/gpt2"
             )
         return found[1], found[2] or "main", f"hf://{text[3:].lstrip('/')}"
     if found := _SNAPSHOT.fullmatch(text):

@@ -35,13 +35,7 @@ from common.planner.room import check_memory, gibibytes, memory_limit
 from common.resolve.derive import export_format, length_in_steps, require_length, resolve_mode
 from common.resolve.engine_checks import check_here
 from common.tokenizer import Tokenizer, require_files
-from common.training.data import (
-    Corpus,
-    open_corpus,
-    open_tokenizer,
-    require_entries,
-    tokenizer_source,
-)
+from common.training.data import Corpus, open_corpus, open_tokenizer, require_entries, tokenizer_source
 from common.training.export import exported_vocabulary
 from common.training.opened_checkpoint import Checkpoint, open_checkpoint
 from common.training.start import checkpoint_to_use, trained_multiple
@@ -63,9 +57,7 @@ class Inputs:
     """An export that runs without conversion."""
 
 
-def make_run(
-    config: RunConfig, run_mode: str = "train", process: Process = ALONE
-) -> tuple[Run, Inputs]:
+def make_run(config: RunConfig, run_mode: str = "train", process: Process = ALONE) -> tuple[Run, Inputs]:
     """Resolve the configuration of this process, and open what it names. Nothing changes the run
     after it.
 
@@ -114,24 +106,18 @@ def make_run(
     run = as_run(Run, run, model=vocabulary, hardware=hardware, **changes)
     if hardware is not None:
         check_memory(run, process, training=trains)
-    inputs = Inputs(
-        device=device, corpus=corpus, tokenizer=tokenizer, checkpoint=checkpoint, program=program
-    )
+    inputs = Inputs(device=device, corpus=corpus, tokenizer=tokenizer, checkpoint=checkpoint, program=program)
     return run, inputs
 
 
-def _chosen(
-    config: RunConfig, run: Run, hardware: Hardware, process: Process
-) -> dict[str, dict[str, Any]]:
+def _chosen(config: RunConfig, run: Run, hardware: Hardware, process: Process) -> dict[str, dict[str, Any]]:
     """Return the keys that the plan chooses for the memory of this rank."""
     world_size = run.topology.world_size
     limit = memory_limit(config, hardware, ranks=min(process.most_here, world_size))
     found = Fitting(config, world_size, hardware, limit).fastest()
     train = found.train
     blocks = "" if train.recompute_layers is None else f" in {train.recompute_layers} blocks"
-    keys = [
-        key for key in ("micro_batch_size", "recompute") if getattr(config.train, key) == "auto"
-    ]
+    keys = [key for key in ("micro_batch_size", "recompute") if getattr(config.train, key) == "auto"]
     LOG.info(
         f"train.{' and '.join(keys)}=auto: micro batch {train.micro_batch_size}, recompute"
         f" {train.recompute}{blocks + ' of a stage' if blocks else ''}, by the plan for"
@@ -196,14 +182,11 @@ def _corpus_in(entry: str | float, key: str) -> str | float:
         return entry
     if Path(f"{folder}.idx").is_file():
         return entry
-    prefixes = sorted(
-        path.with_suffix("") for path in folder.rglob("*.idx") if path.with_suffix(".bin").is_file()
-    )
+    prefixes = sorted(path.with_suffix("") for path in folder.rglob("*.idx") if path.with_suffix(".bin").is_file())
     if len(prefixes) > 1:
         shown = ", ".join(str(prefix.relative_to(folder)) for prefix in prefixes[:5])
         raise DataError(
-            f"{folder} holds {len(prefixes)} corpora ({shown}); give one as {key}=FOLDER/NAME, or a"
-            " folder with one"
+            f"{folder} holds {len(prefixes)} corpora ({shown}); give one as {key}=FOLDER/NAME, or a folder with one"
         )
     return str(prefixes[0]) if prefixes else entry
 

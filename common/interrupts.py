@@ -92,9 +92,10 @@ def _is_ours_to_set() -> bool:
 
     A program in the background of a shell ignores SIGINT, and must continue to.
     """
-    return threading.current_thread() is threading.main_thread() and signal.getsignal(
-        signal.SIGINT
-    ) not in (signal.SIG_IGN, None)
+    return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) not in (
+        signal.SIG_IGN,
+        None,
+    )
 
 
 def was_interrupted() -> bool:

@@ -10,9 +10,7 @@ from typing import IO
 
 
 @contextmanager
-def held_lock(
-    path: Path, seconds: float, on_wait: Callable[[], object] = lambda: None
-) -> Iterator[None]:
+def held_lock(path: Path, seconds: float, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Hold a lock file for the block. The file stays, and nobody needs to remove it.
 
     on_wait: called once, where another process holds it. Raises TimeoutError after ``seconds``, and
@@ -38,9 +36,7 @@ def take_lock(file: IO[bytes] | IO[str] | int, *, shared: bool = False, wait: bo
     Returns False where another process holds it. Raises OSError if the file system has no locks.
     """
     try:
-        fcntl.flock(
-            file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
-        )
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     return True

@@ -49,8 +49,7 @@ def owned_folder(folder: Path, *, active: bool = True) -> Iterator[None]:
         lock = (folder / LOCK).open("a+")
     except OSError as error:
         raise ConfigError(
-            f"output_dir={folder}: cannot be used: {error.strerror}; choose a folder that can be"
-            " written"
+            f"output_dir={folder}: cannot be used: {error.strerror}; choose a folder that can be written"
         ) from None
     with lock:
         try:
@@ -59,9 +58,7 @@ def owned_folder(folder: Path, *, active: bool = True) -> Iterator[None]:
         except OSError as error:
             LOG.warning(f"{folder}: cannot be held against a second run here ({error.strerror})")
         lock.truncate(0)
-        lock.write(
-            uuid.uuid4().hex
-        )  # other ranks compare it to see whether their folder is the same one
+        lock.write(uuid.uuid4().hex)  # other ranks compare it to see whether their folder is the same one
         lock.flush()
         os.fsync(lock.fileno())
         try:
@@ -109,9 +106,7 @@ def keeper(folder: Path, holders: Sequence[str], rank: int) -> Callable[[], None
     def require() -> None:
         try:
             is_ours = not token or (folder / LOCK).stat().st_ino == inode
-            is_ours = (
-                is_ours or (folder / LOCK).read_text(encoding="utf-8", errors="replace") == token
-            )
+            is_ours = is_ours or (folder / LOCK).read_text(encoding="utf-8", errors="replace") == token
         except (FileNotFoundError, NotADirectoryError):
             is_ours = False
         # a disk that does not answer does not reveal whose folder it is; the next write will fail
@@ -155,6 +150,4 @@ def require_free_folder(folder: Path) -> None:
 
 
 def _taken(folder: Path) -> ConfigError:
-    return ConfigError(
-        f"output_dir={folder}: another run is writing here; wait for it or choose another folder"
-    )
+    return ConfigError(f"output_dir={folder}: another run is writing here; wait for it or choose another folder")

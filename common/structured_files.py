@@ -50,10 +50,7 @@ def read_bytes(path: Path, *, limit: int, error: type[UserError] = ConfigError) 
         if size <= limit:
             content: bytes = file.read(size)
             return content
-    raise error(
-        f"{path}: is larger than {limit / 2**20:g} MiB, the limit for a file of this kind; give the"
-        " right file"
-    )
+    raise error(f"{path}: is larger than {limit / 2**20:g} MiB, the limit for a file of this kind; give the right file")
 
 
 def read_text(path: Path, *, limit: int, error: type[UserError] = ConfigError) -> str:
@@ -62,26 +59,18 @@ def read_text(path: Path, *, limit: int, error: type[UserError] = ConfigError) -
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as reason:
-        raise error(
-            f"{path}: byte {reason.start} is not UTF-8; convert the file to UTF-8"
-        ) from None
+        raise error(f"{path}: byte {reason.start} is not UTF-8; convert the file to UTF-8") from None
 
 
 def read_json(
-    path: Path,
-    *,
-    error: type[UserError] = ConfigError,
-    limit: int = MAX_JSON_BYTES,
-    unique: bool = True,
+    path: Path, *, error: type[UserError] = ConfigError, limit: int = MAX_JSON_BYTES, unique: bool = True
 ) -> Any:
     """Return the content of a JSON file. Raises ``error`` with path, line and reason."""
     text = read_text(path, limit=limit, error=error)
     try:
         return parse_json(text, unique=unique)
     except MalformedError as reason:
-        raise error(
-            f"{path}: not valid JSON: {reason}; the file is damaged or of another kind"
-        ) from None
+        raise error(f"{path}: not valid JSON: {reason}; the file is damaged or of another kind") from None
 
 
 def read_json_mapping(
@@ -91,9 +80,7 @@ def read_json_mapping(
     return require_mapping(read_json(path, error=error, limit=limit), str(path), error=error)
 
 
-def require_mapping(
-    value: Any, where: str, *, error: type[UserError] = ConfigError
-) -> dict[str, Any]:
+def require_mapping(value: Any, where: str, *, error: type[UserError] = ConfigError) -> dict[str, Any]:
     """Return ``value`` if it is a dict. Raises ``error``."""
     if not isinstance(value, dict):
         raise error(f"{where}: expected keys and values, found {kind_of(value)}")

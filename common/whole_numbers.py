@@ -24,9 +24,7 @@ def whole_number(text: str, *, most_digits: int = MAX_DIGITS) -> int | None:
 def argument(least: int = 0, most: int = 10**MAX_DIGITS - 1) -> Callable[[str], int]:
     """Return a ``type`` for argparse: a whole number from ``least`` to ``most``."""
     expected = (
-        f"a whole number of {least} or more"
-        if most == 10**MAX_DIGITS - 1
-        else f"a whole number from {least} to {most}"
+        f"a whole number of {least} or more" if most == 10**MAX_DIGITS - 1 else f"a whole number from {least} to {most}"
     )
 
     def parse(text: str) -> int:

@@ -91,9 +91,7 @@ for _tag, _pattern, _first in (
     ),
 ):
     YamlLoader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}",
-        re.compile(f"^(?:{_pattern})$"),
-        [*_first, ""] if _tag == "null" else list(_first),
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), [*_first, ""] if _tag == "null" else list(_first)
     )
 
 
@@ -110,10 +108,7 @@ def dump_yaml(value: Any) -> str:
 
 
 def parse_yaml(
-    text: str,
-    lines: dict[KeyPath, int] | None = None,
-    carriers: set[str] | None = None,
-    is_text: IsText | None = None,
+    text: str, lines: dict[KeyPath, int] | None = None, carriers: set[str] | None = None, is_text: IsText | None = None
 ) -> Any:
     """Return the value of a YAML text of one document; None if it is empty. Raises MalformedError.
 
@@ -137,9 +132,7 @@ def parse_yaml(
             }
         return None if root is None else _Plain(lines, is_text).value(root, ())
     except yaml.MarkedYAMLError as error:
-        problem = (error.problem or "not YAML").replace(
-            "second occurrence", "an anchor is defined twice"
-        )
+        problem = (error.problem or "not YAML").replace("second occurrence", "an anchor is defined twice")
         raise MalformedError(problem, *_line(error)) from None
     except yaml.YAMLError as error:
         raise MalformedError(str(error).partition("\n")[0]) from None
@@ -156,9 +149,7 @@ class _Plain:
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
         self._seen += 1
         if self._seen > MAX_YAML_NODES:
-            raise MalformedError(
-                f"more than {MAX_YAML_NODES:,} values once aliases are followed", *_line(node)
-            )
+            raise MalformedError(f"more than {MAX_YAML_NODES:,} values once aliases are followed", *_line(node))
         _check_depth(self._depth, node)
         self._depth += 1
         found = self._content(node, path)
@@ -187,8 +178,7 @@ class _Plain:
             if name in own:
                 dotted = shown(".".join(map(str, (*path, name))))
                 raise MalformedError(
-                    f"the key {dotted} is given twice (first in line {own[name]}); keep one",
-                    *_line(key),
+                    f"the key {dotted} is given twice (first in line {own[name]}); keep one", *_line(key)
                 )
             own[name] = key.start_mark.line + 1
             if _is_merge(key):
@@ -196,9 +186,7 @@ class _Plain:
                 several = isinstance(child, yaml.SequenceNode)
                 for part in reversed(child.value) if several else [child]:
                     if not isinstance(part, yaml.MappingNode):
-                        raise MalformedError(
-                            "<<: expected a mapping, or a list of them", *_line(key)
-                        )
+                        raise MalformedError("<<: expected a mapping, or a list of them", *_line(key))
                     found |= self.value(part, path)
         for key, child in node.value:
             if not _is_merge(key):
@@ -221,9 +209,7 @@ def _is_merge(key: yaml.Node) -> bool:
 _READERS: dict[str, Callable[[str], Any]] = {
     "!!str": require_text,
     "!!int": int,
-    "!!float": lambda text: (
-        float(text.replace(".", "")) if text[-1:] in ("f", "F", "n", "N") else parse_float(text)
-    ),
+    "!!float": lambda text: float(text.replace(".", "")) if text[-1:] in ("f", "F", "n", "N") else parse_float(text),
     "!!bool": lambda text: {"true": True, "false": False}[text.lower()],
     "!!null": lambda text: {"": None, "~": None, "null": None}[text.lower()],
 }
@@ -235,9 +221,7 @@ def _read_scalar(node: yaml.ScalarNode, tag: str) -> Any:
     except MalformedError as error:
         raise MalformedError(error.problem, *_line(node)) from None
     except (ValueError, KeyError):
-        raise MalformedError(
-            f"{shown(node.value)} does not fit its tag {tag}", *_line(node)
-        ) from None
+        raise MalformedError(f"{shown(node.value)} does not fit its tag {tag}", *_line(node)) from None
 
 
 def _line(found: Any) -> tuple[int, int]:

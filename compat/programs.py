@@ -74,9 +74,7 @@ def main_with_flags(main: Callable[..., int], flags: Sequence[str], program: str
     given, flags = parser.parse_known_args(flags)
     own = [word for word in flags if word in ("--show_config", "--help", "-h")]
     overrides = [
-        word
-        for word in flags
-        if word.partition("=")[1] and word.partition("=")[0].partition(".")[0] in schema_keys()
+        word for word in flags if word.partition("=")[1] and word.partition("=")[0].partition(".")[0] in schema_keys()
     ]
     theirs = [word for word in flags if word not in own and word not in overrides]
     with tempfile.NamedTemporaryFile(
@@ -84,9 +82,7 @@ def main_with_flags(main: Callable[..., int], flags: Sequence[str], program: str
     ) as file:
         write_flag_file(file, program, theirs)
         file.flush()
-        return main(
-            ["--config", file.name, "--run_mode", given.run_mode, *own, *overrides], program=program
-        )
+        return main(["--config", file.name, "--run_mode", given.run_mode, *own, *overrides], program=program)
 
 
 def _read(path: str) -> Any:

@@ -12,11 +12,7 @@ from typing import Any
 
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import (
-    handle_stop_sequences,
-    normalize_gen_kwargs,
-    postprocess_generated_text,
-)
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from common.errors import ConfigError
@@ -68,8 +64,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness may not be 
         self.max_length = positions if max_length is None else max_length
         if not 1 <= self.max_length <= positions:
             raise ConfigError(
-                f"--model_args max_length={max_length}: expected 1 to {positions}, the positions of"
-                f" {path}"
+                f"--model_args max_length={max_length}: expected 1 to {positions}, the positions of {path}"
             )
         self.max_gen_toks = max_gen_toks
 
@@ -81,9 +76,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness may not be 
     def tokenizer_name(self) -> str:
         return self.model.tokenizer.kind
 
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **_: object
-    ) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         return self.model.encode(string)
 
     def get_model_info(self) -> dict[str, Any]:

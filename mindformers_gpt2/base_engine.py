@@ -23,21 +23,10 @@ from common.training.engine import StepResult
 from common.training.outliers import NO_LIMITS, Limits
 from common.training.start import Start
 from common.weights.pieces import TensorSlice, to_rectangle
-from mindformers_gpt2.checkpoint import (
-    fill_moments,
-    fill_weights,
-    moments_on_host,
-    weights_on_host,
-)
+from mindformers_gpt2.checkpoint import fill_moments, fill_weights, moments_on_host, weights_on_host
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.model import takes_fused_attention
-from mindformers_gpt2.optimizer import (
-    DeviceLossScale,
-    MasterWeights,
-    Optimizer,
-    global_norm,
-    held_bytes,
-)
+from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, Optimizer, global_norm, held_bytes
 from mindformers_gpt2.parallel.world import World
 from mindformers_gpt2.quantize import Quantization
 
@@ -134,9 +123,7 @@ class BaseEngine(engine.Engine):
         moments = [tensor for part in self.optimizer.state.values() for tensor in part.values()]
         return held_bytes([*self.master.model.values(), *self.master.tensors.values(), *moments])
 
-    def run(
-        self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
-    ) -> list[StepResult]:
+    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
         """Start ``steps_per_run`` steps before the result of the first is read.
 
         The device has the rates of so many updates, and takes the next one after each that it
@@ -156,9 +143,7 @@ class BaseEngine(engine.Engine):
             queued.append(self._train_step(batch.tokens))
         return results + [self._wait(samples, *step) for step in queued]
 
-    def _wait(
-        self, samples: int, loss: Tensor, norm: Tensor, applied: Tensor, scale: Tensor
-    ) -> StepResult:
+    def _wait(self, samples: int, loss: Tensor, norm: Tensor, applied: Tensor, scale: Tensor) -> StepResult:
         """Wait for a queued step, and move the schedule as the device has done."""
         result = StepResult(
             loss=float(loss.asnumpy()),
@@ -211,7 +196,4 @@ class BaseEngine(engine.Engine):
         if config.checkpoint.ckpt_prefix is None:
             return snapshot
         place = epoch_and_step(config, int(self.manifest_extra.get("samples_per_epoch", 0)), state)
-        return replace(
-            snapshot,
-            also_write=partial(write_rank_file, config, place, rank, self.is_sharded),
-        )
+        return replace(snapshot, also_write=partial(write_rank_file, config, place, rank, self.is_sharded))

@@ -108,17 +108,13 @@ class MindSporeDevice:
         pass
 
 
-def open_device(
-    config: Run, process: Process = ALONE, *, lengths_vary: bool = False
-) -> MindSporeDevice:
+def open_device(config: Run, process: Process = ALONE, *, lengths_vary: bool = False) -> MindSporeDevice:
     """The device of a process, checked against the config, and MindSpore's context set. Raises
     ConfigError or DeviceError.
 
     lengths_vary: as for torch's device; it makes no difference here.
     """
-    device = select_device(
-        config.device, index=device_index(config, process), threads=config.runtime.threads
-    )
+    device = select_device(config.device, index=device_index(config, process), threads=config.runtime.threads)
     check_support(config, device)
     _refuse_cached_graphs()
     settings = mindspore_context(config)
@@ -168,16 +164,12 @@ def check_support(config: Run, device: MindSporeDevice) -> None:
     with naming_auto(config, device.kind, "Ascend"):
         check_device_id(config, device.kind)
         check_mindspore(config, device.kind)
-        if device.kind == "cpu" and (
-            config.context.max_device_memory or config.context.enable_graph_kernel
-        ):
+        if device.kind == "cpu" and (config.context.max_device_memory or config.context.enable_graph_kernel):
             raise ConfigError(
                 "context.max_device_memory and context.enable_graph_kernel are for accelerators;"
                 " leave them out on a CPU"
             )
-        for part, float_name in config.precision.model_dump(
-            exclude={"float8", "float8_head"}
-        ).items():
+        for part, float_name in config.precision.model_dump(exclude={"float8", "float8_head"}).items():
             if not device.supports(float_name):
                 raise DeviceError(
                     f"precision.{part}={float_name}: MindSpore cannot on {device.name}; use"
@@ -209,8 +201,7 @@ def _make_folder(path: str) -> None:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"context.save_graphs_path={path}: cannot be made: {error.strerror}; choose another"
-            " folder"
+            f"context.save_graphs_path={path}: cannot be made: {error.strerror}; choose another folder"
         ) from None
 
 

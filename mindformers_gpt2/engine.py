@@ -18,12 +18,7 @@ from mindformers_gpt2.base_engine import BaseEngine, QueuedStep
 from mindformers_gpt2.data import inputs_and_targets
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.gradients import LossGradients, varies
-from mindformers_gpt2.optimizer import (
-    DeviceLossScale,
-    MasterWeights,
-    add_gradients,
-    build_optimizer,
-)
+from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, add_gradients, build_optimizer
 from mindformers_gpt2.parallel.layout import GradientSync, build_parts, own_dropout_keys
 from mindformers_gpt2.parallel.pipeline_parallel import Pipeline
 from mindformers_gpt2.parallel.world import World
@@ -51,13 +46,9 @@ class Engine(BaseEngine):
         self.quantization = quantize_model(config, self.model, self.world)
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         several = self.world.size > 1
-        self._gradient_sync = (
-            GradientSync(config, self.world, shapes, has_loss=self._has_loss) if several else None
-        )
+        self._gradient_sync = GradientSync(config, self.world, shapes, has_loss=self._has_loss) if several else None
         replicas = self._gradient_sync.data_parallel if self._gradient_sync is not None else None
-        self.master = MasterWeights(
-            parameters, replicas if replicas is not None and replicas.splits else None
-        )
+        self.master = MasterWeights(parameters, replicas if replicas is not None and replicas.splits else None)
         self._frozen = frozen_parameters(config)
         self.optimizer = build_optimizer(
             self.master,
@@ -77,11 +68,7 @@ class Engine(BaseEngine):
             if self.world.topology.pipeline > 1
             else None
         )
-        self._loss_sum = (
-            device.compile(self.model.loss_sum)
-            if self._pipeline is None
-            else self._pipeline.evaluate
-        )
+        self._loss_sum = device.compile(self.model.loss_sum) if self._pipeline is None else self._pipeline.evaluate
         own = LossGradients(self.model, config, self.loss_scale) if self._pipeline is None else None
         self._gradients = device.compile(own) if own is not None else None
         self._loss_gradients = own if self._pipeline is None else self._pipeline.loss_gradients
@@ -90,13 +77,7 @@ class Engine(BaseEngine):
         self._update = device.compile(self.optimizer)
 
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        return sum_losses(
-            self._loss_sum,
-            batches,
-            self.world,
-            has_loss=self._has_loss,
-            packing=self.config.packing,
-        )
+        return sum_losses(self._loss_sum, batches, self.world, has_loss=self._has_loss, packing=self.config.packing)
 
     @property
     def _has_loss(self) -> bool:
@@ -143,9 +124,7 @@ class Engine(BaseEngine):
             self.quantization.end_step()
         return result
 
-    def _reduced(
-        self, loss: Tensor, gradients: Sequence[Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _reduced(self, loss: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the gradients that the update will find."""
         if self._gradient_sync is not None:
             loss, _, gradients = self._gradient_sync(loss, tuple(gradients))
@@ -157,8 +136,7 @@ class Engine(BaseEngine):
         """
         micro, packing = self.config.train.micro_batch_size, self.config.packing
         batch = [
-            inputs_and_targets(tokens[start : start + micro], packing)
-            for start in range(0, tokens.shape[0], micro)
+            inputs_and_targets(tokens[start : start + micro], packing) for start in range(0, tokens.shape[0], micro)
         ]
         self._set_predicted(tokens)
         keys = partial(self._dropout_keys, accumulation=len(batch))

@@ -32,12 +32,7 @@ def evaluate(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
     quantization = quantize_model(config, model, World())
     if quantization is not None:
         quantization.load(checkpoint)
-    measure = partial(
-        sum_losses,
-        device.compile(model.loss_sum),
-        world=World(),
-        packing=config.packing,
-    )
+    measure = partial(sum_losses, device.compile(model.loss_sum), world=World(), packing=config.packing)
     result = run_task(task, config, measure, partial(make_scorer, model, device), quantization)
     report(config, checkpoint.path, result)
 
@@ -69,18 +64,10 @@ class _TokenScores(nn.Cell):
         losses: tuple[Tensor, ...] = ()
         hits: tuple[Tensor, ...] = ()
         for start in range(0, hidden.shape[0], ROWS_AT_ONCE):
-            rows, target = (
-                hidden[start : start + ROWS_AT_ONCE],
-                targets[start : start + ROWS_AT_ONCE],
-            )
+            rows, target = (hidden[start : start + ROWS_AT_ONCE], targets[start : start + ROWS_AT_ONCE])
             if start:
                 rows = ops.depend(rows, losses[-1])  # one chunk after the other
             logits = self.model.logits(rows)  # (ROWS_AT_ONCE, vocab_size)
-            losses = (
-                *losses,
-                -ops.GatherD()(self.log_softmax(logits), 1, ops.expand_dims(target, 1)).reshape(
-                    (-1,)
-                ),
-            )
+            losses = (*losses, -ops.GatherD()(self.log_softmax(logits), 1, ops.expand_dims(target, 1)).reshape((-1,)))
             hits = (*hits, self.most_probable(logits) == target)
         return ops.concat(losses), ops.concat(hits)

@@ -57,13 +57,10 @@ def export(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
             try:
                 file = _write(graph, model, temporary)
                 difference = _check(graph, file, model, device, batches)
-            except (
-                RuntimeError
-            ) as error:  # MindSpore's errors have many lines; the usual reason is memory
+            except RuntimeError as error:  # MindSpore's errors have many lines; the usual reason is memory
                 reason = str(error).strip().splitlines()[0]
                 raise RunError(
-                    f"{graph.name}.mindir: MindSpore failed ({reason}); a smaller export.batch_size"
-                    " needs less memory"
+                    f"{graph.name}.mindir: MindSpore failed ({reason}); a smaller export.batch_size needs less memory"
                 ) from None
             graphs[graph.name] = {
                 "file": file.name,
@@ -114,9 +111,7 @@ class Decode(nn.Cell):
         super().__init__(auto_prefix=False)
         self.model = model
 
-    def construct(
-        self, token: Tensor, position: Tensor, keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, ...]:
+    def construct(self, token: Tensor, position: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         decoded: tuple[Tensor, ...] = self.model.decode(token, position, keys, values)
         return decoded
 
@@ -137,10 +132,7 @@ class _Graph:
 def _graphs(config: Run) -> tuple[_Graph, _Graph]:
     model, batch = config.model, config.export.batch_size or "batch"
     head_size = model.hidden_size // model.num_heads
-    cache = (
-        (model.num_layers, batch, model.num_heads, model.max_positions, head_size),
-        config.precision.compute,
-    )
+    cache = ((model.num_layers, batch, model.num_heads, model.max_positions, head_size), config.precision.compute)
     return (
         _Graph(
             name="model",
@@ -151,60 +143,39 @@ def _graphs(config: Run) -> tuple[_Graph, _Graph]:
         _Graph(
             name="decode",
             cell=Decode,
-            inputs={
-                "token": ((batch, 1), "int32"),
-                "position": ((batch,), "int32"),
-                "keys": cache,
-                "values": cache,
-            },
-            outputs={
-                "logits": ((batch, model.vocab_size), "float32"),
-                "keys": cache,
-                "values": cache,
-            },
+            inputs={"token": ((batch, 1), "int32"), "position": ((batch,), "int32"), "keys": cache, "values": cache},
+            outputs={"logits": ((batch, model.vocab_size), "float32"), "keys": cache, "values": cache},
         ),
     )
 
 
 def _describe(tensors: _Tensors) -> list[dict[str, Any]]:
-    return [
-        {"name": name, "shape": list(shape), "dtype": dtype}
-        for name, (shape, dtype) in tensors.items()
-    ]
+    return [{"name": name, "shape": list(shape), "dtype": dtype} for name, (shape, dtype) in tensors.items()]
 
 
 def _write(graph: _Graph, model: GPT2, folder: Path) -> Path:
     """Export into ``folder``; return the file to load."""
     inputs = [
-        Tensor(
-            shape=[None if isinstance(size, str) else size for size in shape],
-            dtype=getattr(ms, dtype),
-        )
+        Tensor(shape=[None if isinstance(size, str) else size for size in shape], dtype=getattr(ms, dtype))
         for shape, dtype in graph.inputs.values()
     ]
     # MindSpore rejects paths with blanks or letters beyond ASCII, but follows links
     with tempfile.TemporaryDirectory() as plain:
         link = Path(plain) / "export"
         link.symlink_to(folder.resolve())
-        ms.export(
-            graph.cell(model), *inputs, file_name=str(link / graph.name), file_format="MINDIR"
-        )
+        ms.export(graph.cell(model), *inputs, file_name=str(link / graph.name), file_format="MINDIR")
     file = folder / f"{graph.name}.mindir"
     return file if file.exists() else folder / f"{graph.name}_graph.mindir"
 
 
-def _check(
-    graph: _Graph, file: Path, model: GPT2, device: MindSporeDevice, batches: tuple[int, ...]
-) -> float:
+def _check(graph: _Graph, file: Path, model: GPT2, device: MindSporeDevice, batches: tuple[int, ...]) -> float:
     """Return the largest difference between the file and the model on random ids.
 
     Raises RunError if it is above the tolerance.
     """
     loaded = nn.GraphCell(ms.load(str(file)))
     pairs = (
-        _logits_pairs(loaded, model, batches)
-        if graph.cell is Logits
-        else _decode_pairs(loaded, model, device, batches)
+        _logits_pairs(loaded, model, batches) if graph.cell is Logits else _decode_pairs(loaded, model, device, batches)
     )
     difference = float(np.max([_distance(found, wanted) for found, wanted in pairs]))  # keeps a NaN
     if not difference <= TOLERANCE:
@@ -216,9 +187,7 @@ def _check(
     return difference
 
 
-def _logits_pairs(
-    loaded: Any, model: GPT2, batches: tuple[int, ...]
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _logits_pairs(loaded: Any, model: GPT2, batches: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
     live, random, positions = Logits(model), np.random.default_rng(0), model.config.max_positions
     # for GPT-2 124M on a CPU, 1024 positions would take 45 s and 8 GB more; 128 take under 10 s
     for batch, length in zip(batches, (128, 7), strict=False):
@@ -230,11 +199,7 @@ def _logits_pairs(
 def _decode_pairs(
     loaded: Any, model: GPT2, device: MindSporeDevice, batches: tuple[int, ...]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    live, random, positions = (
-        device.compile(model.decode),
-        np.random.default_rng(0),
-        model.config.max_positions,
-    )
+    live, random, positions = (device.compile(model.decode), np.random.default_rng(0), model.config.max_positions)
     for batch in batches:
         found = wanted = model.new_caches(batch, positions)
         for position in sorted({0, positions // 2, positions - 1}):
@@ -248,9 +213,7 @@ def _decode_pairs(
 def _distance(found: Tensor, wanted: Tensor) -> float:
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return float("inf")
-    return float(
-        np.abs(found.astype(ms.float32).asnumpy() - wanted.astype(ms.float32).asnumpy()).max()
-    )
+    return float(np.abs(found.astype(ms.float32).asnumpy() - wanted.astype(ms.float32).asnumpy()).max())
 
 
 def _int32(values: Any) -> Tensor:

@@ -29,11 +29,7 @@ class _Gradients(nn.Cell):
 
     def cast(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Cast gradients of weights below float32 to the type in which they are summed."""
-        return (
-            ops.HyperMap()(ops.partial(_cast, self.sum_dtype), gradients)
-            if self.casts
-            else gradients
-        )
+        return ops.HyperMap()(ops.partial(_cast, self.sum_dtype), gradients) if self.casts else gradients
 
 
 class LossGradients(_Gradients):
@@ -45,14 +41,7 @@ class LossGradients(_Gradients):
     the gradient of its input before the others.
     """
 
-    def __init__(
-        self,
-        model: GPT2,
-        config: Run,
-        loss_scale: DeviceLossScale,
-        *,
-        of_input: bool = False,
-    ) -> None:
+    def __init__(self, model: GPT2, config: Run, loss_scale: DeviceLossScale, *, of_input: bool = False) -> None:
         super().__init__(model, config)
         self.predicted: Any = config.train.global_batch_size * config.model.seq_length
         if varies(config):
@@ -65,9 +54,7 @@ class LossGradients(_Gradients):
             self.scaled_loss, 0 if of_input else None, self.parameters, has_aux=True
         )
 
-    def construct(
-        self, ids: Tensor, targets: Tensor, keys: Tensor = None, tokens: Tensor = None
-    ) -> tuple[Tensor, ...]:
+    def construct(self, ids: Tensor, targets: Tensor, keys: Tensor = None, tokens: Tensor = None) -> tuple[Tensor, ...]:
         (_, loss), gradients = self.value_and_grad(ids, targets, keys, tokens)
         if self.of_input:
             return (loss / self.predicted, gradients[0], *self.cast(gradients[1]))
@@ -92,17 +79,13 @@ class StageGradients(_Gradients):
         self.of_input = of_input
         self.gradient = ms.grad(self.along_slope, 0 if of_input else None, self.parameters)
 
-    def construct(
-        self, x: Tensor, slope: Tensor, keys: Tensor = None, tokens: Tensor = None
-    ) -> tuple[Tensor, ...]:
+    def construct(self, x: Tensor, slope: Tensor, keys: Tensor = None, tokens: Tensor = None) -> tuple[Tensor, ...]:
         gradients = self.gradient(x, slope, keys, tokens)
         if self.of_input:
             return (gradients[0], *self.cast(gradients[1]))
         return self.cast(gradients)
 
-    def along_slope(
-        self, x: Tensor, slope: Tensor, keys: Tensor = None, tokens: Tensor = None
-    ) -> Tensor:
+    def along_slope(self, x: Tensor, slope: Tensor, keys: Tensor = None, tokens: Tensor = None) -> Tensor:
         """Return a number whose gradients are those of x, given the gradient ``slope`` of the
         output.
         """

@@ -51,9 +51,7 @@ class Dropout(nn.Cell):
         if key is None or self.rate == 0.0:
             return x
         if self.native is not None:
-            return self.native(
-                x, self.rate, ops.cast(key[0], ms.int64), ops.cast(key[1], ms.int64)
-            )[0]
+            return self.native(x, self.rate, ops.cast(key[0], ms.int64), ops.cast(key[1], ms.int64))[0]
         bits = ops.cast(ops.arange(x.size, dtype=ms.int32), ms.uint32) * key[1] + key[0]
         # graph mode does not support strict
         for shift, factor in zip(self.shifts, self.factors):  # noqa: B905
@@ -62,9 +60,7 @@ class Dropout(nn.Cell):
         return x * kept.reshape(x.shape)
 
 
-def dropout_keys(
-    config: Run, step: int, micro_batch: int, tensor_rank: int = 0
-) -> NDArray[np.uint32]:
+def dropout_keys(config: Run, step: int, micro_batch: int, tensor_rank: int = 0) -> NDArray[np.uint32]:
     """Return a key for each dropout of the model, (1 + 3 num_layers, 2).
 
     The order is the embedding, then attention, its output and the MLP's output of each block.

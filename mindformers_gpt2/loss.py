@@ -49,15 +49,11 @@ class CrossEntropySum(nn.Cell):
         # logit must be numbers
         self.zero, self.far_below = Tensor(0.0, ms.float32), Tensor(-1e30, ms.float32)
 
-    def construct(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def construct(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """hidden (N, C), weight (rows, C), targets (N,) int32. Returns the sum, a float32 scalar in
         nats, and its gradients by hidden (N, C) and weight (rows, C; float32).
         """
-        head = ops.cast(
-            weight if self.gather is not None else weight[: self.vocab_size], hidden.dtype
-        )
+        head = ops.cast(weight if self.gather is not None else weight[: self.vocab_size], hidden.dtype)
         total, weight_grad = Tensor(0.0, ms.float32), None
         hidden_grads: tuple[Tensor, ...] = ()
         for start in range(0, hidden.shape[0], self.rows_at_once):
@@ -82,14 +78,10 @@ class CrossEntropySum(nn.Cell):
                 inside = ops.logical_and(target >= 0, target < logits.shape[1])
                 here = ops.cast(inside, ms.float32)
                 target = target * ops.cast(inside, ms.int32)
-                padding = (
-                    ops.arange(logits.shape[1], dtype=ms.int32) >= self.vocab_size - self.first
-                )
+                padding = ops.arange(logits.shape[1], dtype=ms.int32) >= self.vocab_size - self.first
                 logits = ops.select(padding.reshape((1, -1)), self.far_below, logits)
                 largest, exponentials, picked = self._over_shards(logits, target, here)
-                probabilities = ops.exp(logits - largest.reshape((-1, 1))) / exponentials.reshape(
-                    (-1, 1)
-                )
+                probabilities = ops.exp(logits - largest.reshape((-1, 1))) / exponentials.reshape((-1, 1))
                 loss = ops.log(exponentials) - (picked - largest)
                 if self.masked:
                     loss = loss * counted
@@ -111,35 +103,20 @@ class CrossEntropySum(nn.Cell):
         return total, ops.concat(hidden_grads), weight_grad
 
     def bprop(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        out: tuple[Tensor, ...],
-        slope: tuple[Tensor, ...],
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, out: tuple[Tensor, ...], slope: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         by_hidden = ops.cast(out[1] * slope[0], hidden.dtype)
         return by_hidden, ops.cast(out[2] * slope[0], weight.dtype), ops.zeros_like(targets)
 
-    def _over_shards(
-        self, logits: Tensor, target: Tensor, here: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _over_shards(self, logits: Tensor, target: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Combine all shards: the largest logit, the sum of exponentials of differences with it,
         and the target's logit, which one of them has. Each is (n,).
         """
         largest = ops.ReduceMax()(logits, 1)
         total = ops.ReduceSum()(ops.exp(logits - largest.reshape((-1, 1))), 1)
-        picked = ops.select(
-            here > 0.0,
-            ops.GatherD()(logits, 1, ops.expand_dims(target, 1)).reshape((-1,)),
-            self.zero,
-        )
+        picked = ops.select(here > 0.0, ops.GatherD()(logits, 1, ops.expand_dims(target, 1)).reshape((-1,)), self.zero)
         assert self.gather is not None
         # (ranks, 3, n)
         parts = self.gather(ops.concat((largest, total, picked)).reshape((1, 3, -1)))
         whole = ops.ReduceMax()(parts[:, 0], 0)
-        return (
-            whole,
-            ops.ReduceSum()(parts[:, 1] * ops.exp(parts[:, 0] - whole), 0),
-            ops.ReduceSum()(parts[:, 2], 0),
-        )
+        return (whole, ops.ReduceSum()(parts[:, 1] * ops.exp(parts[:, 0] - whole), 0), ops.ReduceSum()(parts[:, 2], 0))

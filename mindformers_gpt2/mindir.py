@@ -26,9 +26,7 @@ class MindIRModel:
     def __init__(self, folder: Path, config: Run) -> None:
         """Open the graphs. config: with the model's sizes and the precision of the export."""
         graphs = read_export(folder)["graphs"]
-        self._logits, self._decode = (
-            _load(folder / graphs[name]["file"]) for name in ("model", "decode")
-        )
+        self._logits, self._decode = (_load(folder / graphs[name]["file"]) for name in ("model", "decode"))
         self._config = config
         batch = graphs["model"]["inputs"][0]["shape"][0]
         self._batch = batch if isinstance(batch, int) else None
@@ -95,8 +93,4 @@ def open_mindir(source: Source, config: Run) -> Runner:
     """Open a folder of MindIR. Raises CheckpointError, ConfigError and DeviceError."""
     open_device(config)
     model = MindIRModel(source.path, config)
-    return Runner(
-        decoder=model.decoder,
-        scorer=partial(score_by_logits, model.logits),
-        has_fixed_shapes=True,
-    )
+    return Runner(decoder=model.decoder, scorer=partial(score_by_logits, model.logits), has_fixed_shapes=True)

@@ -47,9 +47,7 @@ def check_mindrecord(target: Path, shards: int) -> None:
         )
 
 
-def write_mindrecord(
-    prefix: Path, target: Path, seq_length: int, shards: int = 1
-) -> WrittenMindRecord:
+def write_mindrecord(prefix: Path, target: Path, seq_length: int, shards: int = 1) -> WrittenMindRecord:
     """Write the windows of a .bin/.idx pair in file order, as rows ``input_ids`` of seq_length + 1
     tokens.
 
@@ -59,9 +57,7 @@ def write_mindrecord(
     Raises DataError (too few tokens), ConfigError (shards, name), StorageError (output).
     """
     check_mindrecord(target, shards)
-    windows = GPTDataset(
-        prefix, split="train", split_weights=(1, 0, 0), seq_length=seq_length, seed=0, shuffle=False
-    )
+    windows = GPTDataset(prefix, split="train", split_weights=(1, 0, 0), seq_length=seq_length, seed=0, shuffle=False)
     rows = windows.samples_per_epoch
     if shards > rows:
         raise DataError(
@@ -81,9 +77,7 @@ def write_mindrecord(
             metadata = replace(metadata, tokens=rows * seq_length + 1, options=options)
             write_metadata(with_extension(folder / target.name, METADATA_EXTENSION), metadata)
     files = tuple(target.with_name(name) for name in names)
-    return WrittenMindRecord(
-        files=files, rows=rows, left_over=windows.token_count - rows * seq_length - 1
-    )
+    return WrittenMindRecord(files=files, rows=rows, left_over=windows.token_count - rows * seq_length - 1)
 
 
 def _write_file(path: Path, windows: GPTDataset, first: int, end: int) -> None:
@@ -104,21 +98,11 @@ def _write_file(path: Path, windows: GPTDataset, first: int, end: int) -> None:
             (written.read(ids - first) == windows.read(ids)).all() for ids in chunks
         )
     except DataError as error:
-        raise StorageError(
-            f"{path.name}: was not written whole ({error}); is the disk full?"
-        ) from error
+        raise StorageError(f"{path.name}: was not written whole ({error}); is the disk full?") from error
     except GPT2Error:  # such as a signal
         raise
-    except (
-        Exception
-    ) as error:  # FileWriter raises RuntimeError and its own exceptions, with several lines
-        lines = [line for line in str(error).splitlines() if line.startswith("[ERROR]")] or [
-            repr(error)
-        ]
-        raise StorageError(
-            f"{path.name}: MindSpore could not write it: {lines[0]}; is the disk full?"
-        ) from error
+    except Exception as error:  # FileWriter raises RuntimeError and its own exceptions, with several lines
+        lines = [line for line in str(error).splitlines() if line.startswith("[ERROR]")] or [repr(error)]
+        raise StorageError(f"{path.name}: MindSpore could not write it: {lines[0]}; is the disk full?") from error
     if not same:
-        raise StorageError(
-            f"{path.name}: reads back other rows than were written; the disk may be full or failing"
-        )
+        raise StorageError(f"{path.name}: reads back other rows than were written; the disk may be full or failing")

@@ -44,9 +44,7 @@ class Linear(nn.Cell):
     def construct(self, x: Tensor) -> Tensor:
         shape = x.shape
         product = self.matmul(*self.operands(x))
-        return self.add(product, ops.cast(self.bias, x.dtype)).reshape(
-            (*shape[:-1], self.out_features)
-        )
+        return self.add(product, ops.cast(self.bias, x.dtype)).reshape((*shape[:-1], self.out_features))
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input (N, in) and the weight as they are multiplied."""
@@ -76,9 +74,7 @@ class CoreAttention(nn.Cell):
 
     def __init__(self, config: ResolvedModel, precision: PrecisionConfig, *, native: bool) -> None:
         super().__init__()
-        self.scale = Tensor(
-            1.0 / math.sqrt(config.hidden_size // config.num_heads), DTYPES[precision.compute]
-        )
+        self.scale = Tensor(1.0 / math.sqrt(config.hidden_size // config.num_heads), DTYPES[precision.compute])
         self.softmax_dtype = DTYPES[precision.softmax]
         self.multiply = ops.Mul()
         self.scores = ops.BatchMatMul(transpose_b=True)
@@ -89,9 +85,7 @@ class CoreAttention(nn.Cell):
         self.fused: FusedAttention | None = None
         # its backward pass has an operand that is not exact in half precision
         self.written: WrittenAttention | None = (
-            WrittenAttention()
-            if not native and precision.compute == precision.softmax == "float32"
-            else None
+            WrittenAttention() if not native and precision.compute == precision.softmax == "float32" else None
         )
 
     def construct(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, key: Tensor) -> Tensor:
@@ -135,25 +129,14 @@ class WrittenAttention(nn.Cell):
         return self.mix(weights, v), weights
 
     def bprop(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor,
-        out: tuple[Tensor, Tensor],
-        slope: tuple[Tensor, Tensor],
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, out: tuple[Tensor, Tensor], slope: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, ...]:
         y, weights = out
         dy = slope[0]
         d = self.sum(self.multiply(y, dy), -1)
         difference = self.scores(self.concat((dy, self.negate(d))), self.concat((v, self.ones(d))))
         by_scores = self.multiply(weights, difference)
-        return (
-            self.mix(by_scores, k),
-            self.mix_back(by_scores, q),
-            self.mix_back(weights, dy),
-            ops.zeros_like(mask),
-        )
+        return (self.mix(by_scores, k), self.mix_back(by_scores, q), self.mix_back(weights, dy), ops.zeros_like(mask))
 
 
 class FusedAttention(nn.Cell):
@@ -167,10 +150,7 @@ class FusedAttention(nn.Cell):
         super().__init__()
         self.causal, self.masked = (
             FlashAttentionScore(
-                head_num=heads,
-                scale_value=1.0 / math.sqrt(head_size),
-                input_layout="BNSD",
-                sparse_mode=mode,
+                head_num=heads, scale_value=1.0 / math.sqrt(head_size), input_layout="BNSD", sparse_mode=mode
             )
             for mode in (_CAUSAL, _WHOLE_MASK)
         )
@@ -208,13 +188,7 @@ class Attention(nn.Cell):
         self.split_heads, self.join_heads = ops.Transpose(), ops.Transpose()
 
     def construct(
-        self,
-        x: Tensor,
-        mask: Tensor,
-        key: Tensor = None,
-        keys: Tensor = None,
-        values: Tensor = None,
-        at: Tensor = None,
+        self, x: Tensor, mask: Tensor, key: Tensor = None, keys: Tensor = None, values: Tensor = None, at: Tensor = None
     ) -> tuple[Tensor, ...]:
         """x: (B, T, C), or (B T, C). mask: (T, K), (B, 1, T, K), or (B, 1, 1, K), of the softmax's
         type, -inf where a query must not see a key, else 0. key: of the dropout.
@@ -232,11 +206,7 @@ class Attention(nn.Cell):
             k, v = ops.where(at, k, keys), ops.where(at, v, values)
         y = self.core(q, k, v, mask, key)
         return (
-            self.c_proj(
-                self.join_heads(y, (0, 2, 1, 3)).reshape(
-                    (*x.shape[:-1], self.heads * self.head_size)
-                )
-            ),
+            self.c_proj(self.join_heads(y, (0, 2, 1, 3)).reshape((*x.shape[:-1], self.heads * self.head_size))),
             k,
             v,
         )
@@ -268,13 +238,7 @@ class Block(nn.Cell):
         self.add = ops.Add()
 
     def construct(
-        self,
-        x: Tensor,
-        mask: Tensor,
-        key: Tensor = None,
-        keys: Tensor = None,
-        values: Tensor = None,
-        at: Tensor = None,
+        self, x: Tensor, mask: Tensor, key: Tensor = None, keys: Tensor = None, values: Tensor = None, at: Tensor = None
     ) -> tuple[Tensor, ...]:
         """key: (3, 2), of this block's three dropouts."""
         y, k, v = self.attn(self.ln_1(x), mask, _row(key, 0), keys, values, at)
@@ -287,9 +251,7 @@ class GPT2(nn.Cell):
     ``MindSporeDevice.native_kernels``.
     """
 
-    def __init__(
-        self, config: ResolvedModel, precision: PrecisionConfig, vocab_rows: int, *, native: bool
-    ) -> None:
+    def __init__(self, config: ResolvedModel, precision: PrecisionConfig, vocab_rows: int, *, native: bool) -> None:
         super().__init__()
         self.config = config
         self.compute_dtype = DTYPES[precision.compute]
@@ -298,12 +260,8 @@ class GPT2(nn.Cell):
         self.wte = Embedding(vocab_rows, config.hidden_size)
         self.wpe = Embedding(config.max_positions, config.hidden_size)
         self.dropout = Dropout(config.embedding_dropout or 0.0, native)
-        self.h = nn.CellList(
-            [Block(config, precision, native=native) for _ in range(config.num_layers)]
-        )
-        self.ln_f = LayerNorm(
-            config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm]
-        )
+        self.h = nn.CellList([Block(config, precision, native=native) for _ in range(config.num_layers)])
+        self.ln_f = LayerNorm(config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm])
         self.cross_entropy = CrossEntropySum(config.vocab_size)
         self.resets_positions = self.resets_attention = False
         self.eod = -1
@@ -323,9 +281,7 @@ class GPT2(nn.Cell):
         positions = ops.arange(ids.shape[1], dtype=ms.int32)
         if tokens is not None and self.resets_positions:
             positions = document_positions(tokens, self.eod)
-        return self.dropout(
-            ops.cast(self.wte(ids) + self.wpe(positions), self.compute_dtype), _row(keys, 0)
-        )
+        return self.dropout(ops.cast(self.wte(ids) + self.wpe(positions), self.compute_dtype), _row(keys, 0))
 
     def blocks(self, x: Tensor, keys: Tensor = None, tokens: Tensor = None) -> Tensor:
         positions = ops.arange(x.shape[1], dtype=ms.int32)
@@ -339,9 +295,7 @@ class GPT2(nn.Cell):
             x, _, _ = block(x, mask, None if keys is None else keys[1 + 3 * index : 4 + 3 * index])
         return x
 
-    def decode(
-        self, token: Tensor, position: Tensor, keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, ...]:
+    def decode(self, token: Tensor, position: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         """One more token of each row: (B, 1) int32 at ``position`` (B,) int32, with caches (L, B,
         nh, K, hs).
 
@@ -365,9 +319,7 @@ class GPT2(nn.Cell):
     def _mask(self, later: Tensor) -> Tensor:
         return ops.cast(ops.select(later, self.minus_infinity, self.zero), self.softmax_dtype)
 
-    def loss_sum(
-        self, ids: Tensor, targets: Tensor, keys: Tensor = None, tokens: Tensor = None
-    ) -> Tensor:
+    def loss_sum(self, ids: Tensor, targets: Tensor, keys: Tensor = None, tokens: Tensor = None) -> Tensor:
         """Sum over (B, T) of the cross-entropy of the next tokens, float32 scalar, nats.
 
         Targets that are UNCOUNTED add nothing, if ``cross_entropy`` is masked. tokens: for a later
@@ -386,9 +338,7 @@ class GPT2(nn.Cell):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the true vocabulary, float32: (N, C) -> (N, vocab_size)."""
         head = ops.cast(self.wte.weight, hidden.dtype)
-        return ops.cast(
-            ops.MatMul(transpose_b=True)(hidden, head)[:, : self.config.vocab_size], ms.float32
-        )
+        return ops.cast(ops.MatMul(transpose_b=True)(hidden, head)[:, : self.config.vocab_size], ms.float32)
 
     def new_caches(self, batch: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all layers for ``length`` positions, (L, B, nh, length, hs) each."""

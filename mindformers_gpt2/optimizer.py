@@ -42,27 +42,19 @@ class MasterWeights:
         self.tensors = {
             name: parameter
             if shares is None and parameter.dtype == ms.float32
-            else self.zeros_like(
-                parameter, f"{name}.master", shares.share_of(parameter.shape) if shares else None
-            )
+            else self.zeros_like(parameter, f"{name}.master", shares.share_of(parameter.shape) if shares else None)
             for name, parameter in parameters.items()
         }
 
-    def zeros_like(
-        self, tensor: Parameter, name: str, shape: tuple[int, ...] | None = None
-    ) -> Parameter:
+    def zeros_like(self, tensor: Parameter, name: str, shape: tuple[int, ...] | None = None) -> Parameter:
         """A place for float32 state of a parameter, of its shape or of another."""
-        return Parameter(
-            ops.zeros(shape or tensor.shape, ms.float32), name=name, requires_grad=False
-        )
+        return Parameter(ops.zeros(shape or tensor.shape, ms.float32), name=name, requires_grad=False)
 
     def write_back(self) -> None:
         """Round the float32 tensors into the model."""
         values: Sequence[Tensor] = list(self.tensors.values())
         if self.shares is not None:
-            values = self.shares.whole(
-                ms.ParameterTuple(values), ms.ParameterTuple(self.model.values())
-            )
+            values = self.shares.whole(ms.ParameterTuple(values), ms.ParameterTuple(self.model.values()))
         for value, target in zip(values, self.model.values(), strict=True):
             if value is not target:
                 ops.assign(target, ops.cast(value, target.dtype))
@@ -88,18 +80,14 @@ class DeviceLossScale(nn.Cell):
         if finite:
             steps = self.finite_steps + 1
             grow = steps == self.config.window
-            ops.assign(
-                self.value, ops.select(grow, self.value * self.config.factor, self.value * 1.0)
-            )
+            ops.assign(self.value, ops.select(grow, self.value * self.config.factor, self.value * 1.0))
             ops.assign(self.overflows, ops.select(grow, ops.zeros_like(steps), self.overflows + 0))
             ops.assign(self.finite_steps, ops.select(grow, ops.zeros_like(steps), steps))
         else:
             most = Tensor(self.config.hysteresis, ms.int32)
             overflows = ops.minimum(self.overflows + 1, most)
             shrink = overflows == most
-            smaller = ops.maximum(
-                self.value / self.config.factor, Tensor(self.config.minimum, ms.float32)
-            )
+            smaller = ops.maximum(self.value / self.config.factor, Tensor(self.config.minimum, ms.float32))
             ops.assign(self.value, ops.select(shrink, smaller, self.value * 1.0))
             ops.assign(self.overflows, overflows)
             ops.assign(self.finite_steps, ops.zeros_like(overflows))
@@ -148,29 +136,18 @@ class Optimizer(nn.Cell):
         self.parameters = ms.ParameterTuple(tuple(tensors.values()))
         self.rounded = ms.ParameterTuple(tuple(master.model.values()))
         self.has_copy = tuple(tensor is not master.model[name] for name, tensor in tensors.items())
-        self.decays = tuple(
-            config.weight_decay > 0.0 and decays(name) and name not in frozen for name in tensors
-        )
+        self.decays = tuple(config.weight_decay > 0.0 and decays(name) and name not in frozen for name in tensors)
         parts = config.state_parts
         self.state = {
-            part: {
-                name: master.zeros_like(tensor, f"{name}.{part}")
-                for name, tensor in tensors.items()
-            }
+            part: {name: master.zeros_like(tensor, f"{name}.{part}") for name, tensor in tensors.items()}
             for part in parts
         }
         self.first = ms.ParameterTuple(tuple(self.state[parts[0]].values())) if parts else ()
-        self.second = (
-            ms.ParameterTuple(tuple(self.state[parts[1]].values())) if len(parts) > 1 else ()
-        )
+        self.second = ms.ParameterTuple(tuple(self.state[parts[1]].values())) if len(parts) > 1 else ()
         numbers = (0.0, config.beta1, config.beta2, config.momentum)
-        self.no_power, self.beta1, self.beta2, self.momentum = (
-            Tensor(number, ms.float32) for number in numbers
-        )
+        self.no_power, self.beta1, self.beta2, self.momentum = (Tensor(number, ms.float32) for number in numbers)
         # the logarithm of 0 stands for a power that vanishes at once
-        self.log_betas = tuple(
-            math.log(beta) if beta else -1e30 for beta in (config.beta1, config.beta2)
-        )
+        self.log_betas = tuple(math.log(beta) if beta else -1e30 for beta in (config.beta1, config.beta2))
         self.cast, self.multiply = ops.Cast(), ops.Mul()
         self.adam = ops.Adam()
         self.decouples_decay = config.rule.decouples_decay
@@ -195,9 +172,7 @@ class Optimizer(nn.Cell):
         ops.assign(self.rates, Tensor(rates, ms.float32))
         ops.assign(self.place, Tensor(0, ms.int32))
 
-    def construct(
-        self, limits: Tensor, loss: Tensor, *gradients: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def construct(self, limits: Tensor, loss: Tensor, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Update with the gradients of the loss times the loss scale, unless one of them or the
         loss is not finite, or beyond a limit.
 
@@ -218,9 +193,7 @@ class Optimizer(nn.Cell):
             factor = 1.0 / scale
             if self.settings.clip_grad:
                 # what common.training.loss_scale.clip_factor says
-                factor = factor * ops.minimum(
-                    self.settings.clip_grad / (norm + 1e-6), Tensor(1.0, ms.float32)
-                )
+                factor = factor * ops.minimum(self.settings.clip_grad / (norm + 1e-6), Tensor(1.0, ms.float32))
             rate = ops.gather(self.rates, self.place, 0)
             self._update(rate, factor, gradients)
             ops.assign(self.place, self.place + 1)
@@ -237,11 +210,7 @@ class Optimizer(nn.Cell):
         root = ops.sqrt(-ops.expm1(steps * self.log_betas[1]))
         # The kernel corrects by powers of beta, which are zero here, and adds epsilon to the
         # uncorrected root.
-        step_size, epsilon, decayed = (
-            rate * root / first,
-            config.epsilon * root,
-            rate * config.weight_decay,
-        )
+        step_size, epsilon, decayed = (rate * root / first, config.epsilon * root, rate * config.weight_decay)
         # HyperMap instead of a loop: each round of a loop is a graph of its own to the compiler
         ops.HyperMap()(
             ops.partial(self._update_one, rate, factor, step_size, epsilon, decayed),

@@ -25,9 +25,7 @@ from mindformers_gpt2.evaluate import make_scorer
 from mindformers_gpt2.model import GPT2
 
 
-def open_runner(
-    config: Run, device: MindSporeDevice, checkpoint: Checkpoint, tokenizer: dict[str, Any]
-) -> Runner:
+def open_runner(config: Run, device: MindSporeDevice, checkpoint: Checkpoint, tokenizer: dict[str, Any]) -> Runner:
     """Load the weights of a checkpoint onto a device.
 
     tokenizer: record of the tokenizer to be used. Raises CheckpointError unless it and the model
@@ -68,9 +66,7 @@ class Decoder:
         # changes nothing.
         for column in range(last.max() + 1):
             self._positions = np.minimum(last, column)
-            logits = self._add(
-                [prompt[place] for prompt, place in zip(prompts, self._positions, strict=True)]
-            )
+            logits = self._add([prompt[place] for prompt, place in zip(prompts, self._positions, strict=True)])
         return logits
 
     def step(self, tokens: Sequence[int]) -> Logits:
@@ -82,9 +78,7 @@ class Decoder:
             return
         rows = np.arange(self.rows, dtype=np.int32)
         rows[: len(parents)] = parents
-        self._keys, self._values = (
-            ops.gather(cache, Tensor(rows), 1) for cache in (self._keys, self._values)
-        )
+        self._keys, self._values = (ops.gather(cache, Tensor(rows), 1) for cache in (self._keys, self._values))
         self._positions = self._positions[list(parents)]
 
     def _new_caches(self) -> tuple[Tensor, Tensor]:
@@ -103,9 +97,7 @@ class Decoder:
         """Return logits (B, vocab_size) after ``tokens`` at their rows' positions."""
         token, position = np.zeros((self.rows, 1), np.int32), np.zeros(self.rows, np.int32)
         token[: len(tokens), 0], position[: len(tokens)] = tokens, self._positions
-        logits, self._keys, self._values = self._decode(
-            Tensor(token), Tensor(position), self._keys, self._values
-        )
+        logits, self._keys, self._values = self._decode(Tensor(token), Tensor(position), self._keys, self._values)
         result: Logits = logits.asnumpy()[: len(tokens)]
         return result
 
@@ -127,13 +119,7 @@ class Slots:
         self._keys, self._values = model.new_caches(count, model.config.max_positions)
         self._tokens, self._places = np.zeros((count, 1), np.int32), np.zeros(count, np.int32)
 
-    def admit(
-        self,
-        slot: int,
-        ids: Sequence[int],
-        reuse: int,
-        observe: Callable[[int, Logits], None] | None,
-    ) -> Logits:
+    def admit(self, slot: int, ids: Sequence[int], reuse: int, observe: Callable[[int, Logits], None] | None) -> Logits:
         raise NotImplementedError("prompts go in by steps")
 
     def step(self, slots: Sequence[int], tokens: Sequence[int], places: Sequence[int]) -> Logits:
@@ -148,9 +134,7 @@ class Slots:
     def copy(self, source: int, slot: int, length: int) -> None:
         rows = np.arange(self.count, dtype=np.int32)
         rows[slot] = source
-        self._keys, self._values = (
-            ops.gather(cache, Tensor(rows), 1) for cache in (self._keys, self._values)
-        )
+        self._keys, self._values = (ops.gather(cache, Tensor(rows), 1) for cache in (self._keys, self._values))
         self._tokens[slot], self._places[slot] = self._tokens[source], self._places[source]
 
 

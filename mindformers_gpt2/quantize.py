@@ -57,10 +57,7 @@ class LinearQuantizer(nn.Cell):
     """
 
     def __init__(
-        self,
-        config: QuantizationConfig,
-        weight_group: Group | None = None,
-        input_group: Group | None = None,
+        self, config: QuantizationConfig, weight_group: Group | None = None, input_group: Group | None = None
     ) -> None:
         """Create a quantizer. weight_group, input_group: the ranks whose parts share a scale."""
         super().__init__()

@@ -36,8 +36,7 @@ def make_trace(config: Run, device: MindSporeDevice) -> Trace:
     """
     if config.profile.memory and device.kind == "cpu":
         raise ConfigError(
-            "profile.memory=true: MindSpore records allocations only on accelerators; leave it out"
-            " on a CPU"
+            "profile.memory=true: MindSpore records allocations only on accelerators; leave it out on a CPU"
         )
     return partial(_trace, device, config.profile.memory)
 
@@ -45,9 +44,7 @@ def make_trace(config: Run, device: MindSporeDevice) -> Trace:
 @contextmanager
 def _trace(device: MindSporeDevice, memory: bool, path: Path) -> Iterator[None]:
     kinds = profiler.ProfilerActivity
-    activities = [kinds.CPU] + (
-        [kinds.NPU] if device.kind == "npu" else [kinds.GPU] if device.kind == "cuda" else []
-    )
+    activities = [kinds.CPU] + ([kinds.NPU] if device.kind == "npu" else [kinds.GPU] if device.kind == "cuda" else [])
     path.parent.mkdir(parents=True, exist_ok=True)
     name = path.name.removesuffix(".json.gz")
     session = profiler.profile(
@@ -63,15 +60,13 @@ def _trace(device: MindSporeDevice, memory: bool, path: Path) -> Iterator[None]:
     finally:
         session.stop()  # writes the folder NAME_PROCESS_TIME_ascend_ms, on a CPU too
     written = sorted(
-        path.parent.glob(f"{name}_*/ASCEND_PROFILER_OUTPUT/trace_view.json"),
-        key=lambda file: file.stat().st_mtime,
+        path.parent.glob(f"{name}_*/ASCEND_PROFILER_OUTPUT/trace_view.json"), key=lambda file: file.stat().st_mtime
     )
     if written:
         compress(written[-1], path)
     else:
         LOG.warning(
-            f"profile: MindSpore left no trace_view.json under {path.parent}; its folder may hold"
-            " what it recorded"
+            f"profile: MindSpore left no trace_view.json under {path.parent}; its folder may hold what it recorded"
         )
 
 
@@ -92,10 +87,7 @@ def train(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
         ranks=1 if reads_all else None,
         whole_validation=compiled,
     )
-    with (
-        owned_folder(Path(config.output_dir), active=process.rank == 0),
-        open_world(config, process, device) as world,
-    ):
+    with owned_folder(Path(config.output_dir), active=process.rank == 0), open_world(config, process, device) as world:
         session = agree_on_start(config, data, world, inputs.checkpoint)
         engine = ENGINES[compiled](config, device, world, session.manifest_extra)
         recorder = open_recorder(Recorder, config, world.topology, world.rank)

@@ -30,12 +30,7 @@ def rounding_scales(config: RunConfig, weights: Mapping[str, np.ndarray]) -> dic
     return scales
 
 
-def with_gradients_wrong_by(
-    part: float, config: RunConfig, weights: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
+def with_gradients_wrong_by(part: float, config: RunConfig, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Weights that have moved from their initial values by this part more."""
-    initial = {
-        name: initial_rows(config.model, config.seed, name, values.shape)
-        for name, values in weights.items()
-    }
+    initial = {name: initial_rows(config.model, config.seed, name, values.shape) for name, values in weights.items()}
     return {name: values + part * (values - initial[name]) for name, values in weights.items()}

@@ -68,9 +68,7 @@ def table_2() -> dict[str, Any]:
     return {"status": "completed", "version": "2.0", "rank_count": 4, "rank_list": ranks}
 
 
-def tutorial_servers(
-    servers: int, count: int = 8, first_device: int = 0
-) -> list[tuple[str, Devices]]:
+def tutorial_servers(servers: int, count: int = 8, first_device: int = 0) -> list[tuple[str, Devices]]:
     """Server s is 10.155.111.(140+s); rank s * count + d is its device first_device + d, with four
     networks of devices, as in MindFormers' tutorial.
     """
@@ -84,9 +82,7 @@ def tutorial_servers(
     return found
 
 
-def write_tutorial_table(
-    path: Path, *, servers: int = 4, devices: int = 8, first_device: int = 0
-) -> Path:
+def write_tutorial_table(path: Path, *, servers: int = 4, devices: int = 8, first_device: int = 0) -> Path:
     """Version 1.0, of ``tutorial_servers``."""
     table = table_1(*tutorial_servers(servers, devices, first_device), host_nic_ip="reserve")
     path.write_text(json.dumps(table, indent=1))
@@ -110,9 +106,7 @@ def write_samples(folder: Path) -> None:
     not filled yet) and of HCCL (2.0), PaddleDetection's and HIXL's (hccn.conf).
     """
     pods = [(server, [f"192.{part}" for part in parts.split()]) for server, parts in _PODS]
-    generated = table_1(
-        *((name, devices(own, first_rank=8 * n)) for n, (name, own) in enumerate(pods))
-    )
+    generated = table_1(*((name, devices(own, first_rank=8 * n)) for n, (name, own) in enumerate(pods)))
     unordered = [(f"fake-job-pod-{n}", name, devices(own)) for n, (name, own) in enumerate(pods)]
     super_pod = devices([f"10.0.{2 + d % 2}.{41 + d // 2}" for d in range(16)], first_rank=0)
     for number, device in enumerate(super_pod):
@@ -122,18 +116,13 @@ def write_samples(folder: Path) -> None:
         own = [f"192.100.{61 + d % 4}.{14 + 2 * n + d // 4}" for d in range(8)]
         merged.append((f"90.90.66.{64 + 2 * n}", devices(own, first_rank=8 * n)))
     tables = {
-        "v0_modelarts_cce_1x1": table_0(
-            "job-arm-d", ("job-mindspore-0", "192.168.6.101", devices(["192.1.244.169"]))
-        ),
+        "v0_modelarts_cce_1x1": table_0("job-arm-d", ("job-mindspore-0", "192.168.6.101", devices(["192.1.244.169"]))),
         "v0_modelarts_k8s_jobstart_2x8_unordered": table_0("fake-job", *reversed(unordered)),
         "v1.0_merge_hccl_2x8": table_1(*merged, host_nic_ip="reserve"),
         "v1.0_mindformers_1x8": table_1(*tutorial_servers(1), host_nic_ip="reserve"),
         "v1.0_modelarts_generated_2x8_nohostnic": generated,
         "v1.2_a3_superpod_1x16": table_1(("10.0.0.1", super_pod), container_ip="192.168.247.11")
-        | {
-            "version": "1.2",
-            "super_pod_list": [{"super_pod_id": "1", "server_list": [{"server_id": "10.0.0.1"}]}],
-        },
+        | {"version": "1.2", "super_pod_list": [{"super_pod_id": "1", "server_list": [{"server_id": "10.0.0.1"}]}]},
         "v2.0_rank_list_950_2x2_ipv4": table_2(),
         "status_initializing": {"status": "initializing"},
     }

@@ -25,9 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--all", action="store_true", help="also run the tests marked long: the whole suite"
-    )
+    parser.addoption("--all", action="store_true", help="also run the tests marked long: the whole suite")
 
 
 def pytest_configure() -> None:
@@ -214,10 +212,7 @@ def corpus_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
             # most tokens repeat the one before, so that there is something to learn
             tokens = generator.integers(0, 101, size=length)
             fresh = generator.random(length) < 0.2
-            writer.append(
-                tokens[np.maximum.accumulate(np.where(fresh, np.arange(length), 0))],
-                np.array([length]),
-            )
+            writer.append(tokens[np.maximum.accumulate(np.where(fresh, np.arange(length), 0))], np.array([length]))
     with IndexedWriter(prefix.with_name("other"), np.uint16) as writer:
         writer.append(np.repeat(generator.integers(0, 101, size=8000), 2), np.full(20, 800))
     return prefix

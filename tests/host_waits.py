@@ -42,9 +42,7 @@ class HostWaits(TorchDispatchMode):
         self._pinned.add(tensor.untyped_storage().data_ptr())
         return tensor
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), options: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         options = options or {}
         result = function(*arguments, **options)
         name = function.overloadpacket.__name__

@@ -26,6 +26,4 @@ class Page(HTMLParser):
 
     def values(self, *names: str) -> list[str]:
         """Values of the attributes of these names, in order."""
-        return [
-            value for _, given in self.elements for name, value in given.items() if name in names
-        ]
+        return [value for _, given in self.elements for name, value in given.items() if name in names]

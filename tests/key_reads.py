@@ -43,9 +43,7 @@ class Class:
 class Source:
     """The modules in these files. ``changes``: other text for some of them."""
 
-    def __init__(
-        self, root: Path, files: Iterable[Path], changes: Mapping[Path, str] | None = None
-    ) -> None:
+    def __init__(self, root: Path, files: Iterable[Path], changes: Mapping[Path, str] | None = None) -> None:
         self.modules: dict[str, Module] = {}
         self.classes: dict[str, Class] = {}
         for path in files:
@@ -156,9 +154,7 @@ class _Reader(ast.NodeVisitor):
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         of_self = {"self": {self.owner}} if self.owner in self.source.classes else {}
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        annotated = {
-            each.arg: self.source.kinds_in(self.module, each.annotation) for each in arguments
-        }
+        annotated = {each.arg: self.source.kinds_in(self.module, each.annotation) for each in arguments}
         self.scopes.append(annotated | of_self)
         self.generic_visit(node)
         self.scopes.pop()

@@ -166,9 +166,7 @@ def averages(run: Path) -> dict[str, float]:
 
 def figures(run: Path) -> list[float]:
     rows = read_metrics(run / "metrics.jsonl")
-    return [
-        row[key] for row in rows for key in ("loss", "grad_norm", "validation_loss") if row.get(key)
-    ]
+    return [row[key] for row in rows for key in ("loss", "grad_norm", "validation_loss") if row.get(key)]
 
 
 def require_equal_movement(found: Path, wanted: Path) -> None:
@@ -208,8 +206,7 @@ TORCH_NUMERICS: dict[str, Settings] = {
     "packed": FLAGS | {"train__max_steps": 3, "validation__interval": 0},
     "ramp": {"train__max_steps": 8, "train__rampup_batch_size": RAMP, "validation__interval": 0}
     | {"optimizer": SGD | {"schedule": "cosine", "warmup_steps": 4, "decay_steps": 8}},
-    "quantized": FEW_BITS
-    | {"quantization": {"weights": "abs_max", "weight_bits": 4, "activation_bits": 4}},
+    "quantized": FEW_BITS | {"quantization": {"weights": "abs_max", "weight_bits": 4, "activation_bits": 4}},
     "quantized by token": FEW_BITS
     | {"quantization": {"activations": "dynamic", "weight_bits": 4, "activation_bits": 4}},
     "fp8": {"precision": "fp8", "train__max_steps": 6, "watched": "emulated_float8"},
@@ -235,9 +232,7 @@ DATA_MORE = ("plain", "adamw in bf16", "bf16 weights", "outliers")
 DATA = (*DATA_MORE, "clip", "fp16")
 
 
-def native(
-    ranks: int, settings: Settings, numerics: Iterable[str], campaign: Iterable[str] = ()
-) -> Layout:
+def native(ranks: int, settings: Settings, numerics: Iterable[str], campaign: Iterable[str] = ()) -> Layout:
     return Layout(ranks, settings, tuple(numerics), tuple(campaign), HALF)
 
 
@@ -266,15 +261,11 @@ TORCH = Matrix(
         "tp2 sp recomputed": native(2, SEQUENCE | RECOMPUTE, ("clip", "packed", "quantized")),
         "zero1": native(2, ZERO, ("clip", "bf16 weights", "fp16"), ("packed", "bf16")),
         "zero2 recomputed": native(2, ZERO2 | RECOMPUTE, ("clip",), ("packed",)),
-        "zero3": native(
-            2, SPLIT | SELECTIVE, ("clip", *PRECISIONS, "quantized"), ("packed", "ramp")
-        ),
+        "zero3": native(2, SPLIT | SELECTIVE, ("clip", *PRECISIONS, "quantized"), ("packed", "ramp")),
         "gpipe": native(2, schedule("gpipe"), ("plain",), ("packed", "ramp")),
         "1f1b": native(2, PIPELINE | KEPT, ("plain", *PRECISIONS, "ramp"), ("packed",)),
         "interleaved": native(2, schedule("interleaved_1f1b"), ("plain",), ("packed", "ramp")),
-        "zero bubble": native(
-            2, schedule("interleaved_zero_bubble"), ("plain", "fp16", "packed"), ("ramp", "bf16")
-        ),
+        "zero bubble": native(2, schedule("interleaved_zero_bubble"), ("plain", "fp16", "packed"), ("ramp", "bf16")),
         "zbv": native(2, schedule("zbv_zero_bubble"), ("plain", "quantized"), ("packed", "ramp")),
         "uneven": native(2, PIPELINE | {"parallel__stage_layers": [3, 1]}, ("clip",), ("packed",)),
         "tp4": native(4, {"parallel__model_parallel": 4} | THREE, ("clip",)),
@@ -297,17 +288,13 @@ TORCH = Matrix(
         "deepspeed tp2 pp2": deepspeed(4, TENSOR | PIPELINE | RECOMPUTE, ("O2 split",)),
         "deepspeed zero1": deepspeed(2, ZERO, ("clip", "fp16 weights"), "bf16 weights"),
         "deepspeed zero2": deepspeed(2, ZERO2, ("plain",), "packed"),
-        "deepspeed zero3": deepspeed(
-            2, SPLIT, ("clip", "fp16", "bf16 weights"), "recomputed", "packed"
-        ),
+        "deepspeed zero3": deepspeed(2, SPLIT, ("clip", "fp16", "bf16 weights"), "recomputed", "packed"),
         "deepspeed zero1 offloaded": deepspeed(2, ZERO | OFFLOADED, (), "fp16 weights"),
         "deepspeed zero2 offloaded": deepspeed(2, ZERO2 | OFFLOADED, ("plain",)),
         "deepspeed zero3 offloaded": deepspeed(2, OFFLOADED3, ("clip",)),
         "deepspeed tp2": deepspeed(2, TENSOR, ("plain",)),
         "deepspeed pp2": deepspeed(2, PIPELINE, ("plain",)),
-        "deepspeed zero1 pp2": deepspeed(
-            2, PIPELINE | ZERO, ("clip", "fp16", "recomputed"), "bf16 weights", "packed"
-        ),
+        "deepspeed zero1 pp2": deepspeed(2, PIPELINE | ZERO, ("clip", "fp16", "recomputed"), "bf16 weights", "packed"),
         "deepspeed zero1 dp2 tp2 pp2": deepspeed(8, TENSOR | PIPELINE | ZERO, ("clip",)),
         # the last one, since it leaves a group of its own
         "deepspeed alone": deepspeed(1, ZERO, ("plain",)),
@@ -349,9 +336,7 @@ NPU = Matrix(
         "fp16": {"precision": "fp16", "loss_scale": SCALE},
         # the end of a document occurs among the random tokens
         "documents apart": FLAGS | {"data__eod_id": 3, "optimizer__clip_grad": NPU_CLIP},
-        "adamw": {
-            "optimizer": {"learning_rate": 0.005, "schedule": "constant", "clip_grad": NPU_CLIP}
-        },
+        "adamw": {"optimizer": {"learning_rate": 0.005, "schedule": "constant", "clip_grad": NPU_CLIP}},
     },
     {
         "device": "npu",
@@ -380,24 +365,13 @@ MINDSPORE = Matrix(
             GROWS,
         ),
         "zero1": Layout(2, ZERO, ("dropout",), ("plain", "packed", "ramp", "half"), GROWS),
-        "pp2": Layout(
-            2,
-            PIPELINE,
-            ("plain",),
-            ("dropout", "packed", "packed dropout", "ramp", "quantized"),
-            GROWS,
-        ),
+        "pp2": Layout(2, PIPELINE, ("plain",), ("dropout", "packed", "packed dropout", "ramp", "quantized"), GROWS),
         "gpipe": Layout(2, schedule("gpipe"), (), ("ramp",), GROWS),
         "dp2 tp2": Layout(4, TENSOR, ("dropout",), ("plain",)),
         "dp2 pp2": Layout(4, PIPELINE | RECOMPUTE, (), ("packed",)),
         "zero1 pp2": Layout(4, ZERO | PIPELINE, (), ("plain", "dropout")),
         "tp2 pp2": Layout(4, TENSOR | PIPELINE, (), ("plain", "dropout", "packed")),
-        "pp4": Layout(
-            4,
-            {"parallel__pipeline_stage": 4, "parallel__pipeline_schedule": "gpipe"},
-            (),
-            ("four layers",),
-        ),
+        "pp4": Layout(4, {"parallel__pipeline_stage": 4, "parallel__pipeline_schedule": "gpipe"}, (), ("four layers",)),
     },
     {
         "plain": {},
@@ -411,10 +385,8 @@ MINDSPORE = Matrix(
             "validation__interval": 0,
         },
         "four layers": FOUR_LAYERS,
-        "half": {"precision": FP16_WEIGHTS}
-        | {"loss_scale": {"initial": 2.0**24, "factor": 2.0**4, "window": 2}},
-        "packed": FLAGS
-        | {"train__max_steps": 2, "validation__interval": 0, "checkpoint__interval": 0},
+        "half": {"precision": FP16_WEIGHTS} | {"loss_scale": {"initial": 2.0**24, "factor": 2.0**4, "window": 2}},
+        "packed": FLAGS | {"train__max_steps": 2, "validation__interval": 0, "checkpoint__interval": 0},
         "packed dropout": FLAGS
         | {"train__max_steps": 2, "validation__interval": 0, "checkpoint__interval": 0}
         | {"model__hidden_dropout": 0.1},

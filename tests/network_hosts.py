@@ -14,9 +14,7 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
 
 
-def two_hosts(
-    addresses: Sequence[str] = ADDRESSES, device: str = "cable"
-) -> Iterator[tuple[str, str]]:
+def two_hosts(addresses: Sequence[str] = ADDRESSES, device: str = "cable") -> Iterator[tuple[str, str]]:
     """Names of two network namespaces, joined by a cable that is the device of both."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and the program ip")
@@ -38,6 +36,4 @@ def two_hosts(
         yield names
     finally:
         for name in made:
-            subprocess.run(
-                ["ip", "netns", "del", name], check=False, capture_output=True, timeout=20
-            )
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=20)

@@ -155,10 +155,7 @@ def main() -> None:
     ranks, watched = several
     fork = multiprocessing.get_context("fork")
     meet = fork.Barrier(ranks).wait
-    children = [
-        fork.Process(target=_as_rank, args=(rank, ranks, ports, jobs, watched, meet))
-        for rank in range(ranks)
-    ]
+    children = [fork.Process(target=_as_rank, args=(rank, ranks, ports, jobs, watched, meet)) for rank in range(ranks)]
     for child in children:
         child.start()
     while (alive := [child for child in children if child.is_alive()]) and not any(
@@ -171,16 +168,12 @@ def main() -> None:
     sys.exit(int(any(child.exitcode for child in children)))
 
 
-def _as_rank(
-    rank: int, ranks: int, ports: list[int], jobs: list[Job], watched: str, meet: Callable[[], int]
-) -> None:
+def _as_rank(rank: int, ranks: int, ports: list[int], jobs: list[Job], watched: str, meet: Callable[[], int]) -> None:
     os.environ.update(rank_environment(rank, ranks, ports[0]))
     go_through(ports, jobs, watched, meet)
 
 
-def go_through(
-    ports: list[int], jobs: list[Job], watched: str = "", meet: Callable[[], int] = lambda: 0
-) -> None:
+def go_through(ports: list[int], jobs: list[Job], watched: str = "", meet: Callable[[], int] = lambda: 0) -> None:
     from common.cluster.environment import find_process
     from common.config.load import build_config
     from common.errors import GPT2Error

@@ -65,9 +65,7 @@ def hugging_face_model(config: ModelConfig, tensors: dict[str, torch.Tensor]) ->
     return model
 
 
-def hugging_face_names(
-    tensors: dict[str, torch.Tensor], vocab_size: int
-) -> dict[str, torch.Tensor]:
+def hugging_face_names(tensors: dict[str, torch.Tensor], vocab_size: int) -> dict[str, torch.Tensor]:
     """Ours -> transformers': fused c_attn, Conv1D (in, out), no padding rows."""
     result = {}
     for name, tensor in tensors.items():

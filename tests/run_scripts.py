@@ -56,9 +56,7 @@ def run_program(*words: str) -> tuple[int, str, str]:
     return child.returncode, out, error
 
 
-def start_script(
-    *words: str, before: tuple[str, ...] = (), log: Path, **variables: str
-) -> subprocess.Popen[bytes]:
+def start_script(*words: str, before: tuple[str, ...] = (), log: Path, **variables: str) -> subprocess.Popen[bytes]:
     """``run_distribute.sh words`` in the background, its output in ``log``. before: such as ("ip",
     "netns", "exec", NAME).
     """
@@ -117,9 +115,7 @@ def listening_addresses(pids: Iterable[int]) -> set[str]:
     return found
 
 
-def wait_until(
-    condition: Callable[[], object], what: str, *, seconds: float = 180.0, every: float = 0.05
-) -> None:
+def wait_until(condition: Callable[[], object], what: str, *, seconds: float = 180.0, every: float = 0.05) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"waited {seconds:g} s in vain: {what}"

@@ -48,9 +48,7 @@ def ceilings() -> dict[str, tuple[int, int]]:
     return {name: (int(lines), int(count)) for lines, count, name in rows}
 
 
-def lowered(
-    today: dict[str, tuple[int, int]], table: dict[str, tuple[int, int]]
-) -> dict[str, tuple[int, int]]:
+def lowered(today: dict[str, tuple[int, int]], table: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
     """Return the table without rows that are gone, and with no number above that of today."""
     return {
         name: (min(lines, today[name][0]), min(count, today[name][1]))

@@ -35,9 +35,7 @@ MEASURED = ("loss", "grad_norm", "validation_loss", "validation_loss/other")
 """Sums, which depend on the order of their terms."""
 
 
-def tiny_run(
-    folder: Path | str = "unused", corpus: Path | None = None, **changes: Any
-) -> dict[str, Any]:
+def tiny_run(folder: Path | str = "unused", corpus: Path | None = None, **changes: Any) -> dict[str, Any]:
     """Return the tree of a run of four SGD steps on two layers of width 32.
 
     ``train__max_steps=3`` sets a key, ``train={...}`` replaces a section.
@@ -57,9 +55,7 @@ def tiny_run(
     return changed(tree, deepcopy(changes))
 
 
-def tiny_config(
-    folder: Path | str = "unused", corpus: Path | None = None, *, ranks: int = 1, **changes: Any
-) -> Run:
+def tiny_config(folder: Path | str = "unused", corpus: Path | None = None, *, ranks: int = 1, **changes: Any) -> Run:
     """Return the resolved run of ``tiny_run``. An epoch has 100 samples, unless data are given."""
     samples = None if corpus or "data__train" in changes else 100
     config = build_config(tiny_run(folder, corpus, **changes))
@@ -121,13 +117,7 @@ def require_same_bits(found: Path, wanted: Path, *, last: int = 0) -> None:
 
 
 def require_equal(
-    found: Path,
-    wanted: Path,
-    tolerance: float,
-    *,
-    updated: float | None = None,
-    last: int = 0,
-    **tolerances: float,
+    found: Path, wanted: Path, tolerance: float, *, updated: float | None = None, last: int = 0, **tolerances: float
 ) -> None:
     """Compare the metrics of two runs. updated: tolerance after the first update, where weights
     are rounded. last: only so many rows of ``wanted`` are repeated. tolerances: of single keys.

@@ -8,9 +8,7 @@ from common.config.schema import ModelConfig, PrecisionConfig
 from torch_gpt2.model import GPT2
 
 
-def random_model(
-    *, std: float = 0.3, positions: float | None = 2.0, precision: Any = None, **sizes: Any
-) -> GPT2:
+def random_model(*, std: float = 0.3, positions: float | None = 2.0, precision: Any = None, **sizes: Any) -> GPT2:
     """Our model on the CPU, every parameter random: zero biases would hide a missing one.
 
     positions: deviation of their embedding, since a tied model of random weights repeats itself.

@@ -43,16 +43,12 @@ class Request:
     backend: Literal["torch", "mindspore"] = flag(
         "the framework whose collectives are tried", required=True, positional=True
     )
-    device: Literal["cpu", "cuda", "npu"] = flag(
-        "the kind of device", required=True, positional=True
-    )
+    device: Literal["cpu", "cuda", "npu"] = flag("the kind of device", required=True, positional=True)
     seconds: float = flag("how long to wait for the other ranks", required=True, positional=True)
 
     def __post_init__(self) -> None:
         if "RANK_SIZE" not in os.environ:
-            raise ConfigError(
-                "RANK_SIZE is not set: this is one rank of tools/doctor.py, which sets it; run that"
-            )
+            raise ConfigError("RANK_SIZE is not set: this is one rank of tools/doctor.py, which sets it; run that")
 
 
 @command(Request)
@@ -73,12 +69,7 @@ def main(request: Request) -> int:
         if (least, most) != (expected, expected):
             report("wrong sum", found=least if least != expected else most, expected=expected)
             return 1
-    speed = {
-        "first": times[0],
-        "seconds": sorted(times[1:])[REPEATS // 2],
-        "ready": ready,
-        "bytes": 4 * ELEMENTS,
-    }
+    speed = {"first": times[0], "seconds": sorted(times[1:])[REPEATS // 2], "ready": ready, "bytes": 4 * ELEMENTS}
     facts = exchange_facts(network, rank, world, speed)
     report("reduced", facts=facts if os.environ.get("LOCAL_RANK", "0") == "0" else [])
     network.total([0.0])
@@ -128,13 +119,7 @@ class TorchNetwork:
         # at a loopback address where all ranks are on this host
         listener = listen(address, port).detach() if rank == 0 and is_loopback(address) else None
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            address,
-            port,
-            world,
-            is_master=rank == 0,
-            timeout=limit,
-            wait_for_workers=False,
-            master_listen_fd=listener,
+            address, port, world, is_master=rank == 0, timeout=limit, wait_for_workers=False, master_listen_fd=listener
         )
         report("connected")
         library = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device]

@@ -27,9 +27,7 @@ from common.program import command
 MACHINES = ("x86_64", "aarch64")
 PLATFORMS = (*(f"manylinux_2_{minor}" for minor in range(17, 29)), "manylinux2014")
 """glibc 2.28 and older: PyTorch and MindSpore need 2.28 themselves."""
-_OFFLINE = re.compile(
-    r"Retrying \(|ConnectionError|Failed to establish|Name or service not known|timed out"
-)
+_OFFLINE = re.compile(r"Retrying \(|ConnectionError|Failed to establish|Name or service not known|timed out")
 
 
 class OfflineError(RunError):
@@ -52,21 +50,15 @@ def missing_wheels(machine: str, requirements: list[str]) -> str:
         return ""
     if _OFFLINE.search(done.stderr):
         raise OfflineError
-    return (
-        "\n".join(line for line in done.stderr.splitlines() if line.startswith("ERROR"))
-        or done.stderr
-    )
+    return "\n".join(line for line in done.stderr.splitlines() if line.startswith("ERROR")) or done.stderr
 
 
 @command()
 def main(words: list[str]) -> int:
     make_parser(__doc__).parse_args(words)
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
-        "optional-dependencies"
-    ]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     wanted = {"requirements.txt": [f"--requirement={ROOT}/requirements.txt"]} | {
-        f"extra {name}": extras[name]
-        for name in ("chinese", "peers", "serve", "study", "parquet", "hub", "fast")
+        f"extra {name}": extras[name] for name in ("chinese", "peers", "serve", "study", "parquet", "hub", "fast")
     }
     asked = [(name, machine) for name in wanted for machine in MACHINES]
     failed = False

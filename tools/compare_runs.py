@@ -58,23 +58,16 @@ _PROGRAM = "script that runs {} in the place of run_gpt2.py, such as that of ano
 
 @dataclass(kw_only=True)
 class Request:
-    one: Path = flag(
-        "RUN: run folder or configuration that is the reference", required=True, positional=True
-    )
-    other: Path = flag(
-        "OTHER: run folder or configuration to compare with it", required=True, positional=True
-    )
+    one: Path = flag("RUN: run folder or configuration that is the reference", required=True, positional=True)
+    other: Path = flag("OTHER: run folder or configuration to compare with it", required=True, positional=True)
     tolerance: float | None = flag(
-        "X: relative difference allowed (default: 1e-6, and 1e-4 between two frameworks)",
-        type=_tolerance,
+        "X: relative difference allowed (default: 1e-6, and 1e-4 between two frameworks)", type=_tolerance
     )
     output: Path | None = flag(
         "DIR: folder of the runs that are started, and of the results of --layers (default: a"
         " temporary one, and output/comparison with --layers)"
     )
-    time_limit: int = flag(
-        "S: seconds that each run that is started may take", default=3600, type=_COUNT
-    )
+    time_limit: int = flag("S: seconds that each run that is started may take", default=3600, type=_COUNT)
     steps: int = flag("N: steps of a configuration", default=10, type=_COUNT, group="runs to start")
     ranks_a: int | None = flag(_RANKS.format("RUN"), type=_COUNT, metavar="N")
     set_a: tuple[str, ...] = flag(_SET.format("RUN"), metavar="KEY=VALUE")
@@ -83,22 +76,16 @@ class Request:
     set_b: tuple[str, ...] = flag(_SET.format("OTHER"), metavar="KEY=VALUE")
     program_b: Path | None = flag(_PROGRAM.format("OTHER"), metavar="FILE")
     layers: bool = flag("name the first layer and tensor that differ", group="layers")
-    step: int | None = flag(
-        "S: step to compare layer by layer (default: the first that differs)", type=_COUNT
-    )
+    step: int | None = flag("S: step to compare layer by layer (default: the first that differs)", type=_COUNT)
     layer_tolerance: float | None = flag(
         "X: difference allowed, relative to the norm of a tensor (default: 1e-5, 1e-4 between two"
         " frameworks, 1e-2 in float16, 5e-2 in bfloat16)",
         type=_tolerance,
     )
     samples: int = flag(
-        "N: samples of the batch whose activations are compared, spread over it",
-        default=8,
-        type=_COUNT,
+        "N: samples of the batch whose activations are compared, spread over it", default=8, type=_COUNT
     )
-    own_weights: bool = flag(
-        "let each run begin from its own checkpoint, not both from that of RUN"
-    )
+    own_weights: bool = flag("let each run begin from its own checkpoint, not both from that of RUN")
 
 
 @command(Request, stopped="")
@@ -118,9 +105,7 @@ def compare(arguments: Request, stack: ExitStack) -> int:
     # before earlier results are removed, and before the other side is trained
     given = {side.name: read_run(side.given) for side in sides if not side.is_config}
     place = _workplace(arguments, sides, stack)
-    one, other = (
-        given.get(side.name) or read_run(run_config(side, arguments.steps, place)) for side in sides
-    )
+    one, other = (given.get(side.name) or read_run(run_config(side, arguments.steps, place)) for side in sides)
     runs = (one, other)
     found = compare_runs(*runs, arguments.tolerance)
     print("\n".join(describe(found)), flush=True)
@@ -132,14 +117,7 @@ def compare(arguments: Request, stack: ExitStack) -> int:
         print("no step differs, so there is no layer to look for; --step S compares any step")
         return code
     _require_step(step, runs)
-    records = record_step(
-        sides,
-        runs,
-        place,
-        step=step,
-        samples=arguments.samples,
-        own_weights=arguments.own_weights,
-    )
+    records = record_step(sides, runs, place, step=step, samples=arguments.samples, own_weights=arguments.own_weights)
     layers = compare_records(*records, arguments.layer_tolerance)
     place.clear("record_a", "record_b")
     layer_report.write_table(layers, place.folder / layer_report.TABLE)
@@ -192,8 +170,7 @@ def _workplace(arguments: Request, sides: Sequence[Side], stack: ExitStack) -> W
     for side in sides:
         if side.given.resolve().is_relative_to(folder.resolve()):
             raise ConfigError(
-                f"--output {folder}: holds {side.given}, and its earlier results are removed;"
-                " choose another folder"
+                f"--output {folder}: holds {side.given}, and its earlier results are removed; choose another folder"
             )
     if arguments.layers or any(side.is_config for side in sides):
         place.prepare()
@@ -217,15 +194,8 @@ def describe(found: Comparison) -> Iterator[str]:
     """Yield the lines of the result."""
     for key, (one, other) in found.keys.items():
         yield f"{key}: {one} -> {other}"
-    yield (
-        f"compared: {len(found.steps)} steps, {found.steps[0]} to {found.steps[-1]}; tolerance"
-        f" {found.tolerance:g}"
-    )
+    yield (f"compared: {len(found.steps)} steps, {found.steps[0]} to {found.steps[-1]}; tolerance {found.tolerance:g}")
     yield f"samples: {'the same' if found.samples is None else f'others from step {found.samples}'}"
     for kind, (size, step) in found.largest.items():
         yield f"{kind}: largest difference {size:.2g}, at step {step}"
-    yield (
-        "the same"
-        if found.departure is None
-        else f"different: {describe_departure(found.departure)}"
-    )
+    yield ("the same" if found.departure is None else f"different: {describe_departure(found.departure)}")

@@ -40,12 +40,8 @@ def config_schema() -> str:
         target = schema
         for section in sections:
             node = target["properties"][section]
-            target = schema["$defs"][
-                (node.get("$ref") or node["allOf"][0]["$ref"]).rpartition("/")[2]
-            ]
-        choices: dict[str, Any] = (
-            {"enum": [*alias.values, None]} if alias.values else {"type": ["integer", "null"]}
-        )
+            target = schema["$defs"][(node.get("$ref") or node["allOf"][0]["$ref"]).rpartition("/")[2]]
+        choices: dict[str, Any] = {"enum": [*alias.values, None]} if alias.values else {"type": ["integer", "null"]}
         target["properties"][key] = {"description": alias.description, **choices}
     model = schema["properties"]["model"]
     model["anyOf"] = [{"const": "from_checkpoint"}, {"$ref": model.pop("$ref")}]
@@ -70,7 +66,5 @@ class Request:
 
 @command(Request)
 def main(request: Request) -> None:
-    write = (
-        config_reference if request.reference else study_schema if request.study else config_schema
-    )
+    write = config_reference if request.reference else study_schema if request.study else config_schema
     sys.stdout.write(write())

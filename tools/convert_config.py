@@ -27,15 +27,10 @@ from common.program import command
 @dataclass(kw_only=True)
 class Request:
     file: Path | None = flag(
-        "FILE: the other system's YAML or JSON, or a file of command-line flags (.txt, .sh)",
-        positional=True,
-        nargs="?",
+        "FILE: the other system's YAML or JSON, or a file of command-line flags (.txt, .sh)", positional=True, nargs="?"
     )
     overrides: tuple[str, ...] = flag(
-        "keys of this project to set in the result",
-        positional=True,
-        nargs="*",
-        metavar="section.key=value",
+        "keys of this project to set in the result", positional=True, nargs="*", metavar="section.key=value"
     )
     system: str | None = flag(
         "system that the configuration comes from (default: told by the content of FILE)",
@@ -50,11 +45,7 @@ class Request:
 
 @command()
 def main(words: list[str]) -> None:
-    own, flags = (
-        (words[: words.index("--")], words[words.index("--") + 1 :])
-        if "--" in words
-        else (words, [])
-    )
+    own, flags = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     request = parse(Request, own, __doc__)
     text = _convert(request, flags)
     if request.output is None:
@@ -79,18 +70,13 @@ def _convert(args: Request, flags: list[str]) -> str:
         ).yaml
     if args.file is None or flags:
         raise ConfigError(
-            "give the YAML file to convert; flags behind -- are for --from "
-            + " and ".join(COMMAND_LINES)
+            "give the YAML file to convert; flags behind -- are for --from " + " and ".join(COMMAND_LINES)
         )
     opened = open_config(args.file, args.overrides)
     if opened.system is None:
-        raise ConfigError(
-            f"{args.file}: is in the words of this project already; --from says whose flags a file"
-            " holds"
-        )
+        raise ConfigError(f"{args.file}: is in the words of this project already; --from says whose flags a file holds")
     if args.system is not None and args.system not in opened.system.lower():
         raise ConfigError(
-            f"{args.file}: is in {opened.system}'s words, not in those of --from {args.system};"
-            " leave --from out"
+            f"{args.file}: is in {opened.system}'s words, not in those of --from {args.system}; leave --from out"
         )
     return opened.yaml

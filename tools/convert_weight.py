@@ -35,9 +35,7 @@ class Request:
     source_format: str | None = flag(
         "FORMAT: format of the input (default: told by its files)", "--from", choices=FORMATS
     )
-    target_format: str | None = flag(
-        "FORMAT: format of the output; with --input and --output", "--to", choices=FORMATS
-    )
+    target_format: str | None = flag("FORMAT: format of the output; with --input and --output", "--to", choices=FORMATS)
     input: str | None = flag(
         "PATH: folder of the weights, a file of weights beside its config, or a model of the"
         " Hugging Face hub as hf://OWNER/NAME or hf://OWNER/NAME@REVISION"
@@ -48,22 +46,16 @@ class Request:
         " and gguf); int8 is for these three, int4 for onnx and gguf",
         choices=(*FLOATS, "int8", "int4"),
     )
-    model_parallel: int = flag(
-        "N: tensor-parallel ranks of a target that has a file for each", default=1
-    )
+    model_parallel: int = flag("N: tensor-parallel ranks of a target that has a file for each", default=1)
     pipeline_stage: int = flag("N: pipeline stages of such a target", default=1)
     weights_only: bool = flag("leave out the optimizer's state and the position of training")
     verify: bool = flag(
-        "read the output back and compare it bit for bit; compare ids of a text and logits too"
-        " where both have them"
+        "read the output back and compare it bit for bit; compare ids of a text and logits too where both have them"
     )
     layers: int | None = flag(
-        "N: MindFormers' option: blocks of the file at --torch_path (default: 12)",
-        type=whole_numbers.argument(1),
+        "N: MindFormers' option: blocks of the file at --torch_path (default: 12)", type=whole_numbers.argument(1)
     )
-    torch_path: Path | None = flag(
-        "FILE: MindFormers' option: Hugging Face's pytorch_model.bin to read"
-    )
+    torch_path: Path | None = flag("FILE: MindFormers' option: Hugging Face's pytorch_model.bin to read")
     mindspore_path: Path | None = flag("FILE: MindFormers' option: the .ckpt to write")
 
     def __post_init__(self) -> None:
@@ -77,9 +69,7 @@ class Request:
             if not ours >= {"input", "output", "target_format"}:
                 raise ConfigError("--to, --input and --output are needed")
         elif ours or self.torch_path is None or self.mindspore_path is None:
-            raise ConfigError(
-                "--layers, --torch_path and --mindspore_path go together, and with nothing else"
-            )
+            raise ConfigError("--layers, --torch_path and --mindspore_path go together, and with nothing else")
 
 
 @command(

@@ -41,16 +41,11 @@ from common.program import command
 class Request(DoctorRequest):
     json: bool = flag("print the findings as JSON, for programs")
     explain: str | None = flag(
-        "LOG|CODE: explain the known errors in a log or a run folder, or one code or message; no"
-        " checks"
+        "LOG|CODE: explain the known errors in a log or a run folder, or one code or message; no checks"
     )
-    language: Literal["en", "zh"] | None = flag(
-        "language of the explanation (default: that of the locale)"
-    )
+    language: Literal["en", "zh"] | None = flag("language of the explanation (default: that of the locale)")
     bundle: Path | None = flag("FILE.tar.gz: pack the run of --output_dir for a report; no checks")
-    with_addresses: bool = flag(
-        "keep IP addresses and the host name in the bundle (default: masked by stable names)"
-    )
+    with_addresses: bool = flag("keep IP addresses and the host name in the bundle (default: masked by stable names)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,9 +60,7 @@ def main(request: Request) -> int:
     if request.explain is not None:
         return explain(request, request.explain)
     checks = examine(request)
-    sys.stdout.write(
-        as_json(checks) if request.json else as_table(checks, colour=sys.stdout.isatty())
-    )
+    sys.stdout.write(as_json(checks) if request.json else as_table(checks, colour=sys.stdout.isatty()))
     return exit_code(checks)
 
 

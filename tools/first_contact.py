@@ -87,14 +87,7 @@ class Check:
     def commands(self) -> Sequence[str]:
         if not self.compare:
             return self.run
-        of: dict[str, Any] = {
-            "config": "tiny",
-            "steps": 20,
-            "options": "",
-            "a": "",
-            "b": "",
-            "both": "",
-        }
+        of: dict[str, Any] = {"config": "tiny", "steps": 20, "options": "", "a": "", "b": "", "both": ""}
         of |= self.compare
         shared = f"backend={{backend}} device={{device}} {of['both']}"
         sides = [f"--set_{side} {word}" for side in "ab" for word in f"{shared} {of[side]}".split()]
@@ -214,9 +207,7 @@ def judge_figures(
     return figures, wrong, slow
 
 
-def _find(
-    name: str, rule: Mapping[str, Any], text: str, here: Path, figures: Mapping[str, Any]
-) -> Any:
+def _find(name: str, rule: Mapping[str, Any], text: str, here: Path, figures: Mapping[str, Any]) -> Any:
     """Return a number, or a text where it is none; None where it is not there."""
     if "ratio" in rule:
         above, below = (figures[part]["value"] for part in rule["ratio"])

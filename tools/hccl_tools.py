@@ -23,14 +23,7 @@ from pathlib import Path
 from common import whole_numbers
 from common.cluster.hccn import device_addresses
 from common.cluster.places import parse_devices, parse_range
-from common.cluster.rank_table import (
-    RankTable,
-    Server,
-    TableDevice,
-    parse_address,
-    table_warnings,
-    validate,
-)
+from common.cluster.rank_table import RankTable, Server, TableDevice, parse_address, table_warnings, validate
 from common.cluster.rank_table_files import read_table, write_table
 from common.errors import DataError
 from common.files import refuse_to_overwrite
@@ -44,25 +37,15 @@ MAX_DEVICES = 1024
 
 @dataclass(kw_only=True)
 class Request:
-    device_num: str = flag(
-        "'[a,b)': logical devices a to b-1; [a,b] means the same; quote it", default="[0,8)"
-    )
+    device_num: str = flag("'[a,b)': logical devices a to b-1; [a,b] means the same; quote it", default="[0,8)")
     visible_devices: str | None = flag(
         "N,...: physical number of logical device 0, 1, ... (default: 0 to device_num_per_node - 1)"
     )
-    device_num_per_node: int = flag(
-        "N: devices of this machine", default=8, type=whole_numbers.argument()
-    )
-    server_ip: str | None = flag(
-        "IP: address of this machine for the others (default: that of its host name)"
-    )
-    hccn_conf: Path | None = flag(
-        "FILE: read addresses only from FILE (default: ask hccn_tool, else /etc/hccn.conf)"
-    )
+    device_num_per_node: int = flag("N: devices of this machine", default=8, type=whole_numbers.argument())
+    server_ip: str | None = flag("IP: address of this machine for the others (default: that of its host name)")
+    hccn_conf: Path | None = flag("FILE: read addresses only from FILE (default: ask hccn_tool, else /etc/hccn.conf)")
     output_dir: Path = flag("DIR: folder for the table (default: the current one)", default=Path())
-    check: Path | None = flag(
-        "FILE: write nothing; validate this rank table of any version and list it"
-    )
+    check: Path | None = flag("FILE: write nothing; validate this rank table of any version and list it")
 
 
 @command(Request)
@@ -102,22 +85,18 @@ def generate(arguments: Request) -> None:
     print("device_num_list:", logical)
     addresses = device_addresses(physical, arguments.hccn_conf)
     devices = [
-        TableDevice(rank_id=rank, device_id=device, device_ip=addresses[device])
-        for rank, device in enumerate(physical)
+        TableDevice(rank_id=rank, device_id=device, device_ip=addresses[device]) for rank, device in enumerate(physical)
     ]
     server = Server(server_id=server_id, device=devices, host_nic_ip="reserve")
     table = RankTable(version="1.0", server_count=1, server_list=[server])
     validate(table, "the devices of this machine")
     if arguments.device_num_per_node == 8 and logical[0] < 4 <= logical[-1] and len(logical) < 8:
         print(
-            "warning: cards 0-3 and 4-7 of an Ascend 910A server are two rings: fewer than 8 should"
-            " come from one",
+            "warning: cards 0-3 and 4-7 of an Ascend 910A server are two rings: fewer than 8 should come from one",
             file=sys.stderr,
         )
     for device in devices:
-        print(
-            f"rank_id:{device.rank_id}, device_id:{device.device_id}, device_ip:{device.device_ip}"
-        )
+        print(f"rank_id:{device.rank_id}, device_id:{device.device_id}, device_ip:{device.device_ip}")
     cards = "".join(map(str, logical))
     host = re.sub("[^0-9A-Za-z.]", "-", server_id)  # IPv6 has colons
     name = f"hccl_{len(logical)}p_{cards}_{host}.json"
@@ -153,9 +132,7 @@ def _server_id(given: str | None) -> str:
         try:
             found = socket.gethostbyname(name)
         except OSError as error:
-            raise DataError(
-                f"{place} cannot be found: {error.strerror or error}; give --server_ip ADDRESS"
-            ) from None
+            raise DataError(f"{place} cannot be found: {error.strerror or error}; give --server_ip ADDRESS") from None
     server_id = str(parse_address(found, place))
     if is_loopback(server_id):
         raise DataError(

@@ -26,24 +26,16 @@ from common.program import command
 @dataclass(kw_only=True)
 class Request:
     model_dir: Path = flag(
-        "DIR: folder of the model, a file in it, or a model of the Hugging Face hub as"
-        " hf://OWNER/NAME",
-        required=True,
+        "DIR: folder of the model, a file in it, or a model of the Hugging Face hub as hf://OWNER/NAME", required=True
     )
     prompt: str | None = flag("TEXT: text to continue")
     prompt_file: str | None = flag("FILE: file of prompts: one a line, or .jsonl")
     tokenizer: str | None = flag("DIR: folder of the tokenizer (default: the model's own)")
-    backend: Literal["auto", "torch", "mindspore", "onnx"] = flag(
-        "library that computes", default="auto"
-    )
+    backend: Literal["auto", "torch", "mindspore", "onnx"] = flag("library that computes", default="auto")
     device: Literal["auto", "cpu", "cuda", "npu"] = flag("kind of device", default="auto")
-    dtype: str | None = flag(
-        "TYPE: type of the computation: float32, bf16 or fp16 (default: the run's)"
-    )
+    dtype: str | None = flag("TYPE: type of the computation: float32, bf16 or fp16 (default: the run's)")
     verify: bool = flag("compare the SHA-256 of an export's files before it is run")
-    set: tuple[str, ...] = flag(
-        "settings of the section predict", positional=True, nargs="*", metavar="key=value"
-    )
+    set: tuple[str, ...] = flag("settings of the section predict", positional=True, nargs="*", metavar="key=value")
 
 
 @command(Request)

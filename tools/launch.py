@@ -32,12 +32,7 @@ from common.flags import parse
 from common.inputs import check_before_ranks
 from common.launcher.host_list import run_over_ssh
 from common.launcher.launch import start
-from common.launcher.request import (
-    DistributeOptions,
-    Options,
-    parse_distribute,
-    parse_standalone,
-)
+from common.launcher.request import DistributeOptions, Options, parse_distribute, parse_standalone
 from common.launcher.terminal import open_standard_streams
 from common.program import command
 from common.run_config import read_config

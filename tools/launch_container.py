@@ -42,10 +42,7 @@ ASCEND_MOUNTS = (
 class Request:
     image: str = flag("NAME: image of the container", required=True)
     cmd: str = flag("TEXT: command that bash runs inside (default: a shell)", default="bash")
-    src: Path = flag(
-        "DIR: folder to mount under its own path; --cmd starts there (default: the project)",
-        default=ROOT,
-    )
+    src: Path = flag("DIR: folder to mount under its own path; --cmd starts there (default: the project)", default=ROOT)
     devices: Literal["none", "nvidia", "ascend"] = flag("accelerators to pass on", default="none")
     extra_mount: tuple[str, ...] = flag("HOST[:INSIDE]: another folder to mount; may be repeated")
     wheel: Path | None = flag("FILE: a package that is installed in the container first")
@@ -65,9 +62,7 @@ def main(args: Request) -> int:
         print(shlex.join(words))
         return 0
     if shutil.which(words[0]) is None:
-        raise ConfigError(
-            f"{words[0]} is not installed; install it, or see the command with --dry-run"
-        )
+        raise ConfigError(f"{words[0]} is not installed; install it, or see the command with --dry-run")
     # the words of the command line, no shell
     return subprocess.run(words, check=False).returncode  # noqa: S603
 
@@ -82,9 +77,7 @@ def docker_command(args: Request) -> list[str]:
         host, _, inside = text.partition(":")
         path = Path(host).resolve()
         if not path.exists():
-            raise ConfigError(
-                f"--extra-mount {text}: {path} does not exist; make it, or leave the mount out"
-            )
+            raise ConfigError(f"--extra-mount {text}: {path} does not exist; make it, or leave the mount out")
         mounts.append((path, Path(inside or path), ""))
     if args.wheel is not None:
         if not args.wheel.is_file():
@@ -112,13 +105,10 @@ def _devices(kind: str, mounts: list[tuple[Path, Path, str]]) -> list[str]:
         return []
     if kind == "nvidia":
         return ["--gpus", "all", "--ipc", "host", "--cap-add", "SYS_PTRACE"]
-    cards = sorted(
-        (path for path in Path("/dev").glob("davinci[0-9]*")), key=lambda path: int(path.name[7:])
-    )
+    cards = sorted((path for path in Path("/dev").glob("davinci[0-9]*")), key=lambda path: int(path.name[7:]))
     if not cards:
         raise ConfigError(
-            "--devices ascend: this host has no /dev/davinci0; install the driver, or choose"
-            " --devices none"
+            "--devices ascend: this host has no /dev/davinci0; install the driver, or choose --devices none"
         )
     mounts.extend((Path(path), Path(path), ":ro") for path in ASCEND_MOUNTS if Path(path).exists())
     return [word for device in (*map(str, cards), *ASCEND_DEVICES) for word in ("--device", device)]

@@ -39,14 +39,10 @@ class Request:
         nargs="+",
     )
     vocab_file: Path = flag(
-        "FILE: vocabulary to write",
-        *("--vocab_file", "--vocab-file"),
-        default=Path("vocab_processed.txt"),
+        "FILE: vocabulary to write", *("--vocab_file", "--vocab-file"), default=Path("vocab_processed.txt")
     )
     vocab_size: int = flag(
-        "N: tokens to keep, without the special ones",
-        *("--vocab_size", "--vocab-size"),
-        default=50000,
+        "N: tokens to keep, without the special ones", *("--vocab_size", "--vocab-size"), default=50000
     )
     segment: bool = flag("take words instead of characters, for BertWordLevel")
     cased: bool = flag("keep upper case, for BertWordPieceCase")
@@ -63,11 +59,7 @@ def main(arguments: Request) -> None:
     size = sum(path.stat().st_size for path in arguments.raw_data_path if path.is_file())
     with progress_bar(total=size, unit="B") as bar:
         texts = read_texts(arguments.raw_data_path, encoding=encoding, on_bytes=bar.update)
-        counts = (
-            count_words(texts)
-            if arguments.segment
-            else count_characters(texts, lower_case=not arguments.cased)
-        )
+        counts = count_words(texts) if arguments.segment else count_characters(texts, lower_case=not arguments.cased)
     tokens = most_frequent(counts, arguments.vocab_size)
     with atomic_write(target, "w") as file:
         file.write("".join(f"{token}\n" for token in tokens))

@@ -36,9 +36,7 @@ class Request:
 @command(Request, stopped="; no output is left in part", dashes=True)
 def main(request: Request) -> None:
     # with an .idx also its .bin is named by a pattern such as my.shard-*
-    inputs = dict.fromkeys(
-        path if path.is_dir() else strip_extension(path) for path in request.input
-    )
+    inputs = dict.fromkeys(path if path.is_dir() else strip_extension(path) for path in request.input)
     with progress_bar(total=0, unit="B") as bar:
 
         def show(done: int, total: int) -> None:

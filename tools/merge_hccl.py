@@ -22,10 +22,7 @@ from common.program import command
 @dataclass(kw_only=True)
 class Request:
     files: tuple[Path, ...] = flag(
-        "FILE: rank table of one machine (version 0, 1.0 or 1.2)",
-        required=True,
-        positional=True,
-        nargs="+",
+        "FILE: rank table of one machine (version 0, 1.0 or 1.2)", required=True, positional=True, nargs="+"
     )
 
 

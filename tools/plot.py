@@ -21,18 +21,14 @@ from common.whole_numbers import shortened, whole_number
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     if not all(names) or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(
-            f"expected names with commas between, each once, found {text!r}"
-        )
+        raise argparse.ArgumentTypeError(f"expected names with commas between, each once, found {text!r}")
     return names
 
 
 def _rows(text: str) -> int:
     number = whole_number(text)
     if not number:
-        raise argparse.ArgumentTypeError(
-            f"expected a number of rows, 1 or more, found {shortened(text)!r}"
-        )
+        raise argparse.ArgumentTypeError(f"expected a number of rows, 1 or more, found {shortened(text)!r}")
     return number
 
 
@@ -50,9 +46,7 @@ class Request:
         action="store",
     )
     smoothing: int = flag(
-        "ROWS: rows of metrics.jsonl that a point averages (default: a fiftieth of a run)",
-        default=0,
-        type=_rows,
+        "ROWS: rows of metrics.jsonl that a point averages (default: a fiftieth of a run)", default=0, type=_rows
     )
 
 

@@ -61,17 +61,11 @@ class Request:
         nargs="+",
         group="input",
     )
-    dataset_split: str | None = flag(
-        "NAME: split to read of a folder that datasets saved with several, such as train"
-    )
+    dataset_split: str | None = flag("NAME: split to read of a folder that datasets saved with several, such as train")
     input_format: CorpusFormat | None = flag(
-        "format of the corpora (default: told by content)",
-        type=None,
-        choices=[item.value for item in CorpusFormat],
+        "format of the corpora (default: told by content)", type=None, choices=[item.value for item in CorpusFormat]
     )
-    encoding: str = flag(
-        "NAME: encoding of the input, such as gbk, big5 or utf-16", default="utf-8"
-    )
+    encoding: str = flag("NAME: encoding of the input, such as gbk, big5 or utf-16", default="utf-8")
     min_length: int = flag(
         "N: leave out documents of N characters or fewer (default: 0)",
         *("--min-length", "--min_length"),
@@ -85,9 +79,7 @@ class Request:
         nargs="+",
     )
     documents: str = flag(
-        "what separates documents in plain text",
-        default="blank_line",
-        choices=[rule.value for rule in DocumentRule],
+        "what separates documents in plain text", default="blank_line", choices=[rule.value for rule in DocumentRule]
     )
     split_sentences: bool = flag("write one sequence per sentence, as PREFIX_{key}_sentence")
     keep_newlines: bool = flag("with --split-sentences: keep the white space between sentences")
@@ -106,13 +98,9 @@ class Request:
         *("--vocab-file", "--vocab", "--tokenizer-model"),
         required=True,
     )
-    merge_file: Path | None = flag(
-        "FILE: merges.txt, for a vocab.json; not needed where --vocab-file is a folder"
-    )
+    merge_file: Path | None = flag("FILE: merges.txt, for a vocab.json; not needed where --vocab-file is a folder")
     tokenizer_backend: Literal["auto", "gigatoken", "tiktoken", "tokenizers"] = flag(
-        "library that does the work; all give the same ids; auto takes the fastest that is"
-        " installed",
-        default="auto",
+        "library that does the work; all give the same ids; auto takes the fastest that is installed", default="auto"
     )
     append_eod: bool = flag(
         "put the tokenizer's marks around each document: <|endoftext|> behind it for GPT-2, [MASK]"
@@ -131,13 +119,10 @@ class Request:
         "format of the output (default: indexed, a .bin/.idx pair)", default="indexed"
     )
     seq_length: int | None = flag(
-        "N: mindrecord: tokens a row predicts; a row has N + 1, its last one begins the next"
-        " (default: 1024)",
+        "N: mindrecord: tokens a row predicts; a row has N + 1, its last one begins the next (default: 1024)",
         type=argument(1),
     )
-    num_splits: int | None = flag(
-        "N: mindrecord: files to spread the rows over (default: 1)", type=argument(1)
-    )
+    num_splits: int | None = flag("N: mindrecord: files to spread the rows over (default: 1)", type=argument(1))
     num_pieces: int | None = flag(
         "N: pieces: files to divide the documents over (default: 100)",
         *("--num-pieces", "--num_pieces"),
@@ -169,10 +154,7 @@ class _Display:
         elif progress.documents >= self._next:
             self._next = (progress.documents // self._interval + 1) * self._interval
             share = 100 * progress.read_bytes / max(1, progress.total_bytes)
-            print(
-                f"processed {progress.documents} documents, {share:.0f} % ({progress.rates()})",
-                file=sys.stderr,
-            )
+            print(f"processed {progress.documents} documents, {share:.0f} % ({progress.rates()})", file=sys.stderr)
 
     def _draw(self, progress: Progress) -> None:
         if self._bar is None:
@@ -223,17 +205,11 @@ def _token_files(request: Request, options: PreprocessOptions, display: _Display
 def _set(found: Any, seq_length: int) -> str:
     files = found.files
     names = str(files[0]) if len(files) == 1 else f"{files[0]} ... {files[-1].name}"
-    return (
-        f"{names}: {found.rows} rows of {seq_length + 1} tokens, {found.left_over} tokens left"
-        " over at the end"
-    )
+    return f"{names}: {found.rows} rows of {seq_length + 1} tokens, {found.left_over} tokens left over at the end"
 
 
 def _counts(done: Progress) -> str:
-    return (
-        f"{done.documents} documents, {done.tokens} tokens{done.left_out()}, {done.seconds:.1f} s"
-        f" ({done.rates()})"
-    )
+    return f"{done.documents} documents, {done.tokens} tokens{done.left_out()}, {done.seconds:.1f} s ({done.rates()})"
 
 
 def _how_split(options: PreprocessOptions, prefix: Path) -> str:
@@ -247,10 +223,7 @@ def _how_split(options: PreprocessOptions, prefix: Path) -> str:
     if all(source.format != CorpusFormat.TEXT.value for source in metadata.sources):
         return ""
     others = ", ".join(rule.value for rule in DocumentRule if rule is not usual)
-    return (
-        f"\nplain text: each blank line ended a document (--documents {usual.value}; the others:"
-        f" {others})"
-    )
+    return f"\nplain text: each blank line ended a document (--documents {usual.value}; the others: {others})"
 
 
 def _options(args: Request) -> PreprocessOptions:
@@ -263,13 +236,11 @@ def _options(args: Request) -> PreprocessOptions:
         ),
         (
             args.keep_newlines and not args.split_sentences,
-            "--keep-newlines only means something with --split-sentences; without it newlines are"
-            " always kept",
+            "--keep-newlines only means something with --split-sentences; without it newlines are always kept",
         ),
         (
             mindrecord and args.split_sentences,
-            "--split-sentences with --format mindrecord: rows of equal length know no sentences;"
-            " leave one of them out",
+            "--split-sentences with --format mindrecord: rows of equal length know no sentences; leave one of them out",
         ),
         (
             args.num_pieces is not None and args.format != "pieces",
@@ -277,8 +248,7 @@ def _options(args: Request) -> PreprocessOptions:
         ),
         (
             args.shard is not None and args.format != "indexed",
-            f"--shard with --format {args.format}: only a .bin/.idx pair is merged; leave one of"
-            " them out",
+            f"--shard with --format {args.format}: only a .bin/.idx pair is merged; leave one of them out",
         ),
         (
             not mindrecord and (args.seq_length is not None or args.num_splits is not None),

@@ -41,14 +41,11 @@ from common.tokenizer.training import LEAST, TRAINERS
 
 @dataclass(kw_only=True)
 class Request:
-    input: tuple[Path, ...] = flag(
-        "FILE: texts: .txt, .jsonl, .json (array), each also .gz", required=True, nargs="+"
-    )
+    input: tuple[Path, ...] = flag("FILE: texts: .txt, .jsonl, .json (array), each also .gz", required=True, nargs="+")
     output_folder: Path = flag("FOLDER: folder for the tokenizer's files", required=True)
     vocab_size: int = flag("N: number of tokens, special ones included", required=True)
     type: str = flag(
-        f"KIND: kind of tokenizer: {', '.join(TRAINERS)}, or the name that Megatron or transformers"
-        " has for it",
+        f"KIND: kind of tokenizer: {', '.join(TRAINERS)}, or the name that Megatron or transformers has for it",
         default="GPT2BPETokenizer",
     )
     json_key: str = flag("KEY: key of JSON objects that holds the text", default="text")
@@ -61,9 +58,7 @@ def main(arguments: Request) -> None:
     if kind not in TRAINERS:
         raise ConfigError(f"--type {arguments.type}: expected {', '.join(TRAINERS)}")
     if arguments.vocab_size < LEAST.get(kind, 3):
-        raise ConfigError(
-            f"--vocab-size={arguments.vocab_size}: {kind} has at least {LEAST.get(kind, 3)}"
-        )
+        raise ConfigError(f"--vocab-size={arguments.vocab_size}: {kind} has at least {LEAST.get(kind, 3)}")
     encoding = checked_encoding(arguments.encoding)
     size = sum(path.stat().st_size for path in arguments.input if path.is_file())
 
@@ -83,9 +78,7 @@ def main(arguments: Request) -> None:
     if kind == "BertWordPieceCase":
         files[CONFIG] = json.dumps({"do_lower_case": False}).encode()
     folder = arguments.output_folder
-    refuse_to_overwrite(
-        arguments.input, [folder / name for name in files], "choose another --output-folder"
-    )
+    refuse_to_overwrite(arguments.input, [folder / name for name in files], "choose another --output-folder")
     for name, content in files.items():
         with atomic_write(folder / name) as file:
             file.write(content)

@@ -76,8 +76,7 @@ class BaseEngine(engine.Engine):
             self._restore_generators(saved)
         except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise CheckpointError(
-                f"{reader}: the state of the random generators is broken ({error}); use"
-                " another checkpoint"
+                f"{reader}: the state of the random generators is broken ({error}); use another checkpoint"
             ) from None
         self.step = state.step
         return state
@@ -111,9 +110,7 @@ class BaseEngine(engine.Engine):
     def _restore_generators(self, saved: EngineState) -> None:
         """Restore the generators of the dropout masks, if the number of ranks has not changed."""
         generators = saved.rng.get("torch", [])
-        if (
-            len(generators) == self.world.size
-        ):  # with another number of ranks the masks differ anyway
+        if len(generators) == self.world.size:  # with another number of ranks the masks differ anyway
             self.device.set_rng_state(generators[self.world.rank])
 
     def _make_snapshot(

@@ -53,17 +53,13 @@ class Staging:
             try:
                 self._rest = torch.empty(size, dtype=torch.float32, pin_memory=True)
             except RuntimeError as error:
-                LOG.warning(
-                    f"checkpoints: no more memory can be pinned ({error}); saves wait longer"
-                )
+                LOG.warning(f"checkpoints: no more memory can be pinned ({error}); saves wait longer")
                 self._rest = torch.empty(size, dtype=torch.float32)
         taken, self._rest = self._rest[:numbers], self._rest[numbers:]
         return taken
 
 
-def weights_on_host(
-    tensors: Mapping[str, Tensor], pieces: Pieces, copy: Copy = copy_at_once
-) -> dict[str, Array]:
+def weights_on_host(tensors: Mapping[str, Tensor], pieces: Pieces, copy: Copy = copy_at_once) -> dict[str, Array]:
     """Return ``pieces`` of parameters."""
     return {name: copy(name, _cut(tensors[name], piece)) for name, piece in pieces.items()}
 

@@ -13,9 +13,7 @@ from common.parallel.packing import UNCOUNTED, Packing
 from torch_gpt2.device import TorchDevice
 
 
-def inputs_and_targets(
-    tokens: Tokens, device: TorchDevice, packing: Packing | None = None
-) -> tuple[Tensor, Tensor]:
+def inputs_and_targets(tokens: Tokens, device: TorchDevice, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
     """(B, T + 1) token ids -> ids (B, T) and the tokens that follow them (B, T), int64 on the
     device.
     """

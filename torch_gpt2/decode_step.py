@@ -38,9 +38,7 @@ class Layers:
         heads, size = self._heads
         for layer in self.blocks:
             layer.keys, layer.values = (
-                torch.zeros(
-                    rows, heads, columns, size, dtype=self.dtype, device=self.device.torch_device
-                )
+                torch.zeros(rows, heads, columns, size, dtype=self.dtype, device=self.device.torch_device)
                 for _ in range(2)
             )
 
@@ -88,15 +86,11 @@ class DecodeStep:
     def __init__(self, layers: Layers, rows: int) -> None:
         self._layers, self._device = layers, layers.device
         layers.allocate(rows, layers.unread + 1)
-        self._inputs = torch.zeros(
-            2, rows, dtype=torch.long, device=self._device.torch_device
-        )  # tokens and columns
+        self._inputs = torch.zeros(2, rows, dtype=torch.long, device=self._device.torch_device)  # tokens and columns
         self._steps: dict[int, Callable[[], Tensor]] = {}
         self._memory = self._device.graph_memory()
 
-    def __call__(
-        self, rows: Sequence[int], tokens: Sequence[int], columns: Sequence[int]
-    ) -> Logits:
+    def __call__(self, rows: Sequence[int], tokens: Sequence[int], columns: Sequence[int]) -> Logits:
         """Put a token into each of these rows, at its column; return their logits (B, vocab_size).
 
         Columns from ``unread`` on are that one. Other rows stay as they are.
@@ -153,9 +147,7 @@ class Layer:
 
         Returns all keys and values up to the last column.
         """
-        keys, values = (
-            cache.narrow(2, 0, column + k.shape[2]) for cache in (self.keys, self.values)
-        )
+        keys, values = (cache.narrow(2, 0, column + k.shape[2]) for cache in (self.keys, self.values))
         keys[:, :, column:] = k
         values[:, :, column:] = v
         return keys, values

@@ -19,13 +19,7 @@ from torch import Tensor
 from common.accelerators import accelerator_flops
 from common.cluster.environment import ALONE, Process
 from common.config.schema import PrecisionConfig
-from common.device import (
-    device_index,
-    keep_freed_memory,
-    missing_for_kernels,
-    peak_resident_bytes,
-    processor_name,
-)
+from common.device import device_index, keep_freed_memory, missing_for_kernels, peak_resident_bytes, processor_name
 from common.errors import ConfigError, DeviceError
 from common.log import LOG
 from common.parallel.run import Run
@@ -53,9 +47,7 @@ def attention_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if seen.device.type == "npu":
         return seen
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
-        ~seen, float("-inf")
-    )
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 
 def wide_type(device: torch.device) -> torch.dtype:
@@ -111,11 +103,7 @@ class TorchDevice:
     @property
     def compiles(self) -> bool:
         """Whether torch.compile generates fast kernels here, which are Triton's."""
-        return (
-            self.kind == "cuda"
-            and importlib.util.find_spec("triton") is not None
-            and missing_for_kernels() is None
-        )
+        return self.kind == "cuda" and importlib.util.find_spec("triton") is not None and missing_for_kernels() is None
 
     @property
     def runs_ahead(self) -> bool:
@@ -216,9 +204,7 @@ class TorchDevice:
     @property
     def profiler(self) -> Any:
         """torch.profiler, or what Ascend's adapter has in its place."""
-        return (
-            torch.profiler if self.kind != "npu" else importlib.import_module("torch_npu").profiler
-        )
+        return torch.profiler if self.kind != "npu" else importlib.import_module("torch_npu").profiler
 
     def supports(self, float_name: str) -> bool:
         if float_name != "bfloat16" or self.kind == "cpu":
@@ -261,10 +247,7 @@ class TorchDevice:
         states = {"cpu": torch.get_rng_state()}
         if self.kind != "cpu":
             states[self.kind] = self.module.get_rng_state()
-        return {
-            kind: base64.b64encode(state.numpy().tobytes()).decode()
-            for kind, state in states.items()
-        }
+        return {kind: base64.b64encode(state.numpy().tobytes()).decode() for kind, state in states.items()}
 
     def set_rng_state(self, state: dict[str, Any]) -> None:
         """Restore what is there for this kind of device; a run that moved to another kind starts
@@ -279,9 +262,7 @@ class TorchDevice:
                 self.module.set_rng_state(tensor)
 
 
-def open_device(
-    config: Run, process: Process = ALONE, *, lengths_vary: bool = False
-) -> TorchDevice:
+def open_device(config: Run, process: Process = ALONE, *, lengths_vary: bool = False) -> TorchDevice:
     """The device of a process, checked against the config. Raises ConfigError or DeviceError.
 
     lengths_vary: attention has a new shape in most calls. cuDNN builds a plan for each: 0.44 s on a
@@ -289,18 +270,13 @@ def open_device(
     """
     unassigned = process.world_size > 1 and process.device_id is None
     device = select_device(
-        config.device,
-        index=device_index(config, process),
-        threads=config.runtime.threads,
-        perhaps_alone=unassigned,
+        config.device, index=device_index(config, process), threads=config.runtime.threads, perhaps_alone=unassigned
     )
     check_support(config, device)
     if lengths_vary and device.kind == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
     if limit := config.context.most_bytes:
-        device.module.set_per_process_memory_fraction(
-            min(1.0, limit / device.module.mem_get_info()[1])
-        )
+        device.module.set_per_process_memory_fraction(min(1.0, limit / device.module.mem_get_info()[1]))
     if config.train.deterministic:
         if device.kind == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -308,9 +284,7 @@ def open_device(
     return device
 
 
-def select_device(
-    kind: str, *, index: int = 0, threads: int | None = None, perhaps_alone: bool = False
-) -> TorchDevice:
+def select_device(kind: str, *, index: int = 0, threads: int | None = None, perhaps_alone: bool = False) -> TorchDevice:
     """The device asked for; ``auto`` takes an accelerator if there is one, and looks for an NPU
     where CANN is set up.
     perhaps_alone: where there is but one, it is that one, since some launchers hide the devices of
@@ -332,17 +306,14 @@ def select_device(
             f"torch {torch.__version__} is built"
             f" {'for CUDA ' + torch.version.cuda if torch.version.cuda else 'without CUDA'}"
         )
-        raise DeviceError(
-            f"device=cuda: no usable GPU ({build}); check nvidia-smi, or use device=cpu"
-        )
+        raise DeviceError(f"device=cuda: no usable GPU ({build}); check nvidia-smi, or use device=cpu")
     module = getattr(torch, kind)
     count = module.device_count()
     if perhaps_alone and count == 1:
         index = 0
     if index >= count:
         raise DeviceError(
-            f"device={kind}: number {index} asked for, but {count} found; start fewer ranks, or"
-            " choose others"
+            f"device={kind}: number {index} asked for, but {count} found; start fewer ranks, or choose others"
         )
     module.set_device(index)
     return TorchDevice(kind=kind, index=index, name=module.get_device_name(index), module=module)
@@ -353,9 +324,7 @@ def check_support(config: Run, device: TorchDevice) -> None:
     with naming_auto(config, device.kind, "GPU or NPU"):
         check_device_id(config, device.kind)
         if device.kind == "cpu" and config.context.max_device_memory:
-            raise ConfigError(
-                "context.max_device_memory is for accelerators; leave it out on a CPU"
-            )
+            raise ConfigError("context.max_device_memory is for accelerators; leave it out on a CPU")
         if device.kind == "cpu" and config.train.offload_activations:
             raise ConfigError(
                 "train.offload_activations=true moves activations from an accelerator to the host;"
@@ -367,9 +336,7 @@ def check_support(config: Run, device: TorchDevice) -> None:
             _warn_of_rounded_products(device)
         if config.parallel.async_tensor_parallel:
             _check_async_tensor_parallel(device)
-        for part, float_name in config.precision.model_dump(
-            exclude={"float8", "float8_head"}
-        ).items():
+        for part, float_name in config.precision.model_dump(exclude={"float8", "float8_head"}).items():
             if not device.supports(float_name):
                 raise DeviceError(
                     f"precision.{part}={float_name}: {device.name} cannot; use float16 with dynamic"
@@ -454,9 +421,7 @@ def _import_npu() -> None:
     try:
         importlib.import_module("torch_npu")  # registers torch.npu
     except (ImportError, OSError, RuntimeError) as error:
-        raise DeviceError(
-            f"device=npu: torch_npu cannot be loaded ({error}); source CANN's set_env.sh first"
-        ) from None
+        raise DeviceError(f"device=npu: torch_npu cannot be loaded ({error}); source CANN's set_env.sh first") from None
     if not _has_npu():
         raise DeviceError("device=npu: torch_npu is installed but sees no NPU; check npu-smi info")
 

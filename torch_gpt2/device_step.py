@@ -33,9 +33,7 @@ class DeviceStep:
     112.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, *, adam_kernel: bool
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, *, adam_kernel: bool) -> None:
         """Create. adam_kernel: use ``TorchDevice.adam_kernel``."""
         self._optimizer: Any = optimizer
         self._config = config
@@ -83,13 +81,7 @@ class DeviceStep:
         self._updates = updates.add_(applied)
         self._known_updates += 1
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        applied: Tensor,
-        factor: Tensor | float,
-    ) -> None:
+    def _update(self, group: dict[str, Any], parameters: list[Tensor], applied: Tensor, factor: Tensor | float) -> None:
         config, rate = self._config, float(group["lr"])
         weights = [local_shard(each.detach()) for each in parameters]
         gradients = [local_shard(each.grad) for each in parameters if each.grad is not None]
@@ -142,9 +134,7 @@ class DeviceStep:
             return
         count = self._updates.clamp(min=1.0)
         # 1 - beta^count, which float32 does not hold near 1
-        first_part, second_part = (
-            -torch.expm1(count * (math.log(beta) if beta else -math.inf)) for beta in betas
-        )
+        first_part, second_part = (-torch.expm1(count * (math.log(beta) if beta else -math.inf)) for beta in betas)
         made = applied.float()
         foreach_adam(
             weights,

@@ -29,14 +29,7 @@ from common.training.outliers import NO_LIMITS, Limits
 from common.training.start import Start
 from common.weights.pieces import TensorSlice, to_rectangle
 from torch_gpt2.base_engine import BaseEngine
-from torch_gpt2.checkpoint import (
-    Staging,
-    copy_at_once,
-    fill_moments,
-    fill_weights,
-    moments_on_host,
-    weights_on_host,
-)
+from torch_gpt2.checkpoint import Staging, copy_at_once, fill_moments, fill_weights, moments_on_host, weights_on_host
 from torch_gpt2.compilation import compile_model, in_graphs, is_compiled
 from torch_gpt2.data import inputs_and_targets, pin_batch, split, to_device
 from torch_gpt2.device import DTYPES, TorchDevice
@@ -86,9 +79,7 @@ class Engine(BaseEngine):
         self.quantization = quantize_model(config, self.parts, self.world)
         for part in self.parts:
             convert_linear_layers(part, config)
-        parameters = {
-            name: parameter for part in self.parts for name, parameter in part.named_parameters()
-        }
+        parameters = {name: parameter for part in self.parts for name, parameter in part.named_parameters()}
         reduction = "float32" if config.rounds_weights_once else config.precision.reduction
         self.master = MasterWeights(parameters, DTYPES[reduction])
         self._frozen = frozen_parameters(config)
@@ -99,9 +90,7 @@ class Engine(BaseEngine):
         self.adam_kernel = takes_adam_kernel(config.optimizer) and (
             self.world.sum(float(device.adam_kernel))[0] == self.world.size
         )
-        self._step_on_device = DeviceStep(
-            self.optimizer, config.optimizer, adam_kernel=self.adam_kernel
-        )
+        self._step_on_device = DeviceStep(self.optimizer, config.optimizer, adam_kernel=self.adam_kernel)
         self._device_scale = DeviceLossScale(config.loss_scale, device.torch_device)
         """The scale of the next step; ``loss_scale`` is that after the last result."""
         self._under_way: Callable[[], StepResult] | None = None
@@ -109,14 +98,8 @@ class Engine(BaseEngine):
         self._began: Any = None
         """Moment at which an accelerator began the step under way."""
         self._staging = Staging() if device.runs_ahead else None
-        self._loss_sum = (
-            compile_model(self.parts, config)
-            if is_compiled(config, device)
-            else self.model.loss_sum
-        )
-        self._data_parallel = replicate(
-            self.parts, self._loss_sum, config, self.world, device, self.master.tensors
-        )
+        self._loss_sum = compile_model(self.parts, config) if is_compiled(config, device) else self.model.loss_sum
+        self._data_parallel = replicate(self.parts, self._loss_sum, config, self.world, device, self.master.tensors)
         self._gradient_sync = GradientSync(config, self.world)
         self.pieces = slices_of_rank(config, self.world.topology, self.world.at, parameters)
         """Part of each parameter that this rank holds."""
@@ -124,9 +107,7 @@ class Engine(BaseEngine):
         self._pipeline = Pipeline(self.parts, config, self.world, device) if is_piped else None
         self.recorder: Recorder | None = None
 
-    def run(
-        self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
-    ) -> list[StepResult]:
+    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
         results = []
         for _ in range(steps):
             results += self._train_step(next(batches), limits)
@@ -302,9 +283,7 @@ class Engine(BaseEngine):
         )
         return results
 
-    def _update(
-        self, gradients: list[Tensor], applied: Tensor, factor: Tensor, rate: float
-    ) -> None:
+    def _update(self, gradients: list[Tensor], applied: Tensor, factor: Tensor, rate: float) -> None:
         """Take a step with the gradients times ``factor`` where ``applied``, both scalars."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -326,9 +305,7 @@ class Engine(BaseEngine):
             self.schedule.advance(samples)
         scale = self.loss_scale.value
         self.loss_scale.update(math.isfinite(norm) and math.isfinite(loss))
-        return StepResult(
-            loss=loss, grad_norm=norm, learning_rate=rate, loss_scale=scale, skipped=not applied
-        )
+        return StepResult(loss=loss, grad_norm=norm, learning_rate=rate, loss_scale=scale, skipped=not applied)
 
     def _accumulate_gradients(self, tokens: Tokens, scale: Tensor) -> Tensor:
         """Return the mean loss of the global batch, of ``wide_type``. Its gradient, times

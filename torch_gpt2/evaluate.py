@@ -66,9 +66,7 @@ def evaluate(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
             report(config, checkpoint.path, result)
 
 
-def _load_parts(
-    config: Run, device: TorchDevice, world: World, checkpoint: Checkpoint
-) -> list[GPT2]:
+def _load_parts(config: Run, device: TorchDevice, world: World, checkpoint: Checkpoint) -> list[GPT2]:
     parts = build_parts(config, device, world)
     parameters = {name: parameter for part in parts for name, parameter in part.named_parameters()}
     pieces = slices_of_rank(config, config.topology, world.at, parameters)
@@ -95,9 +93,7 @@ def make_scorer(model: GPT2, device: TorchDevice) -> Scorer:
             target = targets[start : start + ROWS_AT_ONCE]
             losses.append(logits.logsumexp(1) - logits.gather(1, target[:, None])[:, 0])
             hits.append(logits.argmax(1) == target)
-        return TokenScores(
-            losses=torch.cat(losses).cpu().numpy(), hits=torch.cat(hits).cpu().numpy()
-        )
+        return TokenScores(losses=torch.cat(losses).cpu().numpy(), hits=torch.cat(hits).cpu().numpy())
 
     model.eval()
     return score

@@ -30,6 +30,4 @@ def convert_linear_layers(model: GPT2, config: Run) -> None:
     def is_of_block(module: Any, name: str) -> bool:
         return isinstance(module, Linear)
 
-    convert_to_float8_training(
-        model, config=replace(recipe, emulate=EMULATED), module_filter_fn=is_of_block
-    )
+    convert_to_float8_training(model, config=replace(recipe, emulate=EMULATED), module_filter_fn=is_of_block)

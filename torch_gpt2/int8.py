@@ -40,9 +40,7 @@ class Int8Linear(nn.Module):
     If the CPU has no exact integer product, the integers are held and multiplied as float32.
     """
 
-    def __init__(
-        self, weight: Tensor, scales: Tensor, bias: Tensor | None, input_scale: float | None
-    ) -> None:
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None, input_scale: float | None) -> None:
         """Create a layer. weight: int8 (out, in). scales: float32 (out,). input_scale: see
         QuantizedWeight.
         """
@@ -128,9 +126,7 @@ class Int8GPT2(GPT2):
         total = torch.zeros((), device=hidden.device)
         for first in range(0, len(rows), ROWS_AT_ONCE):
             part = slice(first, first + ROWS_AT_ONCE)
-            total += F.cross_entropy(
-                self.logits(rows[part]), wanted[part], ignore_index=UNCOUNTED, reduction="sum"
-            )
+            total += F.cross_entropy(self.logits(rows[part]), wanted[part], ignore_index=UNCOUNTED, reduction="sum")
         return total
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -189,18 +185,14 @@ def product_of(layers: Sequence[Linear | Int8Linear], dtype: torch.dtype) -> Mul
     floats = [layer for layer in layers if isinstance(layer, Linear)]
     integers = [layer for layer in layers if isinstance(layer, Int8Linear)]
     if not integers:
-        weights, biases = (
-            [getattr(layer, part) for layer in floats] for part in ("weight", "bias")
-        )
+        weights, biases = ([getattr(layer, part) for layer in floats] for part in ("weight", "bias"))
         return Product(weights, biases, dtype)
     if len(layers) == 1:
         return integers[0].packed()
     if floats or len({layer.input_scale for layer in integers}) > 1:
         products = [product_of([layer], dtype) for layer in layers]
         return lambda x: torch.cat([product(x) for product in products], -1)
-    weight, scales = (
-        joined([getattr(layer, part) for layer in integers]) for part in ("weight", "scales")
-    )
+    weight, scales = (joined([getattr(layer, part) for layer in integers]) for part in ("weight", "scales"))
     biases = [layer.bias.detach() for layer in integers if layer.bias is not None]
     bias = joined(biases) if biases else None
     return Int8Linear(weight, scales, bias, integers[0].input_scale).packed()

@@ -71,9 +71,7 @@ class _CrossEntropySum(torch.autograd.Function):
         head = Float8Head(hidden, weight) if float8 else _Head(hidden, weight)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_grad = torch.empty_like(hidden) if wanted else None
-        weight_grad = (
-            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wanted else None
-        )
+        weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wanted else None
         for start in range(0, hidden.shape[0], rows_at_once):
             rows = slice(start, start + rows_at_once)
             logits = head.logits(rows).float()  # (n, rows of the table)
@@ -104,11 +102,7 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         # autograd rounds the second to the type in which it sums the gradient of the weight
-        return (
-            (hidden_grad * grads[0]).to(hidden_grad.dtype),
-            weight_grad * grads[0],
-            *[None] * 7,
-        )
+        return ((hidden_grad * grads[0]).to(hidden_grad.dtype), weight_grad * grads[0], *[None] * 7)
 
 
 class _Head:

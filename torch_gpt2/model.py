@@ -26,12 +26,7 @@ from common.parallel.run import Run
 from torch_gpt2.device import DTYPES, TorchDevice, attention_mask
 from torch_gpt2.loss import ROWS_AT_ONCE, cross_entropy_sum
 from torch_gpt2.offload import HostMemory
-from torch_gpt2.packing import (
-    BlockAttention,
-    document_mask,
-    document_numbers,
-    document_positions,
-)
+from torch_gpt2.packing import BlockAttention, document_mask, document_numbers, document_positions
 
 
 class _Quantizer(Protocol):
@@ -69,9 +64,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.to(self.norm_dtype), self.bias.to(self.norm_dtype)
-        return F.layer_norm(
-            x.to(self.norm_dtype), self.normalized_shape, weight, bias, self.eps
-        ).to(x.dtype)
+        return F.layer_norm(x.to(self.norm_dtype), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -113,9 +106,7 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         causal = q.shape[2] > 1 and mask is None
         if self.fused and self.softmax_dtype == torch.float32:
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal
-            )
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         # a softmax below float32 has no fused kernel: write it out
         q = q / math.sqrt(self.head_size)  # before the product, which float16 could not hold
         scores = (q @ k.transpose(-2, -1)).to(self.softmax_dtype)  # (B, nh, T, T)
@@ -175,9 +166,7 @@ class GPT2(nn.Module):
         self.wte = nn.Embedding(vocab_rows, config.hidden_size)
         self.wpe = nn.Embedding(config.max_positions, config.hidden_size)
         self.h = nn.ModuleList(Block(config, precision) for _ in range(config.num_layers))
-        self.ln_f = LayerNorm(
-            config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm]
-        )
+        self.ln_f = LayerNorm(config.hidden_size, config.layer_norm_epsilon, DTYPES[precision.layer_norm])
 
     def forward(self, ids: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Hidden states (B, T, C) after the last layer norm of token ids (B, T).

@@ -61,12 +61,7 @@ class _Block:
             kept = (*parameters, *self._shared)
             self._staying = {id(each.untyped_storage()) for each in kept}
         is_number = tensor.is_floating_point() or tensor.dtype == torch.bool
-        return (
-            not is_number
-            or tensor.device != self._device
-            or storage.nbytes() == 0
-            or id(storage) in self._staying
-        )
+        return not is_number or tensor.device != self._device or storage.nbytes() == 0 or id(storage) in self._staying
 
 
 class _Copy:

@@ -45,9 +45,7 @@ class DeviceLossScale:
         overflows = (self.overflows + ~finite).clamp(max=config.hysteresis)
         shrink = ~finite & (overflows == config.hysteresis)
         smaller = (self.value / config.factor).clamp(min=config.minimum)
-        self.value = torch.where(
-            grow, self.value * config.factor, torch.where(shrink, smaller, self.value)
-        )
+        self.value = torch.where(grow, self.value * config.factor, torch.where(shrink, smaller, self.value))
         self.finite_steps, self.overflows = steps * ~grow, overflows * ~grow
 
     def write(self, state: LossScale) -> None:
@@ -88,11 +86,7 @@ class MasterWeights:
             parameter = self.model[name]
             if tensor is not parameter and parameter.grad is not None:
                 tensor.grad, parameter.grad = parameter.grad.float(), None
-        return {
-            name: local_shard(tensor.grad)
-            for name, tensor in self.tensors.items()
-            if tensor.grad is not None
-        }
+        return {name: local_shard(tensor.grad) for name, tensor in self.tensors.items() if tensor.grad is not None}
 
     def write_back(self) -> None:
         """Round the float32 tensors into the model."""
@@ -126,9 +120,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def parameter_groups(
-    tensors: Mapping[str, Tensor],
-    config: OptimizerConfig,
-    frozen: Collection[str] = (),
+    tensors: Mapping[str, Tensor], config: OptimizerConfig, frozen: Collection[str] = ()
 ) -> list[dict[str, Any]]:
     """Matrices and embeddings with decay; biases, layer norms and what is frozen without.
 
@@ -143,18 +135,12 @@ def parameter_groups(
             if (decays(name) and name not in frozen) is decay and _is_split(tensor) is split
         ]
         if members:
-            groups.append(
-                {"params": members, "weight_decay": config.weight_decay if decay else 0.0}
-            )
+            groups.append({"params": members, "weight_decay": config.weight_decay if decay else 0.0})
     return groups
 
 
 def build_optimizer(
-    tensors: Mapping[str, Tensor],
-    config: OptimizerConfig,
-    *,
-    fused: bool,
-    frozen: Collection[str] = (),
+    tensors: Mapping[str, Tensor], config: OptimizerConfig, *, fused: bool, frozen: Collection[str] = ()
 ) -> torch.optim.Optimizer:
     """torch's own optimizer over ``parameter_groups``."""
     groups = parameter_groups(tensors, config, frozen)
@@ -183,9 +169,7 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
 def global_norm(gradients: list[Tensor]) -> Tensor:
     """Euclidean norm over all gradients together, float32 scalar."""
     on_cpu = gradients[0].device.type == "cpu"
-    norms = (
-        [_norm_by_rows(gradient) for gradient in gradients] if on_cpu else foreach_norm(gradients)
-    )
+    norms = [_norm_by_rows(gradient) for gradient in gradients] if on_cpu else foreach_norm(gradients)
     total: Tensor = torch.stack(norms).norm().float()
     return total
 

@@ -29,9 +29,7 @@ from torch_gpt2.loss import ROWS_AT_ONCE
 from torch_gpt2.model import GPT2, build_model
 
 
-def open_runner(
-    config: Run, device: TorchDevice, checkpoint: Checkpoint, tokenizer: dict[str, Any]
-) -> Runner:
+def open_runner(config: Run, device: TorchDevice, checkpoint: Checkpoint, tokenizer: dict[str, Any]) -> Runner:
     """Load the weights of a checkpoint onto a device.
 
     tokenizer: record of the tokenizer to be used. Raises CheckpointError unless it and the model
@@ -82,9 +80,7 @@ class Decoder:
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
         x = self._forward(
-            self._device.send(ids),
-            torch.arange(longest, device=self._device.torch_device),
-            keep=begins if room else (),
+            self._device.send(ids), torch.arange(longest, device=self._device.torch_device), keep=begins if room else ()
         )
         every = torch.arange(len(prompts), device=x.device)
         last = self._device.send(torch.tensor(self._lengths) - 1)
@@ -108,10 +104,7 @@ class Decoder:
             if self._step is None:
                 layer.keys, layer.values = layer.keys[rows], layer.values[rows]
             else:  # which stay in their place
-                layer.keys[: len(rows)], layer.values[: len(rows)] = (
-                    layer.keys[rows],
-                    layer.values[rows],
-                )
+                layer.keys[: len(rows)], layer.values[: len(rows)] = (layer.keys[rows], layer.values[rows])
         self._lengths = [self._lengths[parent] for parent in parents]
         self._mask = None if self._mask is None else self._mask[rows]
 
@@ -154,13 +147,7 @@ class Slots:
         self._fixed = device.runs_ahead
 
     @torch.inference_mode()
-    def admit(
-        self,
-        slot: int,
-        ids: Sequence[int],
-        reuse: int,
-        observe: Callable[[int, Logits], None] | None,
-    ) -> Logits:
+    def admit(self, slot: int, ids: Sequence[int], reuse: int, observe: Callable[[int, Logits], None] | None) -> Logits:
         end, rows = len(ids), slice(slot, slot + 1)
         places = torch.arange(reuse, end, device=self._device.torch_device)
         x = self._layers.embed(self._device.send(torch.tensor(ids[reuse:]))[None], places)
@@ -210,9 +197,7 @@ def logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArra
 
 
 @torch.no_grad()
-def hugging_face_logits(
-    folder: Path, model: ResolvedModel, ids: NDArray[np.int64]
-) -> NDArray[np.float32]:
+def hugging_face_logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return the logits of a folder in the format of transformers, computed by transformers."""
     for name in ("torchao", "torch.utils._pytree"):  # warnings of a torchao for another torch
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -220,9 +205,7 @@ def hugging_face_logits(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    net: Any = GPT2LMHeadModel.from_pretrained(
-        folder if folder.is_dir() else folder.parent, local_files_only=True
-    )
+    net: Any = GPT2LMHeadModel.from_pretrained(folder if folder.is_dir() else folder.parent, local_files_only=True)
     net = net.float().eval()
     found: NDArray[np.float32] = net(torch.from_numpy(ids)).logits.numpy()
     return found

@@ -39,8 +39,7 @@ PRIVATE = {
     "torch._foreach_norm": "norms of all gradients in a few kernels; publicly"
     " torch.nn.utils.get_total_norm, which sums tensors of each type apart and so rounds"
     " differently",
-    "torch._foreach_mul_": "all gradients times a factor in a few kernels; publicly a kernel a"
-    " tensor",
+    "torch._foreach_mul_": "all gradients times a factor in a few kernels; publicly a kernel a tensor",
     "torch._foreach_copy_": "all weights rounded in a few kernels; publicly a kernel a tensor",
     **dict.fromkeys(
         (
@@ -109,9 +108,7 @@ def scaled_product(
     The left one has its rows in memory one after the other, the right one its columns. Scales are
     float32 scalars. fast: let tensor cores sum in fewer digits, for short sums.
     """
-    return torch._scaled_mm(
-        left, right, left_scale, right_scale, out_dtype=torch.bfloat16, use_fast_accum=fast
-    )
+    return torch._scaled_mm(left, right, left_scale, right_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
 class PackedIntegers:
@@ -188,12 +185,7 @@ def foreach_multiply(tensors: list[Tensor], factor: float | Tensor) -> None:
 
 
 def foreach_momentum(
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    buffers: list[Tensor],
-    kept: Tensor,
-    applied: Tensor,
-    rate: float,
+    weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor], kept: Tensor, applied: Tensor, rate: float
 ) -> None:
     """Take a step of torch.optim.SGD in place. kept: share of the buffers that stays. applied: 1,
     or 0 for a step that leaves the weights. Without momentum the buffers are the gradients.

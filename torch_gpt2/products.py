@@ -90,9 +90,7 @@ def use_fastest_products(device: TorchDevice, world: World) -> None:
 def _is_for_onednn() -> bool:
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return (
-        has_avx512
-        and "Intel" not in processor_name()
-        and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+        has_avx512 and "Intel" not in processor_name() and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
     )
 
 

@@ -66,9 +66,7 @@ class Program(nn.Module):
         return logits if past is None else (logits, tuple(present))
 
 
-def _run_block(
-    block: Block, x: Tensor, caches: Sequence[Tensor], hidden: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _run_block(block: Block, x: Tensor, caches: Sequence[Tensor], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output of a block, and its keys and values.
 
     caches: keys and values of earlier tokens. hidden: mask that is added to the scores (B, 1, T,
@@ -76,8 +74,7 @@ def _run_block(
     """
     attn, y = block.attn, block.ln_1(x)
     q, k, v = (
-        proj(y).unflatten(2, (-1, attn.head_size)).transpose(1, 2)
-        for proj in (attn.q_proj, attn.k_proj, attn.v_proj)
+        proj(y).unflatten(2, (-1, attn.head_size)).transpose(1, 2) for proj in (attn.q_proj, attn.k_proj, attn.v_proj)
     )
     if caches:
         k, v = torch.cat([caches[0], k], 2), torch.cat([caches[1], v], 2)
@@ -105,9 +102,7 @@ def write_program(folder: Path, weights: Weights, *, cache: bool) -> None:
             torch.export.save(traced, file)
         except Exception as error:
             if file.error is None:
-                raise RunError(
-                    f"{FILE}: torch {torch.__version__} cannot write it: {_first_line(error)}"
-                ) from error
+                raise RunError(f"{FILE}: torch {torch.__version__} cannot write it: {_first_line(error)}") from error
         if file.error is not None:
             raise file.error
         file.flush()
@@ -130,10 +125,7 @@ def _trace(program: Program, config: ResolvedModel, *, cache: bool) -> torch.exp
 def _past(config: ResolvedModel, rows: int, tokens: int) -> tuple[Tensor, ...]:
     heads = config.num_heads
     shape = (rows, heads, tokens, config.hidden_size // heads)
-    return (
-        torch.ones(rows, tokens, dtype=torch.long),
-        *(torch.zeros(shape) for _ in range(2 * config.num_layers)),
-    )
+    return (torch.ones(rows, tokens, dtype=torch.long), *(torch.zeros(shape) for _ in range(2 * config.num_layers)))
 
 
 class ProgramModel:
@@ -161,9 +153,7 @@ class ProgramModel:
         self._kept = tuple(kept[rows] for kept in self._kept)
 
     @torch.inference_mode()
-    def run(
-        self, ids: NDArray[np.int64], mask: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> NDArray[np.float32]:
+    def run(self, ids: NDArray[np.int64], mask: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
         # A sequence ends at the last position. Further tokens for it are padding.
         new = (mask * (mask.cumsum(1) <= self._model.max_positions))[:, -ids.shape[1] :]
         inputs = torch.from_numpy(np.ascontiguousarray(ids)), torch.from_numpy(new)

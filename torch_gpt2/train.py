@@ -57,21 +57,14 @@ ENGINES: dict[str, type[BaseEngine]] = {"native": NativeEngine, "deepspeed": Dee
 
 
 def train(
-    config: Run,
-    inputs: Inputs,
-    process: Process = ALONE,
-    *,
-    engines: Mapping[str, Callable[..., Engine]] = ENGINES,
+    config: Run, inputs: Inputs, process: Process = ALONE, *, engines: Mapping[str, Callable[..., Engine]] = ENGINES
 ) -> None:
     """Train. engines: constructors like BaseEngine's, by the engine's name in the config."""
     device, corpus = inputs.device, inputs.corpus
     assert corpus is not None
     trace = make_trace(config, device)
     data = open_data(config, corpus, rank=config.topology.coordinates(process.rank).data)
-    with (
-        owned_folder(Path(config.output_dir), active=process.rank == 0),
-        open_world(config, process, device) as world,
-    ):
+    with owned_folder(Path(config.output_dir), active=process.rank == 0), open_world(config, process, device) as world:
         if engines is ENGINES:  # a peer computes as its own users do
             use_fastest_products(device, world)
         session = agree_on_start(config, data, world, inputs.checkpoint)

@@ -169,9 +169,7 @@ def texts(folder: str, kind: Any, new_tokens: str, *words: str) -> None:
         for _ in range(2):
             start = time.perf_counter()
             made = model.generate(
-                ["The configuration"] * rows,
-                max_new_tokens=int(new_tokens),
-                stop_at_end_of_text=False,
+                ["The configuration"] * rows, max_new_tokens=int(new_tokens), stop_at_end_of_text=False
             )
             took.append(time.perf_counter() - start)
         say(f"tokens/s of {rows}", sum(len(each.tokens) for each in made) / took[1])

@@ -68,9 +68,7 @@ class Peer(engine.Engine):
         self.model: nn.Module = hugging_face_model(config).to(device.torch_device).train()
         self.optimizer = make_optimizer(self.model, config, fused=device.fused_optimizer)
         low = config.precision.compute
-        self.autocast = torch.autocast(
-            device.torch_device.type, DTYPES[low], enabled=low != "float32"
-        )
+        self.autocast = torch.autocast(device.torch_device.type, DTYPES[low], enabled=low != "float32")
         self.compiled = is_compiled(config, device)
         self.prepare()
 
@@ -93,9 +91,7 @@ class Peer(engine.Engine):
         self.device.seed(self.config.seed + self.world.rank)
         return TrainState()
 
-    def run(
-        self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
-    ) -> list[StepResult]:
+    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
         return [self._train(next(batches).tokens) for _ in range(steps)]
 
     def _train(self, tokens: Tokens) -> StepResult:
@@ -106,9 +102,7 @@ class Peer(engine.Engine):
         self.model.train()
         loss, norm = self.train_step(self.micro_batches(tokens))
         mean = self.world.sum(loss)[0] / self.world.size
-        return StepResult(
-            loss=mean, grad_norm=norm, learning_rate=rate, loss_scale=1.0, skipped=False
-        )
+        return StepResult(loss=mean, grad_norm=norm, learning_rate=rate, loss_scale=1.0, skipped=False)
 
     def micro_batches(self, tokens: Tokens) -> list[dict[str, Tensor]]:
         """Return the arguments of the model for each micro batch."""
@@ -173,10 +167,7 @@ def make_optimizer(model: nn.Module, config: Run, *, fused: bool) -> torch.optim
     settings = config.optimizer
     matrices = [each for each in model.parameters() if each.dim() >= 2]
     vectors = [each for each in model.parameters() if each.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return OPTIMIZERS[settings.name](
         groups,
         lr=settings.learning_rate,
@@ -200,8 +191,7 @@ def refuse(config: Run, peer: type[Peer]) -> None:
         f"engine={config.engine}": config.engine != "native",
         f"parallel.model_parallel={parallel.model_parallel}": parallel.model_parallel > 1,
         f"parallel.pipeline_stage={parallel.pipeline_stage}": parallel.pipeline_stage > 1,
-        f"parallel.zero_stage={parallel.zero_stage}": bool(parallel.zero_stage)
-        and not peer.has_zero,
+        f"parallel.zero_stage={parallel.zero_stage}": bool(parallel.zero_stage) and not peer.has_zero,
         f"precision.parameters={precision.parameters}": precision.parameters != "float32",
         f"precision.compute={precision.compute}": precision.compute == "float16",
         f"optimizer.name={config.optimizer.name}": config.optimizer.name not in OPTIMIZERS,

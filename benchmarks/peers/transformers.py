@@ -43,9 +43,7 @@ class TransformersTrainer(Peer):
             disable_tqdm=True,
         )
         constant = LambdaLR(self.optimizer, lambda step: 1.0)  # the frame sets the rate
-        self.trainer = Trainer(
-            model=self.model, args=arguments, optimizers=(self.optimizer, constant)
-        )
+        self.trainer = Trainer(model=self.model, args=arguments, optimizers=(self.optimizer, constant))
         self.trainer.current_gradient_accumulation_steps = config.train.accumulation_steps
         accelerator = self.trainer.accelerator
         self.wrapped: Any = accelerator.prepare(self.model)
@@ -54,11 +52,7 @@ class TransformersTrainer(Peer):
     def train_step(self, parts: list[dict[str, Tensor]]) -> tuple[float, float]:
         trainer, accelerator, losses = self.trainer, self.trainer.accelerator, []
         for number, part in enumerate(parts, 1):
-            syncing = (
-                contextlib.nullcontext()
-                if number == len(parts)
-                else accelerator.no_sync(self.wrapped)
-            )
+            syncing = contextlib.nullcontext() if number == len(parts) else accelerator.no_sync(self.wrapped)
             with syncing:
                 losses.append(trainer.training_step(self.wrapped, part))
         norm = accelerator.clip_grad_norm_(self.wrapped.parameters(), trainer.args.max_grad_norm)

@@ -48,9 +48,7 @@ def whole_checkpoints(folder: Path) -> list[Path]:
     return [path for path in _step_folders(folder) if _is_file(path / MANIFEST)]
 
 
-def surplus(
-    found: Iterable[Kept], written: Kept, keep: int, order: Callable[[Kept], Any]
-) -> list[Kept]:
+def surplus(found: Iterable[Kept], written: Kept, keep: int, order: Callable[[Kept], Any]) -> list[Kept]:
     """Return what to remove, so that ``keep`` of them stay (0: all): the one just written, then the
     newest before it, then those of later steps.
     """
@@ -77,20 +75,13 @@ def find_checkpoint(where: Path) -> Path | None:
     named, there, whole = _look(folder)
     if named is None:
         if there and not whole:
-            raise CheckpointError(
-                f"{there[-1]}: has no {MANIFEST}, so it is not a whole checkpoint;"
-                f" {_remedy(folder)}"
-            )
+            raise CheckpointError(f"{there[-1]}: has no {MANIFEST}, so it is not a whole checkpoint; {_remedy(folder)}")
         return whole[-1] if whole else None
     found = next((path for path in whole if path.name == named), None)
     if found is not None:
         return found
     shown = f"{folder / LATEST} names {named!r}, which is not a whole checkpoint here"
-    older = (
-        [path for path in whole if step_of(path.name) < step_of(named)]
-        if step_of(named) >= 0
-        else whole
-    )
+    older = [path for path in whole if step_of(path.name) < step_of(named)] if step_of(named) >= 0 else whole
     if older:
         LOG.warning(f"{shown}; taking {older[-1]} instead")
         return older[-1]
@@ -143,9 +134,7 @@ def require_checkpoint(where: Path, why: str) -> Path:
     return found
 
 
-def read_or_name_older(
-    checkpoint: Path, key: str, manifest: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def read_or_name_older(checkpoint: Path, key: str, manifest: dict[str, Any] | None = None) -> dict[str, Any]:
     """Read a manifest, unless it has been read, and compare checksums.
 
     For a damaged checkpoint, the CheckpointError names a complete older one beside it. key: the
@@ -166,9 +155,7 @@ def read_or_name_older(
                 read_manifest(other)
             except CheckpointError:
                 continue
-            raise CheckpointError(
-                f"{error}: {other.name} beside it is whole, {key}={other} uses it"
-            ) from None
+            raise CheckpointError(f"{error}: {other.name} beside it is whole, {key}={other} uses it") from None
         raise
 
 
@@ -183,17 +170,14 @@ def _step_folders(folder: Path) -> list[Path]:
     except FileNotFoundError:
         if os.path.islink(folder):
             raise CheckpointError(
-                f"{folder}: is a link to {os.readlink(folder)}, which is not there; is its disk"
-                " mounted?"
+                f"{folder}: is a link to {os.readlink(folder)}, which is not there; is its disk mounted?"
             ) from None
         return []
     except NotADirectoryError:
         return []
     except (OSError, ValueError) as error:
         raise _unreadable(folder, error) from None
-    found = sorted(
-        (name for name in names if step_of(name) >= 0), key=lambda name: (step_of(name), name)
-    )
+    found = sorted((name for name in names if step_of(name) >= 0), key=lambda name: (step_of(name), name))
     return [folder / name for name in found if _mode(folder / name, stat.S_ISDIR)]
 
 
@@ -201,9 +185,7 @@ def _latest(folder: Path) -> str | None:
     path = folder / LATEST
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would never end
-            raise CheckpointError(
-                f"{path}: is not a file, expected one that names a checkpoint; remove it"
-            )
+            raise CheckpointError(f"{path}: is not a file, expected one that names a checkpoint; remove it")
         with path.open("rb") as file:
             return file.read(1000).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):

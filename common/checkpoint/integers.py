@@ -67,9 +67,7 @@ def scheme_of(folder: Path, manifest: Mapping[str, Any]) -> Scheme | None:
         settings = QuantizationConfig.model_validate(config["quantization"])
         blocks = config["model"]["num_layers"]
     except (KeyError, TypeError, ValidationError) as error:
-        raise CheckpointError(
-            f"{folder / MANIFEST}: broken manifest ({error!r}); use another checkpoint"
-        ) from None
+        raise CheckpointError(f"{folder / MANIFEST}: broken manifest ({error!r}); use another checkpoint") from None
     scales = ActivationScales(quantized_layers(settings, blocks), settings)
     load_scales(folder, manifest, scales)
     return trained_scheme(folder, settings, blocks, scales)

@@ -76,9 +76,7 @@ def unseal(content: bytes) -> dict[str, Any]:
     except (MalformedError, CheckpointError) as error:
         raise ValueError(str(error)) from None
     if record.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"format version {record.get('format_version')!r}, this program reads {FORMAT_VERSION}"
-        )
+        raise ValueError(f"format version {record.get('format_version')!r}, this program reads {FORMAT_VERSION}")
     text, found, _ = content.rpartition(_BEFORE_SUM)
     if not found or _sealed(text) != content:
         raise ValueError("its text has changed since it was written (CRC-32)")
@@ -127,22 +125,15 @@ def _check_file(file: Path, record: Mapping[str, int], *, checksums: bool) -> No
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(
-                f"{file}: is not a regular file, expected {size} bytes; use another checkpoint"
-            )
+            raise CheckpointError(f"{file}: is not a regular file, expected {size} bytes; use another checkpoint")
         if status.st_size != size:
-            raise CheckpointError(
-                f"{file}: {status.st_size} bytes, expected {size} bytes; use another checkpoint"
-            )
+            raise CheckpointError(f"{file}: {status.st_size} bytes, expected {size} bytes; use another checkpoint")
         if checksums and file_checksum(file) != record["crc32"]:
             raise CheckpointError(
-                f"{file}: its bytes have changed since it was written (CRC-32); use another"
-                " checkpoint"
+                f"{file}: its bytes have changed since it was written (CRC-32); use another checkpoint"
             )
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(
-            f"{file}: missing, expected {size} bytes; use another checkpoint"
-        ) from None
+        raise CheckpointError(f"{file}: missing, expected {size} bytes; use another checkpoint") from None
     except OSError as error:
         raise CheckpointError(
             f"{file}: cannot be read: {error.strerror}; allow this user to read it, try again when"

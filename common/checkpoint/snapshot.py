@@ -69,17 +69,13 @@ def make_snapshot(
         "config": config.model_dump(),
         "versions": {**versions, "numpy": np.__version__},
     }
-    return Snapshot(
-        files={MODEL_FILE: weights, OPTIMIZER_FILE: moments}, manifest=manifest, part=part
-    )
+    return Snapshot(files={MODEL_FILE: weights, OPTIMIZER_FILE: moments}, manifest=manifest, part=part)
 
 
 def true_slice(name: str, piece: TensorSlice, model: ResolvedModel) -> TensorSlice:
     """Cut off the rows that pad the vocabulary, in a slice of a parameter."""
     return (
-        replace(
-            piece, rows=(min(piece.rows[0], model.vocab_size), min(piece.rows[1], model.vocab_size))
-        )
+        replace(piece, rows=(min(piece.rows[0], model.vocab_size), min(piece.rows[1], model.vocab_size)))
         if name == EMBEDDING
         else piece
     )

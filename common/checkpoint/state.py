@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-_COUNTS = {
-    *("step", "consumed_samples", "sample_hash", "updated_samples"),
-    *("skipped_steps", "skipped_in_a_row"),
-}
+_COUNTS = {*("step", "consumed_samples", "sample_hash", "updated_samples"), *("skipped_steps", "skipped_in_a_row")}
 """What every state says."""
 
 
@@ -50,7 +47,5 @@ class TrainState:
                 f" and step={state.step} contradict"
             )
         if len(state.losses) != len(state.grad_norms):
-            raise ValueError(
-                f"{len(state.losses)} losses and {len(state.grad_norms)} gradient norms"
-            )
+            raise ValueError(f"{len(state.losses)} losses and {len(state.grad_norms)} gradient norms")
         return state

@@ -31,14 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from common.checkpoint.folders import (
-    LATEST,
-    folder_of_step,
-    point_latest,
-    step_of,
-    surplus,
-    whole_checkpoints,
-)
+from common.checkpoint.folders import LATEST, folder_of_step, point_latest, step_of, surplus, whole_checkpoints
 from common.checkpoint.manifest import MANIFEST, write_manifest
 from common.errors import CheckpointError, GPT2Error, StorageError
 from common.files import atomic_write, clean_up, fsync_folder, put_in_place, reading
@@ -134,10 +127,7 @@ class CheckpointWriter:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Wait for the current save. A failure here does not hide the error that ends the run."""
         if value is not None:
@@ -163,9 +153,7 @@ class CheckpointWriter:
             self._write(target, snapshot)
             return target
         self._thread = threading.Thread(
-            target=self._write_and_remember_failure,
-            args=(target, snapshot),
-            name="checkpoint-writer",
+            target=self._write_and_remember_failure, args=(target, snapshot), name="checkpoint-writer"
         )
         self._thread.start()
         return target
@@ -219,8 +207,7 @@ class CheckpointWriter:
             _remove(temporary, snapshot.part)
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise StorageError(
-                f"{target}: the checkpoint could not be written: {reason}; earlier checkpoints are"
-                " whole"
+                f"{target}: the checkpoint could not be written: {reason}; earlier checkpoints are whole"
             ) from error
         if snapshot.also_write is not None:
             self._await_whole(temporary, target)
@@ -241,9 +228,7 @@ class CheckpointWriter:
             checksum = write_safetensors(temporary / name, tensors)
             files[name] = {"bytes": (temporary / name).stat().st_size, "crc32": checksum}
             if part is not None:
-                files[name]["pieces"] = {
-                    tensor: part.rectangles[parameter_of(tensor)] for tensor in tensors
-                }
+                files[name]["pieces"] = {tensor: part.rectangles[parameter_of(tensor)] for tensor in tensors}
         if part is not None:
             with atomic_write(temporary / f"rank_{part.rank:05d}.json", "w") as file:
                 json.dump(files, file)

@@ -168,9 +168,7 @@ def place_of_pod(environ: Mapping[str, str]) -> Process | None:
 
 def connect_limit(environ: Mapping[str, str]) -> float:
     """Return the seconds within which all hosts have to connect. Raises ConfigError."""
-    return float(
-        _Variables(environ).number("HCCL_CONNECT_TIMEOUT", 1800, least=1, what="whole seconds")
-    )
+    return float(_Variables(environ).number("HCCL_CONNECT_TIMEOUT", 1800, least=1, what="whole seconds"))
 
 
 def is_scheduler(environ: Mapping[str, str]) -> bool:
@@ -198,9 +196,7 @@ class _Variables:
     def text(self, name: str) -> str | None:
         return self.environ.get(name) or None
 
-    def number(
-        self, name: str, otherwise: int | None = None, *, least: int = 0, what: str = "a number"
-    ) -> int:
+    def number(self, name: str, otherwise: int | None = None, *, least: int = 0, what: str = "a number") -> int:
         text = self.environ.get(name, "")
         if not text and otherwise is not None:
             return otherwise
@@ -213,9 +209,7 @@ class _Variables:
     def size(self, name: str) -> int:
         size = self.number(name, least=1, what="the number of processes")
         if size > MAX_RANKS:
-            raise ConfigError(
-                f"environment: {name}={size}: expected the number of processes, {MAX_RANKS} at most"
-            )
+            raise ConfigError(f"environment: {name}={size}: expected the number of processes, {MAX_RANKS} at most")
         return size
 
     def rank_and_size(self, rank_name: str, size_name: str) -> tuple[int, int] | None:
@@ -232,15 +226,10 @@ class _Variables:
     def rank(self, name: str, world: int, otherwise: int | None = None) -> int:
         rank = self.number(name, otherwise)
         if rank >= world:
-            raise ConfigError(
-                f"environment: {name}={rank}, but there are {world} processes: expected 0 to"
-                f" {world - 1}"
-            )
+            raise ConfigError(f"environment: {name}={rank}, but there are {world} processes: expected 0 to {world - 1}")
         return rank
 
-    def process(
-        self, launcher: str, pair: tuple[int, int], local: int, here: int, **more: Any
-    ) -> Process:
+    def process(self, launcher: str, pair: tuple[int, int], local: int, here: int, **more: Any) -> Process:
         """Return a process. more: fields, of which the variables override master and port."""
         more["master"] = self.master or more.get("master")
         more["port"] = self.port() or more.get("port")
@@ -298,10 +287,7 @@ def _torchrun(variables: _Variables) -> Process | None:
             " unset RANK and WORLD_SIZE where horovodrun starts the processes, else HOROVOD_RANK"
             " and HOROVOD_SIZE"
         )
-    same_in_both = (environ.get("RANK_ID"), environ.get("RANK_SIZE")) == (
-        environ["RANK"],
-        environ["WORLD_SIZE"],
-    )
+    same_in_both = (environ.get("RANK_ID"), environ.get("RANK_SIZE")) == (environ["RANK"], environ["WORLD_SIZE"])
     # for one process both may agree by chance, where the container has RANK_ID=0 and RANK_SIZE=1
     ours = "GPT2_LAUNCHER_PID" in environ or (same_in_both and "TORCHELASTIC_RUN_ID" not in environ)
     # DeepSpeed's launcher sets the second
@@ -371,8 +357,7 @@ def _msrun(variables: _Variables) -> Process | None:
         return Process(world_size=world, master=host, port=port, launcher="msrun")
     if not variables.text("MS_NODE_ID"):
         raise ConfigError(
-            "environment: MS_ROLE=MS_WORKER, but MS_NODE_ID is not set; give msrun --node_rank on"
-            " every host"
+            "environment: MS_ROLE=MS_WORKER, but MS_NODE_ID is not set; give msrun --node_rank on every host"
         )
     rank = variables.number("MS_NODE_ID")
     local = variables.number("DEVICE_ID", rank)
@@ -391,17 +376,13 @@ def _ascend(variables: _Variables) -> Process | None:
     hosts = variables.number("MA_NUM_HOSTS", 1, least=1)
     # a container on one host, whose rank 0 belongs to no run
     if not variables.text("RANK_SIZE") and variables.text("RANK_ID") == "0" and hosts == 1:
-        remark = (
-            "RANK_ID=0, but neither RANK_SIZE nor RANK_TABLE_FILE is set: assuming a run of one"
-            " process"
-        )
+        remark = "RANK_ID=0, but neither RANK_SIZE nor RANK_TABLE_FILE is set: assuming a run of one process"
         return Process(device_id=device, remarks=(remark,))
     pair = variables.rank_and_size("RANK_ID", "RANK_SIZE")
     assert pair is not None
     if pair[1] % hosts:
         raise ConfigError(
-            f"environment: RANK_SIZE={pair[1]} ranks cannot be divided equally over"
-            f" MA_NUM_HOSTS={hosts} hosts"
+            f"environment: RANK_SIZE={pair[1]} ranks cannot be divided equally over MA_NUM_HOSTS={hosts} hosts"
         )
     here = pair[1] // hosts
     master = variables.first_worker() or (LOOPBACK if hosts == 1 else None)
@@ -469,7 +450,6 @@ def first_node(nodes: str) -> str:
     name = re.sub(r"\[(\w+)(?:[-,][\w,-]*)?\]", r"\1", first.group()) if first else ""
     if not name or "[" in name:
         raise ConfigError(
-            f"environment: SLURM_STEP_NODELIST={nodes}: expected names such as gpu[03-05,9],login1;"
-            " set MASTER_ADDR"
+            f"environment: SLURM_STEP_NODELIST={nodes}: expected names such as gpu[03-05,9],login1; set MASTER_ADDR"
         )
     return name

@@ -26,10 +26,7 @@ _ADDRESS_KEY = re.compile(r"(IPv6)?address_([0-9]{1,9})", re.IGNORECASE)
 
 def npu_numbers(root: Path = Path("/")) -> list[int]:
     """Return the numbers of Ascend devices that this machine or container sees."""
-    numbers = (
-        whole_number(path.name.removeprefix("davinci"))
-        for path in (root / "dev").glob("davinci[0-9]*")
-    )
+    numbers = (whole_number(path.name.removeprefix("davinci")) for path in (root / "dev").glob("davinci[0-9]*"))
     return sorted(number for number in numbers if number is not None)
 
 
@@ -74,9 +71,7 @@ def _ask(tool: str, device: int) -> str:
         if code == 0 and colon and key.strip().lower() in ("ipaddr", "ipv6addr"):
             return str(parse_address(value.strip(), shown))
     said = " ".join(f"{errors} {output}".split())[:200]
-    raise DataError(
-        f"{shown} ended with code {code} and no line `ipaddr:ADDRESS`{f': {said}' if said else ''}"
-    )
+    raise DataError(f"{shown} ended with code {code} and no line `ipaddr:ADDRESS`{f': {said}' if said else ''}")
 
 
 def _read_conf(conf: Path, tried: str) -> dict[int, str]:

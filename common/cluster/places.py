@@ -82,8 +82,7 @@ def parse_devices(text: str, name: str = "--devices") -> tuple[int, ...]:
     numbers = [int(word) for word in words if re.fullmatch("[0-9]{1,9}", word)]
     if len({*numbers}) < len(words) or len(words) > MAX_RANKS:
         raise ConfigError(
-            f"{name} {shortened(text)!r}: expected device numbers, each once, with commas between,"
-            " such as 0,1,4"
+            f"{name} {shortened(text)!r}: expected device numbers, each once, with commas between, such as 0,1,4"
         )
     return tuple(numbers)
 
@@ -91,23 +90,17 @@ def parse_devices(text: str, name: str = "--devices") -> tuple[int, ...]:
 def places_of_table(table: RankTable) -> tuple[RankPlacement, ...]:
     """Return the place of every rank, in order, by a table that names machines (not 2.0)."""
     found = (
-        RankPlacement(
-            rank=device.rank_id, device_id=device.device_id, local_rank=index, host=server.address
-        )
+        RankPlacement(rank=device.rank_id, device_id=device.device_id, local_rank=index, host=server.address)
         for server in table.server_list
         for index, device in enumerate(server.device)
     )
     return tuple(sorted(found, key=lambda place: place.rank))
 
 
-def place_hosts(
-    places: tuple[RankPlacement, ...], own_host: str, master: str | None = None
-) -> Placement:
+def place_hosts(places: tuple[RankPlacement, ...], own_host: str, master: str | None = None) -> Placement:
     """Return a placement with known hosts. master: overrides the address of rank 0's host."""
     several = len({place.host for place in places}) > 1
-    return Placement(
-        all=places, own_host=own_host, master=master or (places[0].host if several else LOOPBACK)
-    )
+    return Placement(all=places, own_host=own_host, master=master or (places[0].host if several else LOOPBACK))
 
 
 def find_places(
@@ -129,9 +122,7 @@ def find_places(
     Raises ConfigError where two of these contradict each other.
     """
     if table is not None and (nodes is not None or node_rank is not None):
-        raise ConfigError(
-            "--nnodes and --node_rank are for RANK_TABLE none; a rank table names the hosts"
-        )
+        raise ConfigError("--nnodes and --node_rank are for RANK_TABLE none; a rank table names the hosts")
     if table is not None and table.version != "2.0":
         return _in_table(numbers, rank_size, places_of_table(table), master, pod)
     if table is not None:
@@ -144,14 +135,10 @@ def find_places(
         nodes, node_rank = 1, 0
     _check_size(numbers, None, nodes * len(numbers))
     if node_rank is None and nodes > 1:
-        raise ConfigError(
-            f"--nnodes {nodes} needs --node_rank: which of them this host is, 0 to {nodes - 1}"
-        )
+        raise ConfigError(f"--nnodes {nodes} needs --node_rank: which of them this host is, 0 to {nodes - 1}")
     own = node_rank or 0
     if own >= nodes:
-        raise ConfigError(
-            f"--node_rank {own} is not among --nnodes {nodes}: expected 0 to {nodes - 1}"
-        )
+        raise ConfigError(f"--node_rank {own} is not among --nnodes {nodes}: expected 0 to {nodes - 1}")
     devices = numbers if rank_size is None else range(len(numbers))
     return _evenly([*devices] * nodes, len(devices), own, master)
 
@@ -181,9 +168,7 @@ def _in_table(
             whole = replace(whole, own_host=pod.address)
             if list(numbers) == list(range(len(whole.own))):  # as a container counts its devices
                 own_devices = (
-                    place
-                    if place.host != pod.address
-                    else replace(place, device_id=place.local_rank)
+                    place if place.host != pod.address else replace(place, device_id=place.local_rank)
                     for place in whole.all
                 )
                 whole = replace(whole, all=tuple(own_devices))
@@ -204,8 +189,7 @@ def _in_table(
             )
     elif [place.rank for place in whole.own] != list(numbers):
         servers = "; ".join(
-            f"{host} has {spans((place.rank for place in whole.of_host(host)), least=3)}"
-            for host in whole.hosts
+            f"{host} has {spans((place.rank for place in whole.of_host(host)), least=3)}" for host in whole.hosts
         )
         raise ConfigError(
             f"the ranks {_shown(numbers)} are not those of one server of the rank table:"
@@ -246,9 +230,7 @@ def _own_server(whole: Placement) -> str:
     )
 
 
-def _in_networks(
-    numbers: Sequence[int], rank_size: int | None, table: RankTable, master: str | None
-) -> Placement:
+def _in_networks(numbers: Sequence[int], rank_size: int | None, table: RankTable, master: str | None) -> Placement:
     """Place ranks equally, since version 2.0 does not say where a machine ends."""
     _check_size(numbers, rank_size, table.world_size)
     devices = [device.device_id for _, device in table.places()]
@@ -265,8 +247,7 @@ def _in_networks(
 def _check_size(numbers: Sequence[int], rank_size: int | None, held: int) -> None:
     if rank_size is not None and rank_size != held:
         raise ConfigError(
-            f"RANK_SIZE={rank_size}, but the rank table holds {held} ranks; give {held}, or the"
-            " table of all machines"
+            f"RANK_SIZE={rank_size}, but the rank table holds {held} ranks; give {held}, or the table of all machines"
         )
     if held > MAX_RANKS or len(numbers) > MAX_RANKS:
         raise ConfigError(
@@ -280,9 +261,7 @@ def _check_size(numbers: Sequence[int], rank_size: int | None, held: int) -> Non
         )
 
 
-def _node_of_ranks(
-    numbers: Sequence[int], rank_size: int, nodes: int | None, node_rank: int | None
-) -> tuple[int, int]:
+def _node_of_ranks(numbers: Sequence[int], rank_size: int, nodes: int | None, node_rank: int | None) -> tuple[int, int]:
     """Return the number of hosts with ``len(numbers)`` ranks each, and the index of this one."""
     size = len(numbers)
     _check_size(numbers, rank_size, rank_size)
@@ -296,8 +275,7 @@ def _node_of_ranks(
     for name, given, follows in (("nnodes", nodes, found[0]), ("node_rank", node_rank, found[1])):
         if given is not None and given != follows:
             raise ConfigError(
-                f"--{name} {given}, but the ranks {_shown(numbers)} of {rank_size} make it"
-                f" {follows}; leave it out"
+                f"--{name} {given}, but the ranks {_shown(numbers)} of {rank_size} make it {follows}; leave it out"
             )
     return found
 

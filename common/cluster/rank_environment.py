@@ -13,15 +13,7 @@ from common.cluster.environment import Process
 from common.cluster.places import Placement, RankPlacement
 from common.errors import ConfigError
 from common.paths import ROOT
-from common.processes.addresses import (
-    DEFAULT_PORT,
-    LOOPBACK,
-    free_port,
-    interface_of,
-    is_ip,
-    may_be_host,
-    own_address,
-)
+from common.processes.addresses import DEFAULT_PORT, LOOPBACK, free_port, interface_of, is_ip, may_be_host, own_address
 from common.whole_numbers import shortened, whole_number
 
 FOREIGN = (
@@ -104,12 +96,7 @@ def make_rendezvous(
 
 
 def rank_variables(
-    place: RankPlacement,
-    places: Placement,
-    rendezvous: Rendezvous,
-    *,
-    cores: int | None,
-    environ: Mapping[str, str],
+    place: RankPlacement, places: Placement, rendezvous: Rendezvous, *, cores: int | None, environ: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the variables of a rank, for MindSpore and torch alike.
 
@@ -169,9 +156,7 @@ def scheduler_variables(places: Placement, rendezvous: Rendezvous) -> dict[str, 
     }
 
 
-def rank_command(
-    config: Path, mode: str, overrides: Sequence[str], *, program: Path | None = None
-) -> tuple[str, ...]:
+def rank_command(config: Path, mode: str, overrides: Sequence[str], *, program: Path | None = None) -> tuple[str, ...]:
     """Return the command of a rank. program: a script that takes the arguments of run_gpt2.py."""
     return (
         sys.executable,
@@ -201,8 +186,7 @@ def parse_port(text: str, where: str) -> int:
     port = whole_number(text)
     if port is None or not 0 < port < 65535:
         raise ConfigError(
-            f"{where}: {shortened(text)!r} is not a usable port; expected 1024 to 65534, with the"
-            " next port free too"
+            f"{where}: {shortened(text)!r} is not a usable port; expected 1024 to 65534, with the next port free too"
         )
     return port
 

@@ -108,9 +108,7 @@ class Server(Record):
         HCCL's guide to versions 1.0 and 1.2 has names such as node_0 in server_id, beside host_ip.
         """
         others = ((self.model_extra or {}).get(key) for key in ("container_ip", "host_ip"))
-        return next(
-            (other for other in others if isinstance(other, str) and is_ip(other)), self.server_id
-        )
+        return next((other for other in others if isinstance(other, str) and is_ip(other)), self.server_id)
 
 
 class _Member(Record):
@@ -171,8 +169,7 @@ def parse_address(text: str, place: str) -> Address:
         ) from None
     if address.is_unspecified or address.is_multicast:
         raise DataError(
-            f"{place}: {text} is not the address of one machine; expected one such as 192.168.1.10"
-            " or fd00::10"
+            f"{place}: {text} is not the address of one machine; expected one such as 192.168.1.10 or fd00::10"
         )
     return address
 
@@ -184,22 +181,14 @@ def validate(table: RankTable, place: str) -> None:
     ids of a server and addresses must be unique. Several servers need addresses that others can
     reach. Source: the rank table chapters of Huawei's HCCL user guide.
     """
-    check_count(
-        "server_count", table.server_count, table.server_list, "servers in server_list", place
-    )
+    check_count("server_count", table.server_count, table.server_list, "servers in server_list", place)
     for server in table.server_list:
         if not server.device:
-            raise DataError(
-                f"{place}: server {server.server_id} has no devices; leave it out or add them"
-            )
+            raise DataError(f"{place}: server {server.server_id} has no devices; leave it out or add them")
     if not table.server_list:
-        raise DataError(
-            f"{place}: there is no server in the table; make one with tools/hccl_tools.py"
-        )
+        raise DataError(f"{place}: there is no server in the table; make one with tools/hccl_tools.py")
     _refuse_repeats(
-        (server.server_id for server in table.server_list),
-        f"{place}: server",
-        "merge its entries into one",
+        (server.server_id for server in table.server_list), f"{place}: server", "merge its entries into one"
     )
     ranks = [device.rank_id for _, device in table.places()]
     if ranks != list(range(len(ranks))):
@@ -212,21 +201,15 @@ def validate(table: RankTable, place: str) -> None:
     if table.version != "2.0":
         for server in table.server_list:
             ids = (device.device_id for device in server.device)
-            _refuse_repeats(
-                ids, f"{place}: server {server.server_id}: device_id", "list each device once"
-            )
+            _refuse_repeats(ids, f"{place}: server {server.server_id}: device_id", "list each device once")
     _check_addresses(table, place)
     if isinstance(table, SuperPodTable):
         _check_super_pods(table, place)
 
 
-def check_count(
-    key: str, said: int | None, found: list[Any] | range, what: str, place: str
-) -> None:
+def check_count(key: str, said: int | None, found: list[Any] | range, what: str, place: str) -> None:
     if said is not None and said != len(found):
-        raise DataError(
-            f"{place}: {key} is {said}, but there are {len(found)} {what}; make the table again"
-        )
+        raise DataError(f"{place}: {key} is {said}, but there are {len(found)} {what}; make the table again")
 
 
 def table_warnings(table: RankTable) -> list[str]:
@@ -238,13 +221,8 @@ def table_warnings(table: RankTable) -> list[str]:
             " but the table cannot be merged with others; make it again with --server_ip"
         )
     if len({len(server.device) for server in table.server_list}) > 1:
-        counts = ", ".join(
-            f"{server.server_id} has {len(server.device)}" for server in table.server_list
-        )
-        found.append(
-            f"servers hold different numbers of devices ({counts}); most collectives expect the"
-            " same number"
-        )
+        counts = ", ".join(f"{server.server_id} has {len(server.device)}" for server in table.server_list)
+        found.append(f"servers hold different numbers of devices ({counts}); most collectives expect the same number")
     return found
 
 
@@ -276,8 +254,7 @@ def _check_addresses(table: RankTable, place: str) -> None:
         address = parse_address(device.device_ip, f"{where}: device_ip")
         if address.is_loopback:
             raise DataError(
-                f"{where}: device_ip {address} is a loopback address; set the device's own with"
-                " `hccn_tool -i N -ip -s`"
+                f"{where}: device_ip {address} is a loopback address; set the device's own with `hccn_tool -i N -ip -s`"
             )
         if address in seen:
             raise DataError(
@@ -297,9 +274,7 @@ def _check_super_pods(table: SuperPodTable, place: str) -> None:
             f" {', '.join(members)}; version 1.2 needs each server of server_list once, in one pod"
         )
     for pod in table.super_pod_list:
-        devices = [
-            device for member in pod.server_list for device in servers[member.server_id].device
-        ]
+        devices = [device for member in pod.server_list for device in servers[member.server_id].device]
         for device in devices:
             if device.super_device_id is None:
                 raise DataError(

@@ -105,9 +105,7 @@ def merge_tables(paths: Sequence[Path]) -> RankTable:
     versions = {path: _written_version(table, f"{path}: ") for path, table in tables}
     if len(set(versions.values())) > 1:
         shown = ", ".join(f"{path} has {version}" for path, version in versions.items())
-        raise DataError(
-            f"the tables are of different versions ({shown}); make them again in one version"
-        )
+        raise DataError(f"the tables are of different versions ({shown}); make them again in one version")
     base, servers = 0, []
     pods: dict[str, dict[str, Any]] = {}
     extra: dict[str, Any] = {}
@@ -231,15 +229,11 @@ def parse_table(data: Any, place: str) -> RankTable:
     status, version = data.get("status"), data.get("version")
     if status == "initializing":
         raise NotReadyError(
-            f"{place}: status is 'initializing': the platform has not filled the table yet; try"
-            " again later"
+            f"{place}: status is 'initializing': the platform has not filled the table yet; try again later"
         )
     if status != "completed":
         found = "is missing" if status is None else f"is {shortened(json.dumps(status))}"
-        raise DataError(
-            f"{place}: status {found}; expected 'completed': the table was not finished; make it"
-            " again"
-        )
+        raise DataError(f"{place}: status {found}; expected 'completed': the table was not finished; make it again")
     if "group_list" in data:
         return _from_0(_Table0.read(data, place), place)
     if version == "2.0" and "rank_list" in data:
@@ -257,9 +251,7 @@ def parse_table(data: Any, place: str) -> RankTable:
     )
 
 
-def _table(
-    version: str, servers: list[dict[str, Any]], place: str, more: dict[str, Any]
-) -> RankTable:
+def _table(version: str, servers: list[dict[str, Any]], place: str, more: dict[str, Any]) -> RankTable:
     known = {"version": version, "server_count": len(servers), "status": "completed"}
     kind = SuperPodTable if version == "1.2" else RankTable
     return kind.read({**more, **known, "server_list": servers}, place)
@@ -280,9 +272,7 @@ def _from_0(table: _Table0, place: str) -> RankTable:
         check_count("device_count", group.device_count, devices, "devices", where)
         extra |= group.model_extra or {}
         ordered += _in_order(held, where)
-    ranked = all(
-        len(instance.devices) == 1 and instance.rank_id is not None for instance in ordered
-    )
+    ranked = all(len(instance.devices) == 1 and instance.rank_id is not None for instance in ordered)
     servers: dict[str, dict[str, Any]] = {}
     pods: dict[str, list[str]] = {}
     rank = 0

@@ -57,9 +57,7 @@ def _where(found: LayerComparison, row: Row) -> str:
     parts = []
     if row.sample is not None and row.place is not None:
         names = ("token",) if row.section == TOKENS else ("token", "channel")
-        inner = ", ".join(
-            f"{name} {index}" for name, index in zip(names, row.place[1:], strict=True)
-        )
+        inner = ", ".join(f"{name} {index}" for name, index in zip(names, row.place[1:], strict=True))
         parts.append(f"from sample {row.sample} of the batch on, {inner}")
         if row.sample in found.ranks and max(found.ranks[row.sample]):
             one, other = found.ranks[row.sample]

@@ -81,8 +81,7 @@ class Workplace:
             ) from None
         if unknown := sorted(there - {*_OWN_FOLDERS, *_OWN_FILES}):
             raise ConfigError(
-                f"--output {self.folder}: holds {unknown[0]}, which no comparison wrote; choose"
-                " another folder"
+                f"--output {self.folder}: holds {unknown[0]}, which no comparison wrote; choose another folder"
             )
         for name in there:
             self.clear(name)
@@ -109,23 +108,14 @@ def run_config(side: Side, steps: int, place: Workplace) -> Path:
 
 
 def record_step(
-    sides: Sequence[Side],
-    runs: Sequence[RecordedRun],
-    place: Workplace,
-    *,
-    step: int,
-    samples: int,
-    own_weights: bool,
+    sides: Sequence[Side], runs: Sequence[RecordedRun], place: Workplace, *, step: int, samples: int, own_weights: bool
 ) -> tuple[Path, Path]:
     """Let both runs make one step, on one set of weights or each on its own. Returns the folders of
     the records.
 
     Raises ConfigError, CheckpointError, DataError and RunError.
     """
-    if own_weights:
-        starts = _common_checkpoints(runs, step)
-    else:
-        starts = [_weights_before(step, sides[0], runs[0], place)] * 2
+    starts = _common_checkpoints(runs, step) if own_weights else [_weights_before(step, sides[0], runs[0], place)] * 2
     folders = []
     for side, run, start in zip(sides, runs, starts, strict=True):
         folder = place.folder / f"record_{side.name}"
@@ -223,6 +213,4 @@ def _train(
     state, reason = judge(outcome, folder, place.limit)
     if state is not State.FINISHED:
         kind = ConfigError if outcome.code == 2 else RunError
-        raise kind(
-            f"{side.title}: {side.given}: {reason.replace('(time_limit)', '(--time_limit)')}"
-        )
+        raise kind(f"{side.title}: {side.given}: {reason.replace('(time_limit)', '(--time_limit)')}")

@@ -16,16 +16,7 @@ from common.errors import DataError
 from common.files import open_input
 from common.structured_files import MalformedError, parse_json
 from common.tensor_files.safetensors_file import open_safetensors
-from common.training.recording import (
-    BACKWARD,
-    FORWARD,
-    GRADIENTS,
-    LAST_NORM,
-    PARTS,
-    TOKENS,
-    WEIGHTS,
-    activation_names,
-)
+from common.training.recording import BACKWARD, FORWARD, GRADIENTS, LAST_NORM, PARTS, TOKENS, WEIGHTS, activation_names
 from common.weights.names import EMBEDDING, POSITIONS
 from common.weights.pieces import ShardedReader, TensorSlice
 
@@ -160,10 +151,7 @@ def compare_records(one: Path, other: Path, tolerance: float | None) -> LayerCom
             rows.append(_row(section, name, first, second, tolerance))
         same = first.facts["samples"] == second.facts["samples"]
         readers = zip(
-            first.facts["samples"],
-            first.facts["ranks_of_samples"],
-            second.facts["ranks_of_samples"],
-            strict=False,
+            first.facts["samples"], first.facts["ranks_of_samples"], second.facts["ranks_of_samples"], strict=False
         )
         return LayerComparison(
             step=first.facts["step"],
@@ -191,11 +179,7 @@ def order(layers: int) -> Iterator[tuple[str, str]]:
     forward = list(activation_names(layers))
     yield from ((WEIGHTS, name) for name in (EMBEDDING, POSITIONS))
     for name in forward:
-        yield from (
-            (WEIGHTS, parameter)
-            for parameter in parameters_of(name)
-            if not parameter.endswith("k_proj.bias")
-        )
+        yield from ((WEIGHTS, parameter) for parameter in parameters_of(name) if not parameter.endswith("k_proj.bias"))
     yield from ((FORWARD, name) for name in (*forward, LOSS))
     for name in reversed(forward):
         yield BACKWARD, name
@@ -206,10 +190,7 @@ def order(layers: int) -> Iterator[tuple[str, str]]:
 def parameters_of(activation: str) -> list[str]:
     """Return the parameters from which a recorded activation is computed directly."""
     part = activation.rpartition(".")[2]
-    inner = {
-        "attn": ("q_proj", "k_proj", "v_proj", "c_proj"),
-        "mlp": ("c_fc", "c_proj"),
-    }.get(part)
+    inner = {"attn": ("q_proj", "k_proj", "v_proj", "c_proj"), "mlp": ("c_fc", "c_proj")}.get(part)
     if inner is not None:
         return [f"{activation}.{name}.{kind}" for name in inner for kind in ("weight", "bias")]
     if part in PARTS or activation == LAST_NORM:
@@ -228,9 +209,7 @@ def _row(section: str, name: str, one: StepReader, other: StepReader, tolerance:
     sample = None
     if place is not None and section in (TOKENS, FORWARD, BACKWARD):
         sample = one.facts["samples"][place[0]]
-    return Row(
-        section=section, name=name, largest=largest, relative=relative, place=place, sample=sample
-    )
+    return Row(section=section, name=name, largest=largest, relative=relative, place=place, sample=sample)
 
 
 def _terms(weight: Array) -> float:

@@ -11,13 +11,7 @@ from typing import Any
 from common.config.load import flatten
 from common.errors import ConfigError
 from common.study.results import Measured
-from common.study.same_losses import (
-    OTHER_KERNELS,
-    Departure,
-    Kind,
-    depart,
-    relative_difference,
-)
+from common.study.same_losses import OTHER_KERNELS, Departure, Kind, depart, relative_difference
 from common.training.metrics import read_metrics
 from common.yaml_files import read_yaml_mapping
 
@@ -84,11 +78,7 @@ def compare_runs(one: RecordedRun, other: RecordedRun, tolerance: float | None) 
     departure = depart(found, expected, tolerance)
     if departure is not None and departure.step:
         departure = replace(departure, step=steps[departure.step - 1])
-    hashes = (
-        step
-        for step in steps
-        if one.rows[step].get("sample_hash") != other.rows[step].get("sample_hash")
-    )
+    hashes = (step for step in steps if one.rows[step].get("sample_hash") != other.rows[step].get("sample_hash"))
     return Comparison(
         steps=steps,
         tolerance=tolerance,
@@ -118,19 +108,13 @@ def _number(row: Mapping[str, Any], key: str) -> float:
     return math.nan if value is None else float(value)
 
 
-def _largest(
-    one: Sequence[float], other: Sequence[float], steps: Sequence[int]
-) -> tuple[float, int]:
+def _largest(one: Sequence[float], other: Sequence[float], steps: Sequence[int]) -> tuple[float, int]:
     """Return the largest difference of finite values, and its step."""
-    differences = [
-        (relative_difference(a, b), step) for a, b, step in zip(one, other, steps, strict=True)
-    ]
+    differences = [(relative_difference(a, b), step) for a, b, step in zip(one, other, steps, strict=True)]
     return max((each for each in differences if math.isfinite(each[0])), default=(math.nan, 0))
 
 
-def _other_keys(
-    one: Mapping[str, Any], other: Mapping[str, Any]
-) -> Iterator[tuple[str, tuple[Any, Any]]]:
+def _other_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
     for key in sorted(one.keys() | other.keys()):
         values = one.get(key), other.get(key)
         if key.partition(".")[0] not in _OWN and values[0] != values[1]:

@@ -25,9 +25,7 @@ _ALONE = words("""
     parallel.strategy_ckpt_save_file parallel.strategy_ckpt_load_file
 """)
 _TAKEN: Table = {
-    key: rule
-    for key, rule in TABLE.items()
-    if (key.partition(".")[0] in PARTS or key in _ALONE) and rule != ByHand()
+    key: rule for key, rule in TABLE.items() if (key.partition(".")[0] in PARTS or key in _ALONE) and rule != ByHand()
 }
 
 
@@ -84,14 +82,8 @@ def rename_keys(tree: dict[str, Any], sources: Sources) -> None:
         known = [key.partition(".")[2] for key in _TAKEN if key.startswith(f"{heading}.")]
         for key in require_mapping(tree[heading], f"{sources.get((heading,), '?')}: {heading}"):
             near = difflib.get_close_matches(str(key), known, n=1)
-            hint = (
-                f"did you mean {heading}.{near[0]}?"
-                if near
-                else f"expected one of {', '.join(known)}"
-            )
-            raise ConfigError(
-                f"{sources.get((heading, str(key)), '?')}: {heading}.{key}: unknown key; {hint}"
-            )
+            hint = f"did you mean {heading}.{near[0]}?" if near else f"expected one of {', '.join(known)}"
+            raise ConfigError(f"{sources.get((heading, str(key)), '?')}: {heading}.{key}: unknown key; {hint}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +118,7 @@ def _optimizer_is_split(theirs: bool, ours: Any) -> Any:
 
 def _gradients_are_split(theirs: bool, ours: Any) -> Any:
     if theirs and not ours:
-        raise ValueError(
-            "contradict each other; set parallel.enable_parallel_optimizer=true, or leave the"
-            " second out"
-        )
+        raise ValueError("contradict each other; set parallel.enable_parallel_optimizer=true, or leave the second out")
     return max(ours, 2) if theirs and _is_stage(ours) else ours
 
 
@@ -139,10 +128,7 @@ def _is_stage(value: Any) -> bool:
 
 def _gradients_of_the_mean(theirs: bool, ours: Any) -> Any:
     if not theirs and ours not in (1, 2, "semi_auto_parallel", "auto_parallel"):
-        raise ValueError(
-            "contradict each other: gradients are averaged over the global batch; leave the second"
-            " out"
-        )
+        raise ValueError("contradict each other: gradients are averaged over the global batch; leave the second out")
     return ours
 
 
@@ -189,12 +175,9 @@ def merge_aliases(tree: dict[str, Any], sources: Sources) -> None:
         theirs = section.pop(path[-1], None) if section is not None else None
         if theirs is None:
             continue
-        if alias.values and not any(
-            type(theirs) is type(value) and theirs == value for value in alias.values
-        ):
+        if alias.values and not any(type(theirs) is type(value) and theirs == value for value in alias.values):
             raise ConfigError(
-                f"{_places(sources, path)}{name}: expected"
-                f" {' or '.join(map(_shown, alias.values))}, found {theirs!r}"
+                f"{_places(sources, path)}{name}: expected {' or '.join(map(_shown, alias.values))}, found {theirs!r}"
             )
         target = tree.setdefault(ours[0], {}) if len(ours) == 2 else tree
         if not isinstance(target, dict):  # the schema rejects it
@@ -204,9 +187,7 @@ def merge_aliases(tree: dict[str, Any], sources: Sources) -> None:
             merged = alias.merge(theirs, written)
         except ValueError as fault:
             said = f"{alias.ours}={_shown(written)}" if written is not None else f"no {alias.ours}"
-            raise ConfigError(
-                f"{_places(sources, ours, path)}{said} and {name}={_shown(theirs)} {fault}"
-            ) from None
+            raise ConfigError(f"{_places(sources, ours, path)}{said} and {name}={_shown(theirs)} {fault}") from None
         if merged != written:
             target[ours[-1]] = merged
             if path in sources:

@@ -55,40 +55,25 @@ def explain_key(asked: str | None) -> str:
     if asked is None:
         lines = [f"  {name:<14}{clause}" for name, (clause, _) in SECTIONS.items() if name]
         alone = ", ".join(key for key in schema_keys() if key.partition(".")[0] not in SECTIONS)
-        return "\n".join(
-            ["sections:", *lines, f"keys of the whole run: {alone}", "--explain NAME says more", ""]
-        )
+        return "\n".join(["sections:", *lines, f"keys of the whole run: {alone}", "--explain NAME says more", ""])
     if asked == "base":
         return _of_key("base", BASE)
     keys = schema_keys()
     if asked in keys:
         return _explained(asked)
-    alias = next(
-        (alias for key, alias in ALIASES.items() if asked in (key, key.rpartition(".")[2])), None
-    )
+    alias = next((alias for key, alias in ALIASES.items() if asked in (key, key.rpartition(".")[2])), None)
     if alias is not None:
-        return (
-            f"{textwrap.fill(f'{asked}: {alias.description}', _WIDTH)}\n\n{_explained(alias.ours)}"
-        )
+        return f"{textwrap.fill(f'{asked}: {alias.description}', _WIDTH)}\n\n{_explained(alias.ours)}"
     if (here := key_of_others(asked)) is not None:
         found = [
-            word
-            for word in re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", re.sub(r"\(.*\)", "", here))
-            if word in keys
+            word for word in re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", re.sub(r"\(.*\)", "", here)) if word in keys
         ]
-        return "\n".join(
-            [
-                f"{asked} corresponds to {here}",
-                *("\n" + _explained(key).rstrip() for key in found),
-                "",
-            ]
-        )
+        return "\n".join([f"{asked} corresponds to {here}", *("\n" + _explained(key).rstrip() for key in found), ""])
     same = nearest_keys(asked) if "." not in asked else []
     if same and all(key.rpartition(".")[2] == asked for key in same):
         return "\n".join(map(_explained, same))
     raise ConfigError(
-        f"--explain {asked}: unknown key{hint(asked)}; the sections are"
-        f" {', '.join(filter(None, SECTIONS))}"
+        f"--explain {asked}: unknown key{hint(asked)}; the sections are {', '.join(filter(None, SECTIONS))}"
     )
 
 
@@ -129,14 +114,9 @@ def _explained(key: str) -> str:
     for name, child in section["properties"].items():
         meaning = _text(child.get("description", "")) or "A section of its own."
         lines += textwrap.wrap(
-            meaning,
-            _WIDTH,
-            initial_indent=f"  {name:<{width}}",
-            subsequent_indent=" " * (width + 2),
+            meaning, _WIDTH, initial_indent=f"  {name:<{width}}", subsequent_indent=" " * (width + 2)
         )
-    return "\n".join(
-        [*lines, f"Details of a key: --explain {key}.{next(iter(section['properties']))}", ""]
-    )
+    return "\n".join([*lines, f"Details of a key: --explain {key}.{next(iter(section['properties']))}", ""])
 
 
 def _node(key: str) -> dict[str, Any]:
@@ -171,19 +151,14 @@ def _options(node: dict[str, Any], root: dict[str, Any]) -> Iterator[dict[str, A
 def _of_key(key: str, facts: dict[str, str]) -> str:
     lines = [key]
     for name, text in facts.items():
-        lines += textwrap.wrap(
-            text, _WIDTH, initial_indent=f"  {name:<9}", subsequent_indent=" " * 11
-        )
+        lines += textwrap.wrap(text, _WIDTH, initial_indent=f"  {name:<9}", subsequent_indent=" " * 11)
     return "\n".join([*lines, ""])
 
 
 def _facts(node: dict[str, Any], root: dict[str, Any]) -> dict[str, str]:
     allowed = [text for option in _options(node, root) if (text := _allowed(option))]
     default = "none; the key is required" if "default" not in node else _literal(node["default"])
-    facts = {
-        "type": " or ".join(_types(node, root)),
-        "default": "left out" if default == "null" else default,
-    }
+    facts = {"type": " or ".join(_types(node, root)), "default": "left out" if default == "null" else default}
     if allowed:
         facts["allowed"] = "; ".join(allowed)
     if "backend" in node:
@@ -191,13 +166,7 @@ def _facts(node: dict[str, Any], root: dict[str, Any]) -> dict[str, str]:
     return facts | {"meaning": _text(node.get("description", ""))}
 
 
-_NAMES = {
-    "string": "text",
-    "integer": "whole number",
-    "number": "number",
-    "boolean": "true or false",
-    "array": "list",
-}
+_NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false", "array": "list"}
 
 
 def _types(node: dict[str, Any], root: dict[str, Any]) -> list[str]:

@@ -36,9 +36,7 @@ def explain_all(faults: Sequence[Any], sources: Sources) -> list[str]:
     for path, found in by_key.items():
         messages = dict.fromkeys(str(fault["msg"]) for fault in found)
         start = "Input should be "
-        whole = " or ".join(
-            [*messages][:1] + [text.removeprefix(start) for text in [*messages][1:]]
-        )
+        whole = " or ".join([*messages][:1] + [text.removeprefix(start) for text in [*messages][1:]])
         lines.append(explain({**found[0], "loc": path, "msg": whole}, sources))
     return list(dict.fromkeys(lines))
 
@@ -65,9 +63,7 @@ def explain(fault: Any, sources: Sources) -> str:
     if fault["type"] == "extra_forbidden":
         return f"{prefix}: unknown key{hint(dotted)}"
     if fault["type"] == "missing":
-        return (
-            f"{prefix}: required, but in no file; add it or give {dotted}=... on the command line"
-        )
+        return f"{prefix}: required, but in no file; add it or give {dotted}=... on the command line"
     message = str(fault["msg"]).removeprefix("Value error, ")
     if fault["type"] == "value_error":
         return f"{prefix}: {message}"
@@ -140,10 +136,7 @@ def unknown_arguments(unknown: Sequence[str], argv: Sequence[str]) -> str:
     argparse also counts the words after an unknown option; those that are overrides are left out.
     """
     unknown = [word for word in unknown if word.partition("=")[0] not in schema_keys()]
-    lines = [
-        f"unrecognized arguments: {' '.join(unknown)}; keys of the configuration are written"
-        " section.key=value"
-    ]
+    lines = [f"unrecognized arguments: {' '.join(unknown)}; keys of the configuration are written section.key=value"]
     for argument in unknown:
         name, equals, value = argument.lstrip("-").partition("=")
         if not equals:
@@ -164,9 +157,7 @@ def nearest_keys(dotted: str) -> list[str]:
     siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
     if near := difflib.get_close_matches(name, siblings, n=1, cutoff=_SAME_SECTION):
         return [siblings[near[0]]]
-    if same := [
-        key for key, is_section in keys.items() if not is_section and key.rpartition(".")[2] == name
-    ]:
+    if same := [key for key, is_section in keys.items() if not is_section and key.rpartition(".")[2] == name]:
         return same[:3]
     return difflib.get_close_matches(dotted, keys, n=1, cutoff=_OTHER_SECTION)
 
@@ -201,8 +192,6 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     for option in (annotation, *typing.get_args(annotation)):
         if isinstance(option, type) and issubclass(option, BaseModel):
             return option
-        if typing.get_origin(option) is typing.Annotated and (
-            found := section_of(typing.get_args(option)[0])
-        ):
+        if typing.get_origin(option) is typing.Annotated and (found := section_of(typing.get_args(option)[0])):
             return found
     return None

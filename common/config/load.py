@@ -24,14 +24,7 @@ from common.errors import ConfigError
 from common.files import atomic_write, reading
 from common.paths import ROOT, looked_in
 from common.structured_files import MAX_DEPTH, MalformedError, read_text
-from common.yaml_files import (
-    MAX_YAML_BYTES,
-    IsText,
-    KeyPath,
-    dump_yaml,
-    parse_yaml,
-    read_yaml_mapping,
-)
+from common.yaml_files import MAX_YAML_BYTES, IsText, KeyPath, dump_yaml, parse_yaml, read_yaml_mapping
 
 # Text that stands for a mapping, so that ``precision.softmax=...`` refines ``precision: bf16``
 # instead of replacing it.
@@ -41,10 +34,7 @@ _SHORTHANDS: dict[Path_, Callable[[Any], Any]] = {
     ("model",): expand_model,
 }
 
-_LENGTHS = {
-    "train": ("max_steps", "max_epochs", "max_tokens"),
-    "validation": ("max_samples", "max_batches"),
-}
+_LENGTHS = {"train": ("max_steps", "max_epochs", "max_tokens"), "validation": ("max_samples", "max_batches")}
 """Keys that set the length of a run and of a validation; each has one of them."""
 
 _PROSE: set[Path_] = {("predict", "prompt"), ("predict", "stop"), ("predict", "bad_words")}
@@ -114,9 +104,7 @@ def _is_there(path: Path) -> bool:
     """Tell whether a path exists, or is the prefix of a file that does."""
     try:
         return path.exists() or any(
-            entry.name.startswith(f"{path.name}{mark}")
-            for entry in path.parent.iterdir()
-            for mark in "._"
+            entry.name.startswith(f"{path.name}{mark}") for entry in path.parent.iterdir() for mark in "._"
         )
     except OSError:
         return False
@@ -138,18 +126,14 @@ def _settle_lengths(tree: dict[str, Any], sources: Sources) -> None:
             values.pop("num_samples", None)
 
 
-def build_config(
-    tree: Mapping[str, Any], sources: Sources | None = None, fill: Fill | None = None
-) -> RunConfig:
+def build_config(tree: Mapping[str, Any], sources: Sources | None = None, fill: Fill | None = None) -> RunConfig:
     """Validate a plain mapping. sources: where each key was read, for error messages. fill: gives
     sizes to a model that has none.
     """
     whole, places = copy.deepcopy(dict(tree)), dict(sources or {})
     merge_aliases(whole, places)
     model = _expanded(("model",), whole.get("model"))
-    is_empty = model is None or (
-        isinstance(model, dict) and not any(model.get(key) for key in _SIZES)
-    )
+    is_empty = model is None or (isinstance(model, dict) and not any(model.get(key) for key in _SIZES))
     if is_empty and fill is not None:
         if model is not None:
             whole["model"] = model
@@ -215,15 +199,13 @@ def read_with_bases(
         real = os.path.realpath(path) if "\0" not in str(path) else str(path)  # read rejects it
         if real in parents:
             raise ConfigError(
-                f"{where}{path}: files include each other: {' -> '.join((*parents, real))}; take"
-                " one of them out"
+                f"{where}{path}: files include each other: {' -> '.join((*parents, real))}; take one of them out"
             )
         if real in known:
             return known[real]
         if len(parents) >= MAX_DEPTH:
             raise ConfigError(
-                f"{where}{path}: files are nested more than {MAX_DEPTH} levels; put their keys"
-                " into fewer files"
+                f"{where}{path}: files are nested more than {MAX_DEPTH} levels; put their keys into fewer files"
             )
         own, own_sources = read(path, text)
         names = own.pop(base, None)
@@ -233,8 +215,7 @@ def read_with_bases(
         if not is_list or len(names) > MAX_DEPTH:
             found = f"{len(names)} entries" if is_list else repr(names)[:80]
             raise ConfigError(
-                f"{where}expected the name of a file or a list of at most {MAX_DEPTH} files, found"
-                f" {found}"
+                f"{where}expected the name of a file or a list of at most {MAX_DEPTH} files, found {found}"
             )
         tree: dict[str, Any] = {}
         sources: Sources = {}
@@ -265,10 +246,7 @@ def read_yaml_text(path: Path) -> str:
 
 
 def read_yaml(
-    path: Path,
-    carriers: set[str] | None = None,
-    is_text: IsText | None = None,
-    text: str | None = None,
+    path: Path, carriers: set[str] | None = None, is_text: IsText | None = None, text: str | None = None
 ) -> _Read:
     """Return the keys and values of a YAML file, and ``file:line`` of every key.
 

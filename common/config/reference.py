@@ -57,9 +57,7 @@ def _title(section: str) -> str:
 
 def _section(section: str) -> str:
     rows = [_row("base", "base", BASE | {"default": "left out"})] if not section else []
-    rows += [
-        _row(key, key.removeprefix(f"{section}."), key_facts(key)) for key in _keys_of(section)
-    ]
+    rows += [_row(key, key.removeprefix(f"{section}."), key_facts(key)) for key in _keys_of(section)]
     meaning = key_facts(section)["meaning"] if section else ""
     lines = [f"## {_title(section)}", "", *([_cell(meaning), ""] if meaning else [])]
     return "\n".join([*lines, f"{_COLUMNS}|", *rows, ""])
@@ -112,9 +110,6 @@ def _aliases() -> str:
         "",
         "| name 名称 | key 键 | meaning 含义 |",
         "| --- | --- | --- |",
-        *(
-            f"| `{name}` | `{alias.ours}` | {_cell(alias.description)} |"
-            for name, alias in ALIASES.items()
-        ),
+        *(f"| `{name}` | `{alias.ours}` | {_cell(alias.description)} |" for name, alias in ALIASES.items()),
     ]
     return "\n".join(lines) + "\n"

@@ -11,14 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from common.accelerators import GIB
 from common.config.split import parse_split
@@ -40,8 +33,7 @@ def _in_float32(value: float) -> float:
     """Reject numbers that devices would round to 0 or to infinity in float32."""
     if value and not FLOAT32_MIN <= value <= FLOAT32_MAX:
         raise ValueError(
-            f"{value!r} is beyond float32, which holds {FLOAT32_MIN:.4g} to {FLOAT32_MAX:.4g};"
-            " give a number in between"
+            f"{value!r} is beyond float32, which holds {FLOAT32_MIN:.4g} to {FLOAT32_MAX:.4g}; give a number in between"
         )
     return value
 
@@ -54,29 +46,17 @@ def _below_one(value: float) -> float:
 
 Positive32 = Annotated[float, Field(gt=0.0), AfterValidator(_in_float32)]
 NonNegative32 = Annotated[float, Field(ge=0.0), AfterValidator(_in_float32)]
-Fraction = Annotated[
-    float, Field(ge=0.0, lt=1.0), AfterValidator(_in_float32), AfterValidator(_below_one)
-]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0), AfterValidator(_in_float32), AfterValidator(_below_one)]
 
 PRECISION_PRESETS: dict[str, dict[str, str]] = {
-    "float32": dict.fromkeys(
-        ("parameters", "compute", "reduction", "softmax", "layer_norm"), "float32"
-    )
+    "float32": dict.fromkeys(("parameters", "compute", "reduction", "softmax", "layer_norm"), "float32")
 }
 PRECISION_PRESETS["bf16"] = PRECISION_PRESETS["float32"] | {"compute": "bfloat16"}
 PRECISION_PRESETS["fp16"] = PRECISION_PRESETS["float32"] | {"compute": "float16"}
 PRECISION_PRESETS["fp8"] = PRECISION_PRESETS["bf16"] | {"float8": "tensorwise"}
 PRECISION_PRESETS["O2"] = PRECISION_PRESETS["fp16"] | {"parameters": "float16"}
-PRECISION_PRESETS["pure_fp16"] = PRECISION_PRESETS["O2"] | dict.fromkeys(
-    ("softmax", "layer_norm"), "float16"
-)
-_PRECISION_NAMES = {
-    "fp32": "float32",
-    "O0": "float32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "O1": "fp16",
-}
+PRECISION_PRESETS["pure_fp16"] = PRECISION_PRESETS["O2"] | dict.fromkeys(("softmax", "layer_norm"), "float16")
+_PRECISION_NAMES = {"fp32": "float32", "O0": "float32", "bfloat16": "bf16", "float16": "fp16", "O1": "fp16"}
 
 
 MINDSPORE = Field(json_schema_extra={"backend": "mindspore"})
@@ -213,8 +193,7 @@ class TrainConfig(Section):
     rampup_batch_size: (
         Annotated[list[Count], Field(min_length=3, max_length=3)]
         | Annotated[
-            list[Annotated[list[NonNegative], Field(min_length=2, max_length=2)]],
-            Field(min_length=1, max_length=1000),
+            list[Annotated[list[NonNegative], Field(min_length=2, max_length=2)]], Field(min_length=1, max_length=1000)
         ]
         | None
     ) = None
@@ -364,8 +343,7 @@ class OptimizerConfig(Section):
 
 class TokenizerConfig(Section):
     type: Annotated[
-        TokenizerKind | None,
-        BeforeValidator(kind_named, json_schema_input_type=Literal[*NAMES] | None),  # type: ignore[valid-type]
+        TokenizerKind | None, BeforeValidator(kind_named, json_schema_input_type=Literal[*NAMES] | None)  # type: ignore[valid-type]
     ] = None
     """Kind of tokenizer, or the name that Megatron or transformers has for it; detected from the
     files when left out. BertWordLevel splits Chinese into words and is never detected.
@@ -407,9 +385,7 @@ def expand_tokenizer(value: Any) -> Any:
 
 def _prefix_or_weight(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
-        raise ValueError(
-            f"expected the prefix of a .bin/.idx pair, a MindRecord, or a weight, found {value!r}"
-        )
+        raise ValueError(f"expected the prefix of a .bin/.idx pair, a MindRecord, or a weight, found {value!r}")
     return value
 
 
@@ -429,17 +405,12 @@ class DataConfig(Section):
     """Validation data, all of it used: a prefix, MindRecord or blend, whose weights have no effect.
     All of data.train is then for training, and data.split has no effect.
     """
-    split: Annotated[
-        str, BeforeValidator(_split_text, json_schema_input_type=str | list[float])
-    ] = "949,50,1"
+    split: Annotated[str, BeforeValidator(_split_text, json_schema_input_type=str | list[float])] = "949,50,1"
     """Weights of the training, validation and test parts of the documents, or of the rows of a
     MindRecord.
     """
     tokenizer: (
-        Annotated[
-            TokenizerConfig,
-            BeforeValidator(expand_tokenizer, json_schema_input_type=str | TokenizerConfig),
-        ]
+        Annotated[TokenizerConfig, BeforeValidator(expand_tokenizer, json_schema_input_type=str | TokenizerConfig)]
         | None
     ) = None
     """The tokenizer, or the folder of its files. Needed to read or write text, and optional in
@@ -528,9 +499,9 @@ class ParallelConfig(Section):
     """Run the messages of sequence_parallel during the products beside them (asynchronous tensor
     parallelism). For compiled models on CUDA GPUs that read each other's memory (NVLink).
     """
-    pipeline_schedule: Literal[
-        "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"
-    ] = "1f1b"
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"] = (
+        "1f1b"
+    )
     """Order of forward and backward passes over the stages. The last three schedules give each rank
     several stages (virtual_stages).
     """
@@ -574,9 +545,7 @@ class ParallelConfig(Section):
     own collectives. semi_auto_parallel (1): MindSpore's compiler, following our plan. auto_parallel
     (2): the compiler by itself. 1 and 2 are for Ascend; when left out, 1 on Ascend and 3 elsewhere.
     """
-    parallel_optimizer_config: Annotated[ParallelOptimizerConfig, COMPILED] = (
-        ParallelOptimizerConfig()
-    )
+    parallel_optimizer_config: Annotated[ParallelOptimizerConfig, COMPILED] = ParallelOptimizerConfig()
     """Settings of the optimizer's split in modes 1 and 2."""
     vocab_emb_dp: Annotated[bool, COMPILED] = False
     """Keep the whole embedding table on every tensor-parallel rank, in modes 1 and 2. With a
@@ -591,8 +560,7 @@ class ParallelConfig(Section):
     enable_alltoall: Annotated[bool, COMPILED] = False
     """Let the compiler change layouts by AllToAll, in modes 1 and 2."""
     search_mode: Annotated[
-        Literal["recursive_programming", "sharding_propagation", "dynamic_programming"] | None,
-        COMPILED,
+        Literal["recursive_programming", "sharding_propagation", "dynamic_programming"] | None, COMPILED
     ] = None
     """Search for splits with auto_parallel. sharding_propagation, also when left out, starts from
     our plan. Checkpoints and the gradient norm need the plan's parts of parameters, so a run ends
@@ -613,9 +581,9 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0 saves only at the end."""
     keep: NonNegative = 3
     """Number of newest checkpoints to keep; 0 keeps all."""
-    resume: Annotated[
-        str, BeforeValidator(_resume, json_schema_input_type=str | bool | None), Field(min_length=1)
-    ] = "auto"
+    resume: Annotated[str, BeforeValidator(_resume, json_schema_input_type=str | bool | None), Field(min_length=1)] = (
+        "auto"
+    )
     """Whether to continue a run. auto continues the one in output_dir if it exists. latest requires
     it to exist; never requires that it does not. Any other value is the folder of a checkpoint or
     of a run to continue.
@@ -657,9 +625,7 @@ def _texts_or_ids(value: Any) -> Any:
     for entry in entries if isinstance(entries, list) else ():
         is_ids = isinstance(entry, list) and entry and all(type(each) is int for each in entry)
         if not (isinstance(entry, str) or is_ids):
-            raise ValueError(
-                f"{entry!r} is neither text nor a list of ids; write 'text' or [464, 3290]"
-            )
+            raise ValueError(f"{entry!r} is neither text nor a list of ids; write 'text' or [464, 3290]")
     return entries
 
 
@@ -685,8 +651,7 @@ Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 
 class PredictConfig(Section):
     prompt: Annotated[
-        list[_TextOrIds],
-        BeforeValidator(_prompts, json_schema_input_type=str | list[int] | list[_TextOrIds]),
+        list[_TextOrIds], BeforeValidator(_prompts, json_schema_input_type=str | list[int] | list[_TextOrIds])
     ] = []
     """A prompt or a list of prompts; <|endoftext|> in a prompt is that token. A prompt may also be
     a list of ids.
@@ -722,9 +687,7 @@ class PredictConfig(Section):
     """Power of the length by which beam_search divides the sum of log-probabilities. Above 0 it
     favours long sequences.
     """
-    early_stopping: Annotated[Literal["never"] | bool, _named({"true": True, "false": False})] = (
-        False
-    )
+    early_stopping: Annotated[Literal["never"] | bool, _named({"true": True, "false": False})] = False
     """End of beam_search: once num_beams sequences have ended (true), once no better one is likely
     (false), or once none is possible (never).
     """
@@ -792,9 +755,7 @@ class PredictConfig(Section):
     nothing, as in transformers; use min_new_tokens, or -100 in logit_bias.
     """
     stop: Annotated[
-        list[str],
-        BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
-        AfterValidator(_without_empty),
+        list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str]), AfterValidator(_without_empty)
     ] = []
     """A text or a list of texts. A continuation ends before the first one that occurs in it."""
     stop_at_end_of_text: bool = True
@@ -821,13 +782,10 @@ class PredictConfig(Section):
             self._check_beams()
         if self.num_sequences > 1 and self.method == "greedy":
             change = "raise temperature" if self.strategy == "sampling" else "set strategy=sampling"
-            raise ValueError(
-                f"num_sequences={self.num_sequences}: greedy gives equal continuations; {change}"
-            )
+            raise ValueError(f"num_sequences={self.num_sequences}: greedy gives equal continuations; {change}")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
-                f"min_new_tokens={self.min_new_tokens} is above"
-                f" max_new_tokens={self.max_new_tokens}; lower the first"
+                f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}; lower the first"
             )
         return self
 
@@ -839,8 +797,7 @@ class PredictConfig(Section):
             )
         if self.num_beams % self.num_beam_groups:
             raise ValueError(
-                f"num_beam_groups={self.num_beam_groups} does not divide"
-                f" num_beams={self.num_beams}; choose a divisor"
+                f"num_beam_groups={self.num_beam_groups} does not divide num_beams={self.num_beams}; choose a divisor"
             )
         if self.diversity_rate and self.num_beam_groups == 1:
             raise ValueError(
@@ -913,9 +870,7 @@ class QuantizationConfig(Section):
     """Bits of the input of a layer."""
     weights: Literal["abs_max", "channel_wise_abs_max"] = "channel_wise_abs_max"
     """Weights that share a scale: a whole matrix, or one output channel."""
-    activations: Literal["none", "abs_max", "dynamic", "moving_average_abs_max"] = (
-        "moving_average_abs_max"
-    )
+    activations: Literal["none", "abs_max", "dynamic", "moving_average_abs_max"] = "moving_average_abs_max"
     """Activations that share a scale: a micro batch (abs_max), a token (dynamic), or all batches
     through a moving average of their maxima. none leaves activations in float.
     """
@@ -980,9 +935,7 @@ class LoggingConfig(Section):
     """Steps between log lines with the hash of all samples read so far; 0 is off. The hash is equal
     under every layout and on both frameworks. metrics.jsonl has it for every step.
     """
-    style: Literal[
-        "gpt2", "megatron", "fleetx", "mindformers", "oneflow", "oneflow-normal", "gpt2-chinese"
-    ] = "gpt2"
+    style: Literal["gpt2", "megatron", "fleetx", "mindformers", "oneflow", "oneflow-normal", "gpt2-chinese"] = "gpt2"
     """System whose format the log lines of steps and validations use: ours, Megatron-DeepSpeed,
     PaddleFleetX, MindFormers, OneFlow (a table or plain lines) or GPT2-Chinese. gpt2-chinese also
     formats generated texts. metrics.jsonl does not change.
@@ -997,9 +950,7 @@ class LoggingConfig(Section):
     """
     tensorboard: bool = True
     """Write TensorBoard events."""
-    trackers: Annotated[
-        list[Tracker], BeforeValidator(_as_list, json_schema_input_type=Tracker | list[Tracker])
-    ] = []
+    trackers: Annotated[list[Tracker], BeforeValidator(_as_list, json_schema_input_type=Tracker | list[Tracker])] = []
     """Trackers that also record the metrics and the configuration. They write offline, into
     trackers/NAME of the run folder, unless WANDB_MODE, MLFLOW_TRACKING_URI or SWANLAB_MODE is set.
     tensorboard here is the same as logging.tensorboard.
@@ -1012,9 +963,7 @@ class LoggingConfig(Section):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if "tensorboard" in self.trackers and not self.tensorboard:
-            raise ValueError(
-                "tensorboard=false contradicts tensorboard in trackers; remove one of them"
-            )
+            raise ValueError("tensorboard=false contradicts tensorboard in trackers; remove one of them")
         return self
 
 
@@ -1063,9 +1012,7 @@ class ContextConfig(Section):
 
     mode: Annotated[
         Literal["graph", "pynative"],
-        _named(
-            {0: "graph", 1: "pynative"}, json_schema_input_type=Literal["graph", "pynative", 0, 1]
-        ),
+        _named({0: "graph", 1: "pynative"}, json_schema_input_type=Literal["graph", "pynative", 0, 1]),
         MINDSPORE,
     ] = "graph"
     """Execution mode. graph (0) compiles a whole step; pynative (1) runs operator by operator, for
@@ -1124,9 +1071,7 @@ class RunConfig(Section):
     """Folder of the run, for checkpoints, metrics, logs and the plot."""
     precision: Annotated[
         PrecisionConfig,
-        BeforeValidator(
-            lambda value: expand_precision(value), json_schema_input_type=str | PrecisionConfig
-        ),
+        BeforeValidator(lambda value: expand_precision(value), json_schema_input_type=str | PrecisionConfig),
     ] = PrecisionConfig()
     """Number types: float32, bf16, fp16, O2, pure_fp16, or a mapping of types."""
     model: ModelConfig

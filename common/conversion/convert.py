@@ -18,21 +18,10 @@ from typing import Any
 from common.config.resolved import ResolvedModel
 from common.conversion.logits import Runner, compare_logits
 from common.errors import CheckpointError, ConfigError, StorageError, TokenizerError, UserError
-from common.files import (
-    atomic_write,
-    fsync_folder,
-    reading,
-    refuse_to_overwrite,
-    temporary_folder,
-    whole_folder,
-)
+from common.files import atomic_write, fsync_folder, reading, refuse_to_overwrite, temporary_folder, whole_folder
 from common.hub import located
 from common.log import LOG, progress_bar
-from common.systems.hugging_face.tokenizer import (
-    put_tokenizer,
-    special_ids,
-    tokenizer_of,
-)
+from common.systems.hugging_face.tokenizer import put_tokenizer, special_ids, tokenizer_of
 from common.systems.hugging_face.weights import CONFIG, open_without_config, write_config
 from common.systems.mindformers.write import write_file
 from common.systems.table import FORMATS, detect
@@ -59,8 +48,7 @@ def _require_source(path: Path) -> None:
     parent = path.absolute().parent
     if not parent.is_dir():
         raise ConfigError(
-            f"{path}: does not exist, nor does the folder {parent}; give the path of a folder or a"
-            " file of weights"
+            f"{path}: does not exist, nor does the folder {parent}; give the path of a folder or a file of weights"
         )
     near = difflib.get_close_matches(path.name, [entry.name for entry in parent.iterdir()], n=3)
     hint = (
@@ -98,29 +86,23 @@ def convert(
     target = target.resolve()  # a link stays, and leads to what is written
     if target == Path.cwd():
         raise ConfigError(
-            f"{target}: --output is the current folder, which would be replaced; give the"
-            " name of one inside it"
+            f"{target}: --output is the current folder, which would be replaced; give the name of one inside it"
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(
-            f"{target}: exists and is not empty; choose another --output, or move it away"
-        )
+        raise ConfigError(f"{target}: exists and is not empty; choose another --output, or move it away")
     source = located(source)
     _require_source(source)
     write = _writer(target_format, model_parallel, pipeline_stage)
     if dtype is not None and dtype not in FORMATS[target_format].dtypes:
         raise ConfigError(
-            f"--dtype {dtype}: {target_format} holds"
-            f" {', '.join(FORMATS[target_format].dtypes)}; choose one of these"
+            f"--dtype {dtype}: {target_format} holds {', '.join(FORMATS[target_format].dtypes)}; choose one of these"
         )
     with ExitStack() as stack:
         with reading(source, CheckpointError):
             source_format = source_format or detect(source)
             weights = stack.enter_context(_opener(source_format)(source))
         temporary = stack.enter_context(
-            whole_folder(
-                target, what="the weights", remedy="make room there, or choose another --output"
-            )
+            whole_folder(target, what="the weights", remedy="make room there, or choose another --output")
         )
         warn_of_heads(source, weights.model)
         is_float = dtype is None or dtype in FLOATS
@@ -129,13 +111,9 @@ def convert(
         if (why := put_tokenizer(temporary, weights)) is not None:
             left_out = {"tokenizer": f"files of the tokenizer: {why}"}
             weights = replace(weights, ignored={**weights.ignored, **left_out})
-        size = sum(
-            tensor.nbytes for tensor in (*weights.tensors.values(), *weights.moments.values())
-        )
+        size = sum(tensor.nbytes for tensor in (*weights.tensors.values(), *weights.moments.values()))
         reads = model_parallel + verify  # the part of each tensor rank is cut from the whole tensor
-        bar = stack.enter_context(
-            progress_bar(total=size * reads, unit="B", description=target.name)
-        )
+        bar = stack.enter_context(progress_bar(total=size * reads, unit="B", description=target.name))
         weights = weights.with_progress(bar.update)
         sums = write(temporary, weights, dtype)
         if FORMATS[target_format].hugging_face_config:
@@ -155,29 +133,20 @@ def convert(
                 if _is_readable(target_format, dtype):
                     report["sha256"] = _compare(weights, written)
                 report["text"] = _compare_text(weights, temporary)
-                report["logits"] = compare_logits(
-                    runners or {}, weights, source_format, written, target_format
-                )
+                report["logits"] = compare_logits(runners or {}, weights, source_format, written, target_format)
         with atomic_write(temporary / REPORT, "w") as file:
             json.dump(report, file, indent=1)
         return report | {"step": None if weights.run is None else weights.run["state"]["step"]}
 
 
 def _counts(weights: Weights) -> dict[str, int]:
-    return {
-        "weights": len(weights.tensors),
-        "optimizer": len(weights.moments),
-        "left_out": len(weights.ignored),
-    }
+    return {"weights": len(weights.tensors), "optimizer": len(weights.moments), "left_out": len(weights.ignored)}
 
 
 def _opener(source_format: str) -> Callable[[Path], AbstractContextManager[Weights]]:
     opened = FORMATS[source_format].open
     if opened is None:
-        raise ConfigError(
-            f"--from {source_format}: this format is written only; give the weights that it was"
-            " made of"
-        )
+        raise ConfigError(f"--from {source_format}: this format is written only; give the weights that it was made of")
     return opened
 
 
@@ -199,34 +168,23 @@ def _open_again(folder: Path, format: str, source: Path) -> None:
         ) from error
 
 
-def _written(
-    folder: Path, source: Weights, format: str, dtype: str | None
-) -> AbstractContextManager[Weights]:
+def _written(folder: Path, source: Weights, format: str, dtype: str | None) -> AbstractContextManager[Weights]:
     """Open what was written. If it cannot be read, the source's weights describe it: the program
     that runs it may compare logits.
     """
     if _is_readable(format, dtype):
         return _opener(format)(folder)
-    tensors = {
-        name: replace(weight, dtype=dtype or "float32") for name, weight in source.tensors.items()
-    }
+    tensors = {name: replace(weight, dtype=dtype or "float32") for name, weight in source.tensors.items()}
     return nullcontext(replace(source, path=folder, format=format, tensors=tensors))
 
 
-def _writer(
-    target_format: str, tensor: int, stages: int
-) -> Callable[[Path, Weights, str | None], dict[str, int]]:
+def _writer(target_format: str, tensor: int, stages: int) -> Callable[[Path, Weights, str | None], dict[str, int]]:
     format = FORMATS[target_format]
     if min(tensor, stages) < 1:
-        raise ConfigError(
-            f"--model_parallel={tensor} --pipeline_stage={stages}: give numbers of ranks, 1 or more"
-        )
+        raise ConfigError(f"--model_parallel={tensor} --pipeline_stage={stages}: give numbers of ranks, 1 or more")
     if (tensor, stages) == (1, 1):
         if format.write is None:
-            raise ConfigError(
-                f"--to {target_format}: this format is read only; say --to hf, which other programs"
-                " know"
-            )
+            raise ConfigError(f"--to {target_format}: this format is read only; say --to hf, which other programs know")
         return format.write
     shards = format.write_shards
     if shards is None:
@@ -262,8 +220,7 @@ def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> dict[
         except OSError as error:
             reason = error.strerror or error
             raise StorageError(
-                f"{target}: could not be written: {reason}; make room there, or choose another"
-                " --mindspore_path"
+                f"{target}: could not be written: {reason}; make room there, or choose another --mindspore_path"
             ) from error
         counts, ignored = _counts(weights), dict(weights.ignored)
         return {"from": "hf", "tensors": counts, "ignored": ignored, "step": None}
@@ -317,9 +274,7 @@ def _compare(weights: Weights, written: Weights) -> dict[str, str]:
         if sums[name] != hashlib.sha256(bytes_of(source.load_as(found.dtype))).hexdigest():
             wrong.append(name)
     if wrong:
-        raise CheckpointError(
-            f"{written.path}: read back, {', '.join(wrong)} differs from {weights.path}"
-        )
+        raise CheckpointError(f"{written.path}: read back, {', '.join(wrong)} differs from {weights.path}")
     return {name: sums[name] for name in there}
 
 

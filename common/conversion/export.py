@@ -70,10 +70,7 @@ def allowed_noise(weights: str, layers: int) -> float | None:
 
 
 def compare(
-    model: ExportedModel,
-    ids: NDArray[np.int64],
-    expected: NDArray[np.float32],
-    allowed: float | None,
+    model: ExportedModel, ids: NDArray[np.int64], expected: NDArray[np.float32], allowed: float | None
 ) -> dict[str, tuple[float, float]]:
     """Return the largest difference of logits and the noise by case, for ids (B, T) whose logits
     are ``expected`` (B, T, vocab_size). The noise is the standard deviation of the difference,
@@ -85,10 +82,7 @@ def compare(
     RunError if the difference of a case is larger.
     """
     everywhere = np.ones(ids.shape, bool)
-    cases = {
-        "all tokens at once": (_whole(model, ids), everywhere),
-        "padding on the left": _padded(model, ids),
-    }
+    cases = {"all tokens at once": (_whole(model, ids), everywhere), "padding on the left": _padded(model, ids)}
     if model.has_cache:
         cases["token by token"] = (_stepwise(model, ids), everywhere)
     largest = float(np.abs(expected).max())  # a NaN stays a NaN, and fails every case
@@ -129,9 +123,7 @@ def _stepwise(model: ExportedModel, ids: NDArray[np.int64]) -> NDArray[np.float3
     return np.concatenate(parts, 1)
 
 
-def _padded(
-    model: ExportedModel, ids: NDArray[np.int64]
-) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+def _padded(model: ExportedModel, ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Return the logits of the first tokens of each row, and where they stand. Row lengths
     differ.
     """
@@ -189,9 +181,7 @@ PROGRAMS = {
 """Formats that need no backend, by export.format."""
 
 
-def export_program(
-    config: Run, checkpoint: Checkpoint, program: ProgramFormat | None = None
-) -> None:
+def export_program(config: Run, checkpoint: Checkpoint, program: ProgramFormat | None = None) -> None:
     """Write the folder export.format inside the run folder.
 
     program: how to write and run it, if the format is one of the backend's own. Raises
@@ -252,13 +242,7 @@ def write_record(folder: Path, config: Run, **facts: Any) -> str:
     return ", ".join(f"{name} {each['bytes'] / 1e6:.1f} MB" for name, each in files.items())
 
 
-def _check(
-    program: ProgramFormat,
-    folder: Path,
-    weights: Weights,
-    source_format: str,
-    config: Run,
-) -> dict[str, Any]:
+def _check(program: ProgramFormat, folder: Path, weights: Weights, source_format: str, config: Run) -> dict[str, Any]:
     """Return the differences between the logits of the folder and of the backend, by case. Nothing
     is compared if export.check is false or if nothing here runs the format.
     """
@@ -279,9 +263,7 @@ def _check(
     found = compare(opened, ids, run_logits(runners, runner, weights, ids), allowed)
     for case, (difference, size) in found.items():
         noise = "" if allowed is None else f", noise {size:.2g} of {allowed:.2g} allowed"
-        LOG.info(
-            f"{case}: the export differs from backend={config.backend} by {difference:.2g}{noise}"
-        )
+        LOG.info(f"{case}: the export differs from backend={config.backend} by {difference:.2g}{noise}")
     largest = {case: difference for case, (difference, _) in found.items()}
     if allowed is None:
         return {"largest_difference": largest}

@@ -14,9 +14,7 @@ from common.systems.table import FORMATS, detect
 
 def explained(error: NoCheckpointError) -> CheckpointError:
     """Return the error that says what is there instead of a checkpoint, and what to do."""
-    return CheckpointError(
-        f"{error.where}: no whole checkpoint here ({error.why}): {explain(error.where, error.why)}"
-    )
+    return CheckpointError(f"{error.where}: no whole checkpoint here ({error.why}): {explain(error.where, error.why)}")
 
 
 def explain(where: Path, why: str) -> str:
@@ -28,10 +26,7 @@ def explain(where: Path, why: str) -> str:
         say = f"there is no such file or folder{looked_in(where)}"
         if key is None or where.is_absolute() or where.suffix or len(where.parts) != 1:
             return say
-        return (
-            f"{say}; a model of the Hugging Face hub is named as hf://OWNER/NAME, such as"
-            " hf://openai-community/gpt2"
-        )
+        return f"{say}; a model of the Hugging Face hub is named as hf://OWNER/NAME, such as hf://openai-community/gpt2"
     try:
         if where.is_file() and where.suffix in (".safetensors", ".bin", ".json"):
             if FORMATS["torch_gpt2"].detects(where.parent):
@@ -40,10 +35,7 @@ def explain(where: Path, why: str) -> str:
                 where = where.parent
         format = FORMATS[detect(where)]
     except (UserError, OSError):
-        return (
-            stranger_at(where)
-            or "expected a run folder, its checkpoints folder or a step_... folder"
-        )
+        return stranger_at(where) or "expected a run folder, its checkpoints folder or a step_... folder"
     if format.open is None:
         return f"it is {format.title}, which is written only; give the weights that it was made of"
     return f"it is {format.title}; give {key[0] if key else 'checkpoint.load'}={where}"

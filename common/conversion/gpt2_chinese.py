@@ -204,8 +204,7 @@ def make_data(flags: Mapping[str, Any], opened: Opened, *, framed: bool) -> None
     )
     if not flags.get("raw") and not any(folder.glob(f"{TOKENS}_*")):
         raise DataError(
-            f"{folder}: no {TOKENS}_0.txt{looked_in(folder)}; add --raw, which makes the pieces of"
-            " --raw_data_path"
+            f"{folder}: no {TOKENS}_0.txt{looked_in(folder)}; add --raw, which makes the pieces of --raw_data_path"
         )
     require_files(options.tokenizer.vocab_file, options.tokenizer.merge_file)
     raw = Path(str(flags["raw_data_path"])) if flags.get("raw") else None
@@ -242,9 +241,7 @@ def _json_format(raw: Path) -> CorpusFormat:
     return found
 
 
-def _once(
-    stamp: Path, made_of: dict[str, Any], options: PreprocessOptions, inputs: Sequence[Path]
-) -> None:
+def _once(stamp: Path, made_of: dict[str, Any], options: PreprocessOptions, inputs: Sequence[Path]) -> None:
     """Preprocess, unless ``stamp`` says that this was done with the same files and settings."""
     tokenizer = options.tokenizer
     files = [*inputs, tokenizer.vocab_file, *filter(None, (tokenizer.merge_file,))]
@@ -273,8 +270,7 @@ def one_at_a_time(folder: Path, limit: float = MAX_WAIT) -> Iterator[None]:
             stack.enter_context(held_lock(folder / ".lock", limit))
         except TimeoutError:
             raise ConfigError(
-                f"{folder}: another process has worked there for {limit:g} s; end it, or give"
-                " another folder"
+                f"{folder}: another process has worked there for {limit:g} s; end it, or give another folder"
             ) from None
         except OSError as error:  # such as a read-only mount with prepared data
             LOG.debug(f"{folder}: no lock ({error.strerror or error})")

@@ -61,11 +61,7 @@ def _run(module: str, function: str, *given: Any) -> NDArray[np.float32]:
 
 
 def compare_logits(
-    runners: Mapping[str, Runner],
-    source: Weights,
-    source_format: str,
-    target: Weights,
-    target_format: str,
+    runners: Mapping[str, Runner], source: Weights, source_format: str, target: Weights, target_format: str
 ) -> dict[str, Any]:
     """Return the comparison for the report. Raises CheckpointError if the logits differ."""
     import psutil  # not at the top of the file: only this needs it
@@ -77,20 +73,14 @@ def compare_logits(
     if missing:
         reason = "; ".join(map(_why_not, missing))
     elif source.path.is_file():
-        reason = (
-            f"frameworks open folders, where they may prefer another file to {source.path.name}"
-        )
+        reason = f"frameworks open folders, where they may prefer another file to {source.path.name}"
     elif any(weight.dtype != target.tensors[name].dtype for name, weight in source.tensors.items()):
         reason = "the types of the weights differ"
     elif needed > available:
-        reason = (
-            f"it takes {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} are available"
-        )
+        reason = f"it takes {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} are available"
     if reason:
         return {"compared": False, "reason": reason}
-    ids = np.random.default_rng(0).integers(
-        0, source.model.vocab_size, (2, min(source.model.max_positions, 32))
-    )
+    ids = np.random.default_rng(0).integers(0, source.model.vocab_size, (2, min(source.model.max_positions, 32)))
     expected, found = (
         run_logits(runners, format, weights, ids)
         for format, weights in ((source_format, source), (target_format, target))
@@ -104,12 +94,7 @@ def compare_logits(
             f" {source.path} ({source_format}), whose largest is {largest:.3g}; expected"
             f" {TOLERANCE:g} of it at most: one of the two configs is not that of the weights"
         )
-    return {
-        "compared": True,
-        "tokens": list(ids.shape),
-        "largest_difference": difference,
-        "largest_logit": largest,
-    }
+    return {"compared": True, "tokens": list(ids.shape), "largest_difference": difference, "largest_logit": largest}
 
 
 def _why_not(format: str) -> str:
@@ -140,10 +125,6 @@ def run_logits(
 
 def config_of(model: ResolvedModel, folder: Path) -> Run:
     """Return the configuration that a backend needs to open a model on a CPU."""
-    needed = {
-        "output_dir": str(folder),
-        "train": {"micro_batch_size": 1},
-        "optimizer": {"learning_rate": 1.0},
-    }
+    needed = {"output_dir": str(folder), "train": {"micro_batch_size": 1}, "optimizer": {"learning_rate": 1.0}}
     tree = {**needed, "device": "cpu", "model": model.model_dump(exclude_none=True)}
     return resolve_config(build_config(tree))

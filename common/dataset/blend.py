@@ -44,14 +44,12 @@ class Blend:
     def __init__(self, datasets: Sequence[Samples], weights: Sequence[float]) -> None:
         if not datasets or len(datasets) != len(weights):
             raise DataError(
-                f"a blend of {len(datasets)} data sets has {len(weights)} weights; give one weight"
-                " for each"
+                f"a blend of {len(datasets)} data sets has {len(weights)} weights; give one weight for each"
             )
         lengths = sorted({dataset.seq_length for dataset in datasets})
         if len(lengths) > 1:
             raise DataError(
-                f"the data sets of a blend have different seq_length: {lengths}; open all with the"
-                " same one"
+                f"the data sets of a blend have different seq_length: {lengths}; open all with the same one"
             )
         self.datasets = tuple(datasets)
         self._counts = quantise(weights, [str(dataset.source(0)) for dataset in datasets])
@@ -105,10 +103,7 @@ class Blend:
         heap = [(count, number, 0) for number, count in enumerate(self._counts)]
         heapq.heapify(heap)
         for node in range(leaves, 2 * leaves - 1):
-            (right, right_side, right_depth), (left, left_side, left_depth) = (
-                heapq.heappop(heap),
-                heapq.heappop(heap),
-            )
+            (right, right_side, right_depth), (left, left_side, left_depth) = (heapq.heappop(heap), heapq.heappop(heap))
             self._whole[node], self._share[node] = left + right, left
             self._sides[node] = left_side, right_side
             heapq.heappush(heap, (left + right, node, 1 + max(left_depth, right_depth)))
@@ -180,14 +175,10 @@ def parse_blend(data: Sequence[str]) -> tuple[tuple[float | None, str], ...]:
     if all(_weight(entry) is None for entry in data):
         pairs = [(None, prefix) for prefix in data]
     elif not len(data) % 2:
-        pairs = [
-            (_weight(text), prefix) for text, prefix in zip(data[::2], data[1::2], strict=True)
-        ]
+        pairs = [(_weight(text), prefix) for text, prefix in zip(data[::2], data[1::2], strict=True)]
         for (weight, prefix), text in zip(pairs, data[::2], strict=True):
             if weight is None:
-                raise DataError(
-                    f"data set list {list(data)}: {text!r} stands where a weight belongs; {form}"
-                )
+                raise DataError(f"data set list {list(data)}: {text!r} stands where a weight belongs; {form}")
             if not math.isfinite(weight) or weight <= 0:
                 raise DataError(
                     f"the weight of {prefix} is {weight:g}, expected a number > 0; leave out a data"
@@ -198,8 +189,7 @@ def parse_blend(data: Sequence[str]) -> tuple[tuple[float | None, str], ...]:
     (twice, times), *_ = Counter(prefix for _, prefix in pairs).most_common(1)
     if times > 1:
         raise DataError(
-            f"data set list {list(data)}: {twice!r} is named twice; name it once with the sum of"
-            " its weights"
+            f"data set list {list(data)}: {twice!r} is named twice; name it once with the sum of its weights"
         )
     return tuple(pairs)
 

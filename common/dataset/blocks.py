@@ -101,11 +101,7 @@ def read_blocks(
                 line += data.count(b"\n")
                 offset += len(data)
     except _LargeDocument:
-        remedy = (
-            ", say with --documents what separates its documents"
-            if corpus.format is CorpusFormat.TEXT
-            else ""
-        )
+        remedy = ", say with --documents what separates its documents" if corpus.format is CorpusFormat.TEXT else ""
         raise DataError(
             f"{corpus.path}: the document that begins in line {line} has more than"
             f" {document_bytes / 2**20:g} MiB, but must fit in memory whole; divide it{remedy},"
@@ -114,18 +110,11 @@ def read_blocks(
 
 
 def _pieces(
-    corpus: Corpus,
-    rule: DocumentRule,
-    keys: tuple[str, ...],
-    block_bytes: int,
-    document_bytes: int,
-    end_id: int | None,
+    corpus: Corpus, rule: DocumentRule, keys: tuple[str, ...], block_bytes: int, document_bytes: int, end_id: int | None
 ) -> Iterator[tuple[bytes | Texts, int]]:
     """Yield what blocks hold, and the bytes that were taken from disk for it."""
     if corpus.format in TABLES:
-        yield from read_table(
-            corpus.path, corpus.size, keys, block_bytes=block_bytes, document_bytes=document_bytes
-        )
+        yield from read_table(corpus.path, corpus.size, keys, block_bytes=block_bytes, document_bytes=document_bytes)
         return
     last_border: Callable[[bytes], int] = _after_line
     if corpus.format is CorpusFormat.TEXT:
@@ -159,20 +148,16 @@ def texts_of(item: Any, keys: tuple[str, ...], where: str) -> tuple[str, ...]:
         )
     if not isinstance(item, dict):
         raise DataError(
-            f'{where}: the item is {_kind(item)}, expected an object like {{"{keys[0]}": "..."}};'
-            " fix or remove it"
+            f'{where}: the item is {_kind(item)}, expected an object like {{"{keys[0]}": "..."}}; fix or remove it'
         )
     texts = []
     for key in keys:
         if key not in item:
             present = ", ".join(repr(name) for name in list(item)[:10]) or "none"
-            raise MissingKeyError(
-                f"{where}: the key {key!r} is missing, the keys present are {present}"
-            )
+            raise MissingKeyError(f"{where}: the key {key!r} is missing, the keys present are {present}")
         if not isinstance(item[key], str):
             raise DataError(
-                f"{where}: the value of {key!r} is {_kind(item[key])}, expected a string; fix or"
-                " remove this item"
+                f"{where}: the value of {key!r} is {_kind(item[key])}, expected a string; fix or remove this item"
             )
         check_words(item[key], where)
         texts.append(item[key])

@@ -16,12 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from common.dataset.encodings import Recoded, require_no_nul
-from common.dataset.tables import (
-    ARROW_FILE_MAGIC,
-    ARROW_STREAM_MAGIC,
-    PARQUET_MAGIC,
-    require_pyarrow,
-)
+from common.dataset.tables import ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC, PARQUET_MAGIC, require_pyarrow
 from common.errors import DataError
 from common.files import GZIP_MAGIC, foreign_kind, open_input, reading
 from common.paths import looked_in
@@ -105,9 +100,7 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = 
     path = Path(path)
     with reading(path, DataError):
         if path.is_dir():
-            raise DataError(
-                f"{path}: is a folder, expected a file; give its files, for example {path}/*.txt"
-            )
+            raise DataError(f"{path}: is a folder, expected a file; give its files, for example {path}/*.txt")
         if not path.exists():
             raise DataError(f"{path}: not found{looked_in(path)}; check --input")
     with open_input(path, DataError) as raw, reading(path, DataError), _readable(path):
@@ -143,19 +136,10 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = 
         )
     why = "as asked" if forced else "by content"
     if not forced and not named_json and chosen is not CorpusFormat.TEXT:
-        _log.warning(
-            "%s: read as %s (by content), although its name says %r",
-            path,
-            _WORDS[chosen],
-            name.suffix,
-        )
+        _log.warning("%s: read as %s (by content), although its name says %r", path, _WORDS[chosen], name.suffix)
     else:
-        _log.info(
-            "%s: read as %s (%s)%s", path, _WORDS[chosen], why, ", gzipped" if gzipped else ""
-        )
-    return Corpus(
-        path=path, format=chosen, size=path.stat().st_size, gzipped=gzipped, encoding=encoding
-    )
+        _log.info("%s: read as %s (%s)%s", path, _WORDS[chosen], why, ", gzipped" if gzipped else "")
+    return Corpus(path=path, format=chosen, size=path.stat().st_size, gzipped=gzipped, encoding=encoding)
 
 
 def _table_format(
@@ -174,9 +158,7 @@ def _table_format(
     if found is None or forced not in (None, found):
         return None
     if gzipped:
-        raise DataError(
-            f"{path}: is gzipped {_WORDS[found]}, which is compressed inside; unpack it with gunzip"
-        )
+        raise DataError(f"{path}: is gzipped {_WORDS[found]}, which is compressed inside; unpack it with gunzip")
     if encoding != UTF_8:
         raise DataError(
             f"{path}: is {_WORDS[found]}, whose text is always UTF-8; leave --encoding {encoding}"
@@ -245,6 +227,5 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(
-            f"{path}: the gzip stream is broken ({error}); copy the file again, check it with gzip"
-            " -t"
+            f"{path}: the gzip stream is broken ({error}); copy the file again, check it with gzip -t"
         ) from None

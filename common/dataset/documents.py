@@ -7,14 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.dataset.blocks import (
-    BLANK_LINES,
-    END_OF_TEXT,
-    Block,
-    DocumentRule,
-    read_blocks,
-    texts_of,
-)
+from common.dataset.blocks import BLANK_LINES, END_OF_TEXT, Block, DocumentRule, read_blocks, texts_of
 from common.dataset.corpus import CorpusFormat, open_corpus
 from common.dataset.encodings import advice, require_no_nul
 from common.dataset.limits import check_words
@@ -125,9 +118,7 @@ def _from_strings(texts: list[str]) -> Documents:
     except UnicodeEncodeError:
         # JSON may spell half a surrogate pair (\ud83d), which UTF-8 cannot: U+FFFD takes its place,
         # as a decoder would do.
-        texts = [
-            text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts
-        ]
+        texts = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
         size = len("".join(texts).encode())
     return Documents(texts=texts, places=list(range(len(texts))), blank=0, size=size)
 
@@ -147,9 +138,7 @@ def _parse_lines(block: Block, text: str, keys: tuple[str, ...]) -> list[tuple[s
                     f"{where}: a byte order mark (U+FEFF) begins this line, as where files were"
                     " joined; remove the marks: sed 's/^\\xEF\\xBB\\xBF//'"
                 ) from None
-            raise DataError(
-                f"{where}: {error.problem}; expected one JSON object per line, fix or remove it"
-            ) from None
+            raise DataError(f"{where}: {error.problem}; expected one JSON object per line, fix or remove it") from None
         items.append(texts_of(item, keys, f"{block.path}: line {number}, column 1"))
     return items
 

@@ -72,15 +72,10 @@ def encode_block(block: Block, tokenizer: Tokenizer, rules: EncodingRules) -> li
     """
     if block.format is CorpusFormat.IDS:
         return [_of_ids(block, tokenizer)]
-    return [
-        _encode(documents, tokenizer, rules, block.read_bytes)
-        for documents in documents_of(block, rules.keys)
-    ]
+    return [_encode(documents, tokenizer, rules, block.read_bytes) for documents in documents_of(block, rules.keys)]
 
 
-def _encode(
-    documents: Documents, tokenizer: Tokenizer, rules: EncodingRules, read_bytes: int
-) -> EncodedBlock:
+def _encode(documents: Documents, tokenizer: Tokenizer, rules: EncodingRules, read_bytes: int) -> EncodedBlock:
     texts, places = documents.texts, documents.places
     short_bytes = 0
     if rules.min_length:
@@ -124,9 +119,7 @@ def _spelled(texts: list[str], marks: Iterable[str]) -> dict[str, int]:
 
 def _of_ids(block: Block, tokenizer: Tokenizer) -> EncodedBlock:
     assert isinstance(block.data, bytes)
-    ids, sizes = parse_ids(
-        block.data, str(block.path), block.offset, tokenizer.vocab_size, tokenizer.eod_id
-    )
+    ids, sizes = parse_ids(block.data, str(block.path), block.offset, tokenizer.vocab_size, tokenizer.eod_id)
     return EncodedBlock(
         tokens=ids,
         sizes=sizes,

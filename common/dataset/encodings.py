@@ -34,10 +34,7 @@ def advice(data: bytes) -> str:
             f" iconv -f {order.upper()} -t UTF-8"
         )
     if is_gbk(data):
-        return (
-            "the file looks like GBK: add --encoding gbk, or convert it, for example: iconv -f"
-            " GB18030 -t UTF-8"
-        )
+        return "the file looks like GBK: add --encoding gbk, or convert it, for example: iconv -f GB18030 -t UTF-8"
     return "give its --encoding, or convert the file, for example: iconv -f GB18030 -t UTF-8"
 
 
@@ -72,8 +69,7 @@ def require_no_nul(data: bytes, where: str) -> None:
     remedy = (
         advice(data)
         if utf16_order(data)
-        else "the file is binary, or was not written whole: copy it again, or remove them: tr -d"
-        " '\\000'"
+        else "the file is binary, or was not written whole: copy it again, or remove them: tr -d '\\000'"
     )
     raise DataError(f"{where} holds NUL bytes (0x00), {data.count(0)} of {len(data)}; {remedy}")
 

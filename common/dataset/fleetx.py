@@ -57,14 +57,11 @@ def find_fleetx(path: str | Path) -> Path | None:
     """
     path = Path(path)
     if path.is_dir():
-        names = sorted(
-            {entry.name.removesuffix(end) for end in (INDEX, OLD) for entry in path.glob(f"*{end}")}
-        )
+        names = sorted({entry.name.removesuffix(end) for end in (INDEX, OLD) for entry in path.glob(f"*{end}")})
         if len(names) > 1:
             several = " ".join(f"1 {path / name}" for name in names[:5])
             raise DataError(
-                f"{path}: holds {len(names)} sets of FleetX's token files; name one, or a blend of"
-                f" weights: {several}"
+                f"{path}: holds {len(names)} sets of FleetX's token files; name one, or a blend of weights: {several}"
             )
         return path / names[0] if names else None
     for end in (IDS, INDEX, OLD):
@@ -92,8 +89,7 @@ class FleetXDataset(TokenFiles):
         found = find_fleetx(prefix)
         if found is None:
             raise DataError(
-                f"{prefix}{IDS}: not found{looked_in(Path(f'{prefix}{IDS}'))}; give the prefix of"
-                " FleetX's token files"
+                f"{prefix}{IDS}: not found{looked_in(Path(f'{prefix}{IDS}'))}; give the prefix of FleetX's token files"
             )
         self.prefix = found
         old = with_extension(found, OLD)
@@ -123,15 +119,10 @@ class FleetXDataset(TokenFiles):
             len(documents) < 2
             or int(documents[:1][0])
             or int(documents[-1:][0]) != len(lens)
-            or any(
-                (np.diff(documents[part].astype(np.int64)) < 0).any()
-                for part in spread(len(documents))
-            )
+            or any((np.diff(documents[part].astype(np.int64)) < 0).any() for part in spread(len(documents)))
         ):
             raise self._damaged(f"docs does not rise from 0 to the {len(lens)} entries of lens")
-        self.content_key = content_key(
-            self.tokens, *(array for array in (lens, documents) if array is not None)
-        )
+        self.content_key = content_key(self.tokens, *(array for array in (lens, documents) if array is not None))
 
     @property
     def document_count(self) -> int:
@@ -168,10 +159,7 @@ class FleetXWriter(TokenWriter):
         self._close(INDEX)
         lens = (sizes for sizes, _ in running_sums(self._sizes))
         docs = (ends for _, ends in running_sums(self._documents))
-        with (
-            atomic_write(with_extension(self.prefix, INDEX)) as file,
-            zipfile.ZipFile(file, "w") as archive,
-        ):
+        with atomic_write(with_extension(self.prefix, INDEX)) as file, zipfile.ZipFile(file, "w") as archive:
             _write_member(archive, "lens", "<i4", self.sequence_count, lens)
             starts = chain([np.zeros(1, dtype=np.int64)], docs)
             _write_member(archive, "docs", "<i8", self.document_count + 1, starts)
@@ -188,11 +176,7 @@ class FleetXWriter(TokenWriter):
 
 
 def _write_npy_header(file: IO[bytes], dtype: npt.DTypeLike, count: int) -> None:
-    header = {
-        "descr": _npy.dtype_to_descr(np.dtype(dtype)),
-        "fortran_order": False,
-        "shape": (count,),
-    }
+    header = {"descr": _npy.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": (count,)}
     _npy.write_array_header_1_0(file, header)
 
 
@@ -229,10 +213,7 @@ def _load_array(path: Path, name: str | None, *, required: bool = True) -> Any:
         if isinstance(found, Column):
             return found
         if found.ndim != 1 or found.dtype.kind not in "iu":
-            raise ValueError(
-                f"it holds {found.dtype} of shape {found.shape}, expected whole numbers in one"
-                " dimension"
-            )
+            raise ValueError(f"it holds {found.dtype} of shape {found.shape}, expected whole numbers in one dimension")
         if name is None and found.offset + found.nbytes != path.stat().st_size:
             raise ValueError("it has more bytes than its head says")
         return np.asarray(found)  # slices of a memmap are several times slower
@@ -276,6 +257,4 @@ def _named(path: Path) -> Iterator[None]:
         TokenError,
     ) as error:
         said = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
-        raise DataError(
-            f"{path}: is not an array file of FleetX's: {said}; copy or preprocess it again"
-        ) from None
+        raise DataError(f"{path}: is not an array file of FleetX's: {said}; copy or preprocess it again") from None

@@ -102,10 +102,7 @@ class PiecesWriter(TokenWriter):
         return TemporaryFile(dir=self.prefix.parent)
 
     def append(
-        self,
-        tokens: npt.NDArray[Any],
-        sizes: npt.NDArray[Any],
-        documents: npt.NDArray[Any] | None = None,
+        self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], documents: npt.NDArray[Any] | None = None
     ) -> None:
         counts = np.ones(len(sizes), np.int64) if documents is None else documents
         ends = np.concatenate([[0], np.cumsum(sizes)])[np.cumsum(counts)]

@@ -113,9 +113,7 @@ class IndexedDataset(TokenFiles):
         for part in spread(len(self.document_index)):
             self._check_documents(part.start, part.stop)
         self.tokens = map_file(self.bin_path).view(self.dtype)
-        self.content_key = content_key(
-            self.tokens, np.frombuffer(header, np.uint8), self.sizes, self.document_index
-        )
+        self.content_key = content_key(self.tokens, np.frombuffer(header, np.uint8), self.sizes, self.document_index)
 
     def __len__(self) -> int:
         """Return the number of sequences: documents, or sentences in a ``_sentence`` pair."""
@@ -215,9 +213,7 @@ class IndexedDataset(TokenFiles):
             )
         header = len(start) if is_old else HEADER.size
         if len(start) < (OLD_HEADER.size + 8 if is_old else header):
-            raise DataError(
-                f"{path}: ends after {size} bytes, inside its header; copy or preprocess it again"
-            )
+            raise DataError(f"{path}: ends after {size} bytes, inside its header; copy or preprocess it again")
         if is_old:
             self._read_old_index(file, size, start)
             return start
@@ -284,11 +280,7 @@ class IndexedWriter(TokenWriter):
             self._write_index(file)
 
     def _write_index(self, file: IO[bytes]) -> None:
-        file.write(
-            HEADER.pack(
-                MAGIC, VERSION, CODES[self.dtype], self.sequence_count, self.document_count + 1
-            )
-        )
+        file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.sequence_count, self.document_count + 1))
         for sizes, _ in running_sums(self._sizes):
             file.write(sizes.tobytes())
         for sizes, ends in running_sums(self._sizes):
@@ -301,10 +293,7 @@ class IndexedWriter(TokenWriter):
 def _require_header(path: Path, version: int, code: int, sequences: int) -> np.dtype[Any]:
     """Return the token type. Raises DataError for a wrong type, version or number of sequences."""
     if version != VERSION:
-        raise DataError(
-            f"{path}: has format version {version}, expected {VERSION}; preprocess again with this"
-            " toolkit"
-        )
+        raise DataError(f"{path}: has format version {version}, expected {VERSION}; preprocess again with this toolkit")
     if code not in DTYPES:
         known = ", ".join(f"{number} {dtype.name}" for number, dtype in DTYPES.items())
         raise DataError(
@@ -338,16 +327,10 @@ def _missing(prefix: Path, path: Path) -> str:
     """Return the message for a missing file, with similar names that are on disk."""
     text = f"{path}: not found{looked_in(path)}"
     if not prefix.parent.is_dir():
-        return (
-            f"{text}: the folder {prefix.parent} does not exist; give the prefix that"
-            " preprocess_data.py wrote"
-        )
+        return f"{text}: the folder {prefix.parent} does not exist; give the prefix that preprocess_data.py wrote"
     other = with_extension(prefix, ".idx" if path.suffix == ".bin" else ".bin")
     if other.is_file():
-        return (
-            f"{text}, although {other.name} is there; the pair belongs together, copy or"
-            " preprocess both again"
-        )
+        return f"{text}, although {other.name} is there; the pair belongs together, copy or preprocess both again"
     pairs = (strip_extension(entry) for entry in prefix.parent.glob("*.idx"))
     names = sorted(pair.name for pair in pairs if with_extension(pair, ".bin").is_file())
     base = prefix.name

@@ -35,9 +35,7 @@ def files_of(inputs: Sequence[Path], split: str | None) -> list[Path]:
             path = _folder_of_split(path, split)
         found += _files(path)
     if split is not None and not has_splits:
-        raise ConfigError(
-            f"--dataset-split {split}: no --input is a folder of splits ({_SPLITS}); leave it out"
-        )
+        raise ConfigError(f"--dataset-split {split}: no --input is a folder of splits ({_SPLITS}); leave it out")
     return found
 
 
@@ -58,11 +56,7 @@ def _files(folder: Path) -> list[Path]:
     if (folder / _STATE).exists():
         return _saved_files(folder)
     with reading(folder, DataError):
-        found = sorted(
-            path
-            for path in folder.iterdir()
-            if path.suffix == ".parquet" and not path.name.startswith(".")
-        )
+        found = sorted(path for path in folder.iterdir() if path.suffix == ".parquet" and not path.name.startswith("."))
     if not found:
         raise DataError(
             f"{folder}: is a folder without *.parquet files and without {_STATE}, with which"
@@ -91,7 +85,5 @@ def _saved_files(folder: Path) -> list[Path]:
                 " dataset again with save_to_disk"
             )
         if not (folder / name).is_file():
-            raise DataError(
-                f"{folder / name}: is not there, though {state} names it; copy the folder again"
-            )
+            raise DataError(f"{folder / name}: is not there, though {state} names it; copy the folder again")
     return [folder / str(name) for name in names]

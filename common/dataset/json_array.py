@@ -83,15 +83,11 @@ class _Text:
             self.held, self.at = rest + self._decode(data, self._is_whole), 0
         except UnicodeDecodeError as error:
             place = self._read - len(error.object) + error.start
-            raise DataError(
-                f"{self._path}: byte {place} is not UTF-8 ({error.reason}); {advice(data)}"
-            ) from None
+            raise DataError(f"{self._path}: byte {place} is not UTF-8 ({error.reason}); {advice(data)}") from None
         return True
 
 
-def array_items(
-    file: BinaryIO, path: Path, item_bytes: int = DOCUMENT_BYTES
-) -> Iterator[tuple[int, Any]]:
+def array_items(file: BinaryIO, path: Path, item_bytes: int = DOCUMENT_BYTES) -> Iterator[tuple[int, Any]]:
     """Yield the items of the one array in a file, and their numbers from 1.
 
     Memory: the longest item. Raises DataError with the number of the item if the text is not UTF-8,

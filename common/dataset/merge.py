@@ -13,13 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from common.dataset.indexed import IndexedDataset, IndexedWriter, require_pair, strip_extension
-from common.dataset.metadata import (
-    METADATA_EXTENSION,
-    SHARD_OPTION,
-    Metadata,
-    read_metadata,
-    write_metadata,
-)
+from common.dataset.metadata import METADATA_EXTENSION, SHARD_OPTION, Metadata, read_metadata, write_metadata
 from common.dataset.token_files import with_extension
 from common.errors import DataError
 from common.files import reading, refuse_to_overwrite
@@ -38,9 +32,7 @@ class _Part:
 
 
 def merge_datasets(
-    inputs: Sequence[Path],
-    output: Path,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    inputs: Sequence[Path], output: Path, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Metadata | None:
     """Write the pair ``output``; return its record if all inputs have one.
 
@@ -117,9 +109,7 @@ def _in_order(parts: list[_Part]) -> list[_Part]:
             )
         number = int(str(name).partition("/")[0])
         if number in numbers:
-            raise DataError(
-                f"{part.prefix} and {numbers[number].prefix}: both are shard {name}; name one"
-            )
+            raise DataError(f"{part.prefix} and {numbers[number].prefix}: both are shard {name}; name one")
         numbers[number] = part
     count = int(counts.pop().split()[0])
     missing = [str(number) for number in range(1, count + 1) if number not in numbers]
@@ -181,8 +171,6 @@ def _joined(parts: Sequence[_Part]) -> Metadata | None:
         sequences=sum(each.sequences for each in records),
         tokens=sum(each.tokens for each in records),
         empty_documents=sum(each.empty_documents for each in records),
-        sources=first.sources
-        if sharded
-        else tuple(source for each in records for source in each.sources),
+        sources=first.sources if sharded else tuple(source for each in records for source in each.sources),
         options=options if all(_plain(each).options == options for each in records) else {},
     )

@@ -57,12 +57,7 @@ class Metadata:
 def write_metadata(path: Path, metadata: Metadata) -> None:
     """Write the record beside the pair. Raises StorageError if the disk fails."""
     with atomic_write(path, "w") as file:
-        json.dump(
-            {"format": _FORMAT, "version": _VERSION, **asdict(metadata)},
-            file,
-            ensure_ascii=False,
-            indent=1,
-        )
+        json.dump({"format": _FORMAT, "version": _VERSION, **asdict(metadata)}, file, ensure_ascii=False, indent=1)
         file.write("\n")
 
 

@@ -16,12 +16,7 @@ import numpy.typing as npt
 from common.dataset.fleetx import find_fleetx
 from common.dataset.indexed import strip_extension
 from common.dataset.metadata import METADATA_EXTENSION
-from common.dataset.mindrecord_file import (
-    INDEX_EXTENSION,
-    MindRecordFile,
-    looks_like_mindrecord,
-    read_header,
-)
+from common.dataset.mindrecord_file import INDEX_EXTENSION, MindRecordFile, looks_like_mindrecord, read_header
 from common.dataset.permutation import Ids
 from common.dataset.samples import EmptySplitError, Order, Split, SplitSamples, document_range
 from common.dataset.token_files import with_extension
@@ -45,13 +40,7 @@ class MindRecordSamples(SplitSamples):
     _unit = "rows"
 
     def __init__(
-        self,
-        source: str | Path,
-        *,
-        split: Split,
-        seq_length: int,
-        padded: bool = False,
-        **order: Unpack[Order],
+        self, source: str | Path, *, split: Split, seq_length: int, padded: bool = False, **order: Unpack[Order]
     ) -> None:
         super().__init__(split=split, seq_length=seq_length, **order)
         self.files = [MindRecordFile(path, padded=padded) for path in find_files(source)]
@@ -103,11 +92,7 @@ def is_mindrecord(source: str | Path) -> bool:
     path = Path(source)
     if path.suffix in (".bin", ".idx") or with_extension(path, ".idx").is_file():
         return False
-    return (
-        _NAME.fullmatch(path.name) is not None
-        or bool(path.is_dir() and _walk(path))
-        or looks_like_mindrecord(path)
-    )
+    return _NAME.fullmatch(path.name) is not None or bool(path.is_dir() and _walk(path)) or looks_like_mindrecord(path)
 
 
 def find_files(source: str | Path) -> list[Path]:
@@ -158,16 +143,9 @@ def _walk(folder: Path) -> list[Path]:
     """
     named = (path for path in folder.rglob(f"*{EXTENSION}*") if _NAME.fullmatch(path.name))
     indexed = (path.with_suffix("") for path in folder.rglob(f"*{INDEX_EXTENSION}"))
-    found = {
-        *(path for path in named if path.is_file()),
-        *(path for path in indexed if looks_like_mindrecord(path)),
-    }
+    found = {*(path for path in named if path.is_file()), *(path for path in indexed if looks_like_mindrecord(path))}
     # a hidden file is being written, or was left by a process that was killed
-    return sorted(
-        path
-        for path in found
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
+    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
 def _shards(path: Path) -> list[Path]:
@@ -182,7 +160,6 @@ def _shards(path: Path) -> list[Path]:
         missing = next((shard for shard in shards if not shard.is_file()), None)
     if missing is not None:
         raise DataError(
-            f"{missing}: not found, but {path.name} says that it is one of {len(shards)} shards;"
-            " copy all of them"
+            f"{missing}: not found, but {path.name} says that it is one of {len(shards)} shards; copy all of them"
         )
     return shards

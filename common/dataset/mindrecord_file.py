@@ -135,25 +135,15 @@ class MindRecordFile:
         )
         codes_size = (self.width + 3) // 4
         self._require(size - 4 >= codes_size, rows)
-        codes = _CODES[data[at[:, None] + np.arange(codes_size)]].reshape(len(rows), -1)[
-            :, : self.width
-        ]
+        codes = _CODES[data[at[:, None] + np.arange(codes_size)]].reshape(len(rows), -1)[:, : self.width]
         sizes = np.left_shift(1, codes, dtype=np.int64)
         ends = np.cumsum(sizes, axis=1)
         self._require(ends[:, -1] + codes_size + 4 == size, rows)
-        self._require(
-            (codes < 3).all(axis=1),
-            rows,
-            lambda n: "holds a number beyond 32 bits, expected token ids",
-        )
+        self._require((codes < 3).all(axis=1), rows, lambda n: "holds a number beyond 32 bits, expected token ids")
         # a view of any four adjacent bytes as a number, because numbers are not aligned
-        words: npt.NDArray[np.int32] = np.ndarray(
-            (len(data) - 3,), dtype="<i4", buffer=data.data, strides=(1,)
-        )
+        words: npt.NDArray[np.int32] = np.ndarray((len(data) - 3,), dtype="<i4", buffer=data.data, strides=(1,))
         shifts = _SHIFTS[codes]
-        tokens: npt.NDArray[np.int32] = (
-            words[(at + codes_size)[:, None] + ends - sizes] << shifts >> shifts
-        )
+        tokens: npt.NDArray[np.int32] = words[(at + codes_size)[:, None] + ends - sizes] << shifts >> shifts
         return tokens
 
     def _require_whole(self, rows: Ids) -> None:
@@ -175,10 +165,7 @@ class MindRecordFile:
         and its bytes (n,).
         """
         begin, end = self._begin[rows], self._end[rows]
-        parts = [
-            self._bytes[first:last]
-            for first, last in zip(begin.tolist(), end.tolist(), strict=True)
-        ]
+        parts = [self._bytes[first:last] for first, last in zip(begin.tolist(), end.tolist(), strict=True)]
         data = np.concatenate([*parts, np.zeros(8, dtype=np.uint8)])
         lengths = end - begin
         stop = np.cumsum(lengths)
@@ -196,38 +183,25 @@ class MindRecordFile:
         return data, at, size
 
     def _require(
-        self,
-        good: npt.NDArray[np.bool_],
-        rows: Ids,
-        problem: Callable[[int], str] = lambda n: "is damaged",
+        self, good: npt.NDArray[np.bool_], rows: Ids, problem: Callable[[int], str] = lambda n: "is damaged"
     ) -> None:
         if not good.all():
             n = int(np.argmin(good))
-            raise DataError(
-                f"{self.path}: row {int(rows[n])} {problem(n)}; {_RENEW}, with its"
-                f" {INDEX_EXTENSION} file"
-            )
+            raise DataError(f"{self.path}: row {int(rows[n])} {problem(n)}; {_RENEW}, with its {INDEX_EXTENSION} file")
 
     def _read_index(self, path: Path) -> tuple[Ids, Ids]:
         """Return where each row (rows,) begins and ends in the file."""
-        query = (
-            "SELECT PAGE_ID_BLOB, PAGE_OFFSET_BLOB, PAGE_OFFSET_BLOB_END FROM INDEXES ORDER BY"
-            " ROW_ID"
-        )
+        query = "SELECT PAGE_ID_BLOB, PAGE_OFFSET_BLOB, PAGE_OFFSET_BLOB_END FROM INDEXES ORDER BY ROW_ID"
         try:
             # immutable: no lock files, which a read-only disk would refuse
-            with closing(
-                sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
-            ) as connection:
+            with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
                 if connection.execute("SELECT 1 FROM sqlite_master WHERE type='view'").fetchone():
                     raise ValueError("it has views, whose rows may have no end")
                 names = [name for (name,) in connection.execute("SELECT NAME FROM SHARD_NAME")]
                 chunks = iter(partial(connection.execute(query).fetchmany, _CHUNK), [])
                 parts = [np.array(chunk, dtype=np.int64) for chunk in chunks]
         except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
-            raise DataError(
-                f"{path}: is not the index of a MindRecord ({error}); {_RENEW}"
-            ) from None
+            raise DataError(f"{path}: is not the index of a MindRecord ({error}); {_RENEW}") from None
         if self.path.name not in names:
             raise DataError(
                 f"{path}: is the index of {names[0] if names else 'no file'}, not of"
@@ -251,9 +225,7 @@ class MindRecordFile:
 
         To be cheap, they cover only the places of the rows and both ends of the data.
         """
-        digest = hashlib.blake2b(
-            repr((self.header.fields, self.header.type)).encode(), digest_size=8
-        )
+        digest = hashlib.blake2b(repr((self.header.fields, self.header.type)).encode(), digest_size=8)
         digest.update(self._begin.data)
         digest.update(self._end.data)
         if len(self):
@@ -300,24 +272,15 @@ def read_header(path: Path) -> Header:
             header_size=header_size,
             page_size=page_size,
             fields=fields,
-            masks=tuple(
-                name for name in MASKS if name in fields and kinds[name] in ("int32", "int64")
-            ),
+            masks=tuple(name for name in MASKS if name in fields and kinds[name] in ("int32", "int64")),
             type=str(kinds.get(COLUMN)),
-            rows=max(
-                (int(page["end_row_id"]) for page in pages if page["page_type"] == "BLOB_DATA"),
-                default=0,
-            ),
-            end=max(
-                (header_size + page["page_id"] * page_size + page["page_size"] for page in pages),
-                default=0,
-            ),
+            rows=max((int(page["end_row_id"]) for page in pages if page["page_type"] == "BLOB_DATA"), default=0),
+            end=max((header_size + page["page_id"] * page_size + page["page_size"] for page in pages), default=0),
             shards=tuple(path.with_name(Path(name).name).name for name in raw["shard_addresses"]),
         )
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         raise DataError(
-            f"{path}: has a header that is not a MindRecord's ({type(error).__name__}: {error});"
-            f" {_RENEW}"
+            f"{path}: has a header that is not a MindRecord's ({type(error).__name__}: {error}); {_RENEW}"
         ) from None
     if raw.get("version") != VERSION:
         raise DataError(

@@ -31,11 +31,7 @@ def shard_names(name: str, shards: int) -> list[str]:
 
     These are NAME, or NAME0, NAME1, ... with as many digits as the last number needs.
     """
-    return (
-        [name]
-        if shards == 1
-        else [f"{name}{number:0{len(str(shards - 1))}d}" for number in range(shards)]
-    )
+    return [name] if shards == 1 else [f"{name}{number:0{len(str(shards - 1))}d}" for number in range(shards)]
 
 
 @contextmanager
@@ -92,10 +88,7 @@ def join_shards(paths: Sequence[Path]) -> None:
                 page["shard_id"] = number
             text = json.dumps(header, separators=(",", ":")).encode()
             if len(text) + 8 > header["header_size"]:
-                raise DataError(
-                    f"{path}: a set of {len(paths)} shards does not fit its header; write fewer"
-                    " shards"
-                )
+                raise DataError(f"{path}: a set of {len(paths)} shards does not fit its header; write fewer shards")
             file.seek(0)
             file.write(len(text).to_bytes(8, "little") + text)
 
@@ -110,9 +103,7 @@ def earlier_files(target: Path) -> list[Path]:
         rf"{re.escape(target.name)}"
         rf"(\d*({re.escape(INDEX_EXTENSION)})?|{re.escape(METADATA_EXTENSION)})"
     )
-    files = [
-        path for path in target.parent.iterdir() if path.is_file() and pattern.fullmatch(path.name)
-    ]
+    files = [path for path in target.parent.iterdir() if path.is_file() and pattern.fullmatch(path.name)]
     return sorted(files, key=lambda path: (path.suffix != INDEX_EXTENSION, path.name))
 
 
@@ -135,18 +126,9 @@ def preprocess_mindrecord(
     with _temporary_folder(prefix.with_name(f"{prefix.name}.pairs")) as folder:
         result = preprocess(replace(options, output_prefix=folder / prefix.name), on_progress)
         for pair in result.prefixes:  # check all, before the first set is written
-            GPTDataset(
-                pair,
-                split="train",
-                split_weights=(1, 0, 0),
-                seq_length=seq_length,
-                seed=0,
-                shuffle=False,
-            )
+            GPTDataset(pair, split="train", split_weights=(1, 0, 0), seq_length=seq_length, seed=0, shuffle=False)
         sets = [
-            writer.write_mindrecord(
-                pair, prefix.with_name(f"{pair.name}{EXTENSION}"), seq_length, shards
-            )
+            writer.write_mindrecord(pair, prefix.with_name(f"{pair.name}{EXTENSION}"), seq_length, shards)
             for pair in result.prefixes
         ]
         return sets, result.progress

@@ -88,8 +88,7 @@ class PreprocessOptions:
     def __post_init__(self) -> None:
         if self.output_prefix.name in ("", ".."):
             raise ConfigError(
-                f"--output-prefix {self.output_prefix}: is a folder, expected how the files begin,"
-                " such as data/mine"
+                f"--output-prefix {self.output_prefix}: is a folder, expected how the files begin, such as data/mine"
             )
         for key in self.json_keys:
             if os.sep in key or "\0" in key:
@@ -177,8 +176,7 @@ def preprocess(
             check_table(corpus.path, keys)
     if options.format == "pieces" and len(keys) > 1:
         raise ConfigError(
-            f"--json-keys {' '.join(keys)}: pieces have one key; run once for each, with another"
-            " --output-prefix"
+            f"--json-keys {' '.join(keys)}: pieces have one key; run once for each, with another --output-prefix"
         )
     tokenizer = options.tokenizer.load()
     marks_as = options.special_tokens or ("tokens" if tokenizer.has_marks else "text")
@@ -194,9 +192,7 @@ def preprocess(
     )
     prefixes = tuple(map(options.prefix_of, keys))
     extensions = (*_EXTENSIONS[options.format], METADATA_EXTENSION)
-    options.keep_inputs(
-        with_extension(prefix, extension) for prefix in prefixes for extension in extensions
-    )
+    options.keep_inputs(with_extension(prefix, extension) for prefix in prefixes for extension in extensions)
     progress = Progress(total_bytes=sum(corpus.size for corpus in corpora))
     if options.shard is not None and (kept := _finished(options, tokenizer, corpora, keys)):
         kept = replace(kept, total_bytes=progress.total_bytes)
@@ -211,11 +207,7 @@ def preprocess(
         # closing: a failure must end the worker processes before the error is reported
         stream = closing(
             encode_blocks(
-                _blocks(corpora, options, keys, tokenizer.eod_id),
-                tokenizer,
-                options.tokenizer,
-                rules,
-                options.workers,
+                _blocks(corpora, options, keys, tokenizer.eod_id), tokenizer, options.tokenizer, rules, options.workers
             )
         )
         for encoded in stack.enter_context(stream):
@@ -262,9 +254,7 @@ def preprocess(
     return PreprocessResult(prefixes=prefixes, progress=progress)
 
 
-def _warn(
-    options: PreprocessOptions, corpora: list[Corpus], progress: Progress, marks: Counter[str]
-) -> None:
+def _warn(options: PreprocessOptions, corpora: list[Corpus], progress: Progress, marks: Counter[str]) -> None:
     """Warn of text that was left out, and of ``marks`` that stay text."""
     if marks:
         mark, _ = marks.most_common(1)[0]
@@ -275,8 +265,7 @@ def _warn(
         )
     if progress.short_share > _MUCH:
         remedy = (
-            "lines or paragraphs were documents of their own; add --documents file to keep each"
-            " file whole"
+            "lines or paragraphs were documents of their own; add --documents file to keep each file whole"
             if any(corpus.format is CorpusFormat.TEXT for corpus in corpora)
             and options.documents is not DocumentRule.FILE
             else "lower it to keep more"
@@ -314,16 +303,13 @@ def _keys(asked: tuple[str, ...], corpora: list[Corpus]) -> tuple[str, ...]:
     Raises DataError for text together with JSON whose key is not ``text``.
     """
     if len(set(asked)) != len(asked) or not all(asked):
-        raise DataError(
-            f"--json-keys {' '.join(asked)}: each key may be named once, and none may be empty"
-        )
+        raise DataError(f"--json-keys {' '.join(asked)}: each key may be named once, and none may be empty")
     texts = [corpus.path for corpus in corpora if corpus.format is CorpusFormat.TEXT]
     if not texts or asked == ("text",):
         return asked
     if len(texts) == len(corpora):
         _log.warning(
-            "--json-keys %s has no effect: plain text has no keys, the output is named 'text'",
-            " ".join(asked),
+            "--json-keys %s has no effect: plain text has no keys, the output is named 'text'", " ".join(asked)
         )
         return ("text",)
     raise DataError(
@@ -332,15 +318,11 @@ def _keys(asked: tuple[str, ...], corpora: list[Corpus]) -> tuple[str, ...]:
     )
 
 
-def _blocks(
-    corpora: list[Corpus], options: PreprocessOptions, keys: tuple[str, ...], end_id: int
-) -> Iterator[Block]:
+def _blocks(corpora: list[Corpus], options: PreprocessOptions, keys: tuple[str, ...], end_id: int) -> Iterator[Block]:
     shard, total = options.shard, sum(corpus.size for corpus in corpora)
     block_bytes = shard.block_bytes(total, options.block_bytes) if shard else options.block_bytes
     for corpus, at in _in_reach(corpora, shard):
-        for block in read_blocks(
-            corpus, options.documents, keys, block_bytes, options.document_bytes, end_id
-        ):
+        for block in read_blocks(corpus, options.documents, keys, block_bytes, options.document_bytes, end_id):
             part = shard.part_of(at, total) if shard else 0
             if shard and part > shard.number:
                 return
@@ -359,9 +341,7 @@ def _in_reach(corpora: list[Corpus], shard: Shard | None) -> Iterator[tuple[Corp
         at = end
 
 
-def _record(
-    options: PreprocessOptions, tokenizer: Tokenizer, corpora: list[Corpus], key: str
-) -> dict[str, Any]:
+def _record(options: PreprocessOptions, tokenizer: Tokenizer, corpora: list[Corpus], key: str) -> dict[str, Any]:
     """Return the fields of Metadata that are known before a document is read."""
     # shards of tables were once divided by rows: the two divisions have other borders
     division = " by blocks" if any(corpus.format in TABLES for corpus in corpora) else ""
@@ -371,8 +351,7 @@ def _record(
         "tokenizer_sha256": tokenizer.sha256,
         "eod_id": tokenizer.eod_id if options.append_eod else None,
         "sources": tuple(
-            SourceFile(name=corpus.path.name, bytes=corpus.size, format=corpus.format.value)
-            for corpus in corpora
+            SourceFile(name=corpus.path.name, bytes=corpus.size, format=corpus.format.value) for corpus in corpora
         ),
         "options": {
             "key": key,
@@ -388,19 +367,14 @@ def _record(
 
 
 def _finished(
-    options: PreprocessOptions,
-    tokenizer: Tokenizer,
-    corpora: list[Corpus],
-    keys: tuple[str, ...],
+    options: PreprocessOptions, tokenizer: Tokenizer, corpora: list[Corpus], keys: tuple[str, ...]
 ) -> Progress | None:
     """Return the counts of this shard if an earlier run has written it from the same inputs."""
     found = Progress()
     for key in keys:
         prefix = options.prefix_of(key)
         metadata = read_metadata(with_extension(prefix, METADATA_EXTENSION))
-        if metadata is None or not all(
-            with_extension(prefix, extension).exists() for extension in (".bin", ".idx")
-        ):
+        if metadata is None or not all(with_extension(prefix, extension).exists() for extension in (".bin", ".idx")):
             return None
         wanted = _record(options, tokenizer, corpora, key)
         if any(getattr(metadata, name) != value for name, value in wanted.items()):

@@ -51,19 +51,13 @@ class ShardedSampler:
         batch_size_at: Callable[[int], int] | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        if (
-            global_batch_size < 1
-            or data_parallel_size < 1
-            or global_batch_size % data_parallel_size
-        ):
+        if global_batch_size < 1 or data_parallel_size < 1 or global_batch_size % data_parallel_size:
             raise ConfigError(
                 f"global_batch_size={global_batch_size} is not a positive multiple of"
                 f" data_parallel_size={data_parallel_size}; change one of them"
             )
         if not 0 <= data_parallel_rank < data_parallel_size:
-            raise ConfigError(
-                f"data_parallel_rank={data_parallel_rank}: expected 0 ... {data_parallel_size - 1}"
-            )
+            raise ConfigError(f"data_parallel_rank={data_parallel_rank}: expected 0 ... {data_parallel_size - 1}")
         self.samples = samples
         self._size_at = batch_size_at or (lambda _: global_batch_size)
         self._ranks, self._rank = data_parallel_size, data_parallel_rank
@@ -109,9 +103,7 @@ class ShardedSampler:
             tokens, size = self.batch(consumed_samples), self._size_at(consumed_samples)
             state = self.extend_hash(state, consumed_samples)
             consumed_samples += size
-            yield Batch(
-                tokens=tokens, samples=size, consumed_samples=consumed_samples, sample_hash=state
-            )
+            yield Batch(tokens=tokens, samples=size, consumed_samples=consumed_samples, sample_hash=state)
 
 
 def ordered_batches(
@@ -139,9 +131,7 @@ def ordered_batches(
         yield tokens
 
 
-def check_tokens(
-    tokens: Tokens, ids: npt.NDArray[np.int64], samples: Samples, vocab_size: int
-) -> None:
+def check_tokens(tokens: Tokens, ids: npt.NDArray[np.int64], samples: Samples, vocab_size: int) -> None:
     """Raise DataError naming the file and the id if a token is not in 0 ... vocab_size - 1."""
     # as unsigned numbers, negative ids are huge
     if int(tokens.view(np.uint32).max(initial=0)) < vocab_size:

@@ -215,9 +215,7 @@ def window_count(tokens: int, seq_length: int, stride: int | None = None) -> int
     return -(-(tokens - seq_length - 1) // stride) + 1
 
 
-def document_range(
-    split: Split, weights: tuple[float, float, float], documents: int
-) -> tuple[int, int]:
+def document_range(split: Split, weights: tuple[float, float, float], documents: int) -> tuple[int, int]:
     """Return the first document of the split and the one after its last.
 
     The three splits cover all documents without overlap.

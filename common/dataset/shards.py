@@ -45,9 +45,7 @@ def parse_shard(text: str, environ: Mapping[str, str]) -> Shard:
     """
     if text == "slurm":
         try:
-            task, first, count = (
-                int(environ[f"SLURM_ARRAY_TASK_{name}"]) for name in ("ID", "MIN", "COUNT")
-            )
+            task, first, count = (int(environ[f"SLURM_ARRAY_TASK_{name}"]) for name in ("ID", "MIN", "COUNT"))
         except (KeyError, ValueError):
             raise ConfigError(
                 "--shard slurm: SLURM_ARRAY_TASK_ID, _MIN and _COUNT are not set; start it by"
@@ -64,7 +62,5 @@ def parse_shard(text: str, environ: Mapping[str, str]) -> Shard:
     else:
         raise ConfigError(f"--shard {text}: expected I/N, such as 2/8, or slurm")
     if not 1 <= number <= count <= MAX_SHARDS:
-        raise ConfigError(
-            f"--shard {number}/{count}: expected a number from 1 to N, and N up to {MAX_SHARDS}"
-        )
+        raise ConfigError(f"--shard {number}/{count}: expected a number from 1 to N, and N up to {MAX_SHARDS}")
     return Shard(number=number, count=count)

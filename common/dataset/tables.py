@@ -83,8 +83,7 @@ def _texts_of(batch: Any, path: Path, first: int, document_bytes: int) -> Texts:
                 for row in range(len(column)):
                     _texts_of(batch.slice(row, 1), path, first + row, document_bytes)
             raise DataError(
-                f"{path}: row {first} (from 0): the text in column {key!r} is not UTF-8; write the"
-                " column as text again"
+                f"{path}: row {first} (from 0): the text in column {key!r} is not UTF-8; write the column as text again"
             ) from None
         for row, text in enumerate(texts, first):
             if text is not None and 4 * len(text) <= document_bytes and len(text) < WORD_CHARACTERS:
@@ -92,8 +91,7 @@ def _texts_of(batch: Any, path: Path, first: int, document_bytes: int) -> Texts:
             where = f"{path}: row {row} (from 0)"
             if text is None:
                 raise DataError(
-                    f"{where}: the value in column {key!r} is null, expected a string; fix or"
-                    " remove this row"
+                    f"{where}: the value in column {key!r} is null, expected a string; fix or remove this row"
                 )
             if 4 * len(text) > document_bytes < len(text.encode()):
                 raise DataError(

@@ -165,10 +165,7 @@ class TokenWriter(ABC):
         """Close the file of tokens, and write the others."""
 
     def append(
-        self,
-        tokens: npt.NDArray[Any],
-        sizes: npt.NDArray[Any],
-        documents: npt.NDArray[Any] | None = None,
+        self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], documents: npt.NDArray[Any] | None = None
     ) -> None:
         """Append whole documents.
 
@@ -200,10 +197,7 @@ class TokenWriter(ABC):
         return np.ascontiguousarray(tokens, dtype=self.dtype)
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._put_by:
             if error is not None:

@@ -27,9 +27,7 @@ def vocabulary_remarks(
     vocab_size: the model's, without padding. share_of_row: part of all parameters in one row of the
     table.
     """
-    made_with = list(
-        {record["sha256"]: record for record in data_tokenizers if record is not None}.values()
-    )
+    made_with = list({record["sha256"]: record for record in data_tokenizers if record is not None}.values())
     remarks = [
         f"the data were made with {_describe(record)}, and data.tokenizer is"
         f" {_describe(tokenizer)}: the model learns the tokens of the data, and predict with the"
@@ -55,11 +53,7 @@ def vocabulary_remarks(
     )
     if used and vocab_size > -(-max(used) // PADDING) * PADDING:
         tokens = max(used)
-        share = (
-            f", {(vocab_size - tokens) * share_of_row:.0%} of all parameters"
-            if share_of_row
-            else ""
-        )
+        share = f", {(vocab_size - tokens) * share_of_row:.0%} of all parameters" if share_of_row else ""
         remarks.append(
             f"model.vocab_size={vocab_size}, but the tokenizer has {tokens} tokens: no token"
             f" uses {vocab_size - tokens} rows of the embedding{share}; a new model avoids"

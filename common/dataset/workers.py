@@ -47,11 +47,7 @@ def limit_tokenizer_threads() -> None:
 
 
 def encode_blocks(
-    blocks: Iterable[Block],
-    tokenizer: Tokenizer,
-    choice: TokenizerChoice,
-    rules: EncodingRules,
-    workers: int,
+    blocks: Iterable[Block], tokenizer: Tokenizer, choice: TokenizerChoice, rules: EncodingRules, workers: int
 ) -> Generator[list[EncodedBlock], None, None]:
     """Yield the encoded blocks in the order of ``blocks``. At most ``2 * workers`` are in memory.
 
@@ -91,9 +87,7 @@ def _encode_in_processes(
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
-        raise RunError(
-            f"a preprocessing worker died ({error}); was it out of memory? try fewer --workers"
-        ) from error
+        raise RunError(f"a preprocessing worker died ({error}); was it out of memory? try fewer --workers") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

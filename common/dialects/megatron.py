@@ -39,10 +39,7 @@ HELD = "a checkpoint holds all that a run resumes from; leave the flag out"
 _FORMAT = "checkpoints have this project's format; tools/convert_weight.py writes Megatron's"
 _OF_REFUSED = "it is of a switch that is refused"
 
-OF_TASKS = (
-    "--run_mode eval has evaluation.task=text and lambada; fine-tuning on classes is not in this"
-    " version"
-)
+OF_TASKS = "--run_mode eval has evaluation.task=text and lambada; fine-tuning on classes is not in this version"
 OF_LOADING = {
     "no_load_optim": HELD, "no_load_rng": HELD, "no_load_lr_state": HELD,
     "reset_iteration": "give --finetune, which begins at step 0; leave the flag out",

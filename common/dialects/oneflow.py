@@ -8,18 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.dialects.megatron import TABLE as MEGATRON
-from common.dialects.rules import (
-    Defaults,
-    Ignored,
-    MapTo,
-    Switch,
-    Table,
-    each,
-    number,
-    one_of,
-    whole,
-    words,
-)
+from common.dialects.rules import Defaults, Ignored, MapTo, Switch, Table, each, number, one_of, whole, words
 
 SYSTEM = "OneFlow"
 PROGRAM = "oneflow_gpt.training"

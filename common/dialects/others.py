@@ -9,8 +9,7 @@ _HERE = {
     "model.num_layers": "n_layers num_hidden_layers",
     "model.hidden_size": "d_model",
     "model.num_heads": "n_heads",
-    "model.seq_length": "block_size max_seq_length sequence_length data.seq_length model.length"
-    " model.max_length",
+    "model.seq_length": "block_size max_seq_length sequence_length data.seq_length model.length model.max_length",
     "model.vocab_multiple": "padded_vocab_size_multiple",
     "model.layer_norm_epsilon": "layer_norm_eps norm_eps",
     # length and batch
@@ -52,8 +51,7 @@ _HERE = {
     "data.prefetch": "prefetch_size",
     # validation, evaluation
     "validation.interval": "eval_steps evaluation_strategy validation.steps evaluation.interval",
-    "validation.micro_batch_size": "per_device_eval_batch_size eval_batch_size"
-    " validation.batch_size",
+    "validation.micro_batch_size": "per_device_eval_batch_size eval_batch_size validation.batch_size",
     "validation.max_batches": "max_eval_iters",
     "validation.max_samples": "validation.num_samples",
     "evaluation.max_samples": "evaluation.num_samples",
@@ -77,8 +75,7 @@ _HERE = {
     "parallel": "distributed",
     # generation
     "predict": "generation",
-    "predict.prompt": "predict_data start prefix_text prompts prompt_ids predict.prefix"
-    " predict.text",
+    "predict.prompt": "predict_data start prefix_text prompts prompt_ids predict.prefix predict.text",
     "predict.num_sequences": "predict.n predict.num_samples predict.samples",
     "predict.max_new_tokens": "out_seq_length predict.max_length predict.max_tokens predict.length",
     "predict.min_new_tokens": "predict.min_tokens predict.min_length",

@@ -80,9 +80,7 @@ def each(rule: Rule, names: str, prefix: str = "") -> dict[str, Rule]:
     return dict.fromkeys((prefix + name for name in names.split()), rule)
 
 
-def same(
-    section: str, names: str, prefix: str = "", change: Callable[[Any], Any] = _same
-) -> dict[str, Rule]:
+def same(section: str, names: str, prefix: str = "", change: Callable[[Any], Any] = _same) -> dict[str, Rule]:
     """Return rules for keys with the names of ours in ``section``."""
     return {prefix + name: MapTo(f"{section}.{name}", change) for name in names.split()}
 

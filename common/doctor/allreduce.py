@@ -59,10 +59,7 @@ def try_all_reduce(job: Job, trial: AllReduceTrial) -> list[Check]:
     except (ConfigError, RunError) as reason:
         return [error("hosts", str(reason), "")]
     ranks = {child.rank: child.log_folder for child in job.children if not child.name}
-    last = {
-        rank: last_report(job.log_folder / folder / "mindformer.log")
-        for rank, folder in ranks.items()
-    }
+    last = {rank: last_report(job.log_folder / folder / "mindformer.log") for rank, folder in ranks.items()}
     return judge(outcome, last, trial)
 
 
@@ -76,9 +73,7 @@ def last_report(log: Path) -> Mapping[str, Any]:
     return found
 
 
-def judge(
-    outcome: Outcome, last: Mapping[int, Mapping[str, Any]], trial: AllReduceTrial
-) -> list[Check]:
+def judge(outcome: Outcome, last: Mapping[int, Mapping[str, Any]], trial: AllReduceTrial) -> list[Check]:
     """Return the checks of facts and of the all-reduce: its speed, or the ranks that failed.
 
     last: the last report of each rank of this host.
@@ -114,8 +109,7 @@ def _remedy(stage: str, trial: AllReduceTrial) -> str:
         return "check for a slow file system or a busy host; for more time: --time_limit"
     link = {
         "gloo": "GLOO_SOCKET_IFNAME must name the interface that leads to the other hosts",
-        "nccl": "NCCL_DEBUG=INFO shows more; NCCL_SOCKET_IFNAME must name the interface that leads"
-        " to the other hosts",
+        "nccl": "NCCL_DEBUG=INFO shows more; NCCL_SOCKET_IFNAME must name the interface that leads to the other hosts",
         "hccl": "`hccn_tool -i N -link -g` must say UP, and `hccn_tool -i N -ping -g address IP`"
         " reach the others' device_ip",
         "mccl": "MS_TOPO_TIMEOUT and the scheduler's log show more",
@@ -131,9 +125,7 @@ def _speed(facts: Sequence[Mapping[str, Any]]) -> str:
     In a ring all-reduce each rank sends and receives 2 (n - 1) / n of the bytes; other algorithms
     are counted alike.
     """
-    first, seconds, ready = (
-        max(float(fact["speed"][key]) for fact in facts) for key in ("first", "seconds", "ready")
-    )
+    first, seconds, ready = (max(float(fact["speed"][key]) for fact in facts) for key in ("first", "seconds", "ready"))
     size, ring = float(facts[0]["speed"]["bytes"]), 2 * (len(facts) - 1) / len(facts)
     rate = f" ({size * ring / seconds / 1e9:.2f} GB/s a rank)" if ring and seconds else ""
     return (
@@ -157,9 +149,7 @@ def _check_facts(facts: Sequence[Mapping[str, Any]], places: Placement) -> list[
         if keys:
             first = places.hosts[0]
             found = ", ".join(f"{key} {theirs.get(key)} ({first}: {ours.get(key)})" for key in keys)
-            checks.append(
-                warning("versions", f"{host} has {found}", "install the same on every host")
-            )
+            checks.append(warning("versions", f"{host} has {found}", "install the same on every host"))
     furthest = max(ahead, key=lambda host: abs(ahead[host]))
     seconds = ahead[furthest]
     if abs(seconds) > CLOCK_SECONDS:

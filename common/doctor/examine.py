@@ -55,16 +55,11 @@ class DoctorRequest:
         "N: all-reduce over N ranks of this host, devices 0 to N-1; or over the devices '[4,8)';"
         " with --master, of each host (default then: its devices, 2 on a CPU)"
     )
-    master: str | None = flag(
-        "IP:PORT: address of host 0 and a port, where the hosts meet without a rank table"
-    )
+    master: str | None = flag("IP:PORT: address of host 0 and a port, where the hosts meet without a rank table")
     nnodes: int | None = flag("N: number of hosts", type=argument(1))
-    node_rank: int | None = flag(
-        "K: number of this host, from 0; host 0 has rank 0", type=argument()
-    )
+    node_rank: int | None = flag("K: number of this host, from 0; host 0 has rank 0", type=argument())
     backend: str | None = flag(
-        "framework to check (default: torch where it is installed, else mindspore)",
-        choices=sorted(software.BACKENDS),
+        "framework to check (default: torch where it is installed, else mindspore)", choices=sorted(software.BACKENDS)
     )
     device: str = flag(
         "kind of device that the ranks compute on (default: auto, what is there)",
@@ -72,20 +67,16 @@ class DoctorRequest:
         choices=("auto", *LIBRARIES),
     )
     time_limit: float = flag(
-        "S: seconds that the other hosts, the imports, and each stage of the all-reduce may take"
-        " (default: 60)",
+        "S: seconds that the other hosts, the imports, and each stage of the all-reduce may take (default: 60)",
         default=60.0,
     )
     output_dir: Path = flag(
-        "DIR: folder that runs will write to, whose disk is checked (default: the current one)",
-        default=Path(),
+        "DIR: folder that runs will write to, whose disk is checked (default: the current one)", default=Path()
     )
 
     def __post_init__(self) -> None:
         if self.rank_table and (self.ranks or self.master or self.nnodes):
-            raise ConfigError(
-                "--rank_table names the ranks and hosts; leave out --ranks, --master and --nnodes"
-            )
+            raise ConfigError("--rank_table names the ranks and hosts; leave out --ranks, --master and --nnodes")
         if not 0 < self.time_limit <= 86400:
             raise ConfigError(f"--time_limit {self.time_limit:g}: expected seconds, above 0")
         if (self.nnodes is None) != (self.master is None):
@@ -174,9 +165,7 @@ class Facts:
             if asked.devices is None and asked.address is None:
                 return None
             devices = asked.devices or range(len(self.usable.get(self.device, ())) or 2)
-            return find_places(
-                devices, master=asked.address, nodes=asked.nnodes, node_rank=asked.node_rank
-            )
+            return find_places(devices, master=asked.address, nodes=asked.nnodes, node_rank=asked.node_rank)
         except ConfigError as reason:
             return reason
 
@@ -234,11 +223,7 @@ def check_network(facts: Facts) -> list[Check]:
     return [
         *checks,
         *machine.check_ports(
-            facts.port or DEFAULT_PORT,
-            os.environ,
-            first_host=first,
-            npu=bool(facts.npus),
-            several_hosts=several,
+            facts.port or DEFAULT_PORT, os.environ, first_host=first, npu=bool(facts.npus), several_hosts=several
         ),
         *machine.check_names(address, several_hosts=several),
     ]
@@ -253,14 +238,10 @@ def check_all_reduce(facts: Facts) -> list[Check]:
     if broken or not facts.versions[backend]:
         return [error("all-reduce", f"not tried: {backend} does not import", "fix that first")]
     usable = facts.usable.get(device, [])
-    lacking = [
-        place.device_id for place in places.own if device != "cpu" and place.device_id not in usable
-    ]
+    lacking = [place.device_id for place in places.own if device != "cpu" and place.device_id not in usable]
     if lacking:
         numbers = ", ".join(map(str, lacking))
-        found = (
-            f"not tried: {backend} counts {len(usable)} {device} devices, none of number {numbers}"
-        )
+        found = f"not tried: {backend} counts {len(usable)} {device} devices, none of number {numbers}"
         return [error("all-reduce", found, "fewer --ranks, or --device cpu")]
     return try_ranks(facts, places)
 
@@ -293,8 +274,7 @@ def _team_of_table(table: RankTable, asked: DoctorRequest) -> Placement:
     """Return the ranks of a table, and which of its hosts this is. Raises ConfigError."""
     if table.version == "2.0":
         raise ConfigError(
-            f"{asked.rank_table}: a rank table of version 2.0 names no hosts; give --master,"
-            " --nnodes and --node_rank"
+            f"{asked.rank_table}: a rank table of version 2.0 names no hosts; give --master, --nnodes and --node_rank"
         )
     places, node_rank = places_of_table(table), asked.node_rank
     hosts = list(dict.fromkeys(place.host for place in places))
@@ -308,10 +288,7 @@ def _team_of_table(table: RankTable, asked: DoctorRequest) -> Placement:
         own = hosts
     if len(own) != 1:
         which = f"{', '.join(own)} are all" if own else f"none of {', '.join(hosts)} is"
-        raise ConfigError(
-            f"{which} this machine's; name the server of the rank table with --node_rank 0"
-            f" to {last}"
-        )
+        raise ConfigError(f"{which} this machine's; name the server of the rank table with --node_rank 0 to {last}")
     return place_hosts(places, own[0])
 
 
@@ -320,9 +297,7 @@ def try_ranks(facts: Facts, places: Placement) -> list[Check]:
     asked, backend, device, limit = facts.asked, facts.backend, facts.device, facts.asked.time_limit
     path = asked.rank_table
     table = path.resolve() if path is not None and device == "npu" else None
-    rendezvous = make_rendezvous(
-        places, port=facts.port, table=table, backend=backend, environ=os.environ
-    )
+    rendezvous = make_rendezvous(places, port=facts.port, table=table, backend=backend, environ=os.environ)
     # libraries with a shorter timeout would fail on the waiting ranks, and hide the missing one
     patience = str(int(limit) + 60)
     program = str(TOOLS / "allreduce_check.py")
@@ -338,17 +313,11 @@ def try_ranks(facts: Facts, places: Placement) -> list[Check]:
         "HCCL_CONNECT_TIMEOUT": str(max(1, round(limit))),  # the launchers wait for each other
     }
     children = make_children(
-        places,
-        rendezvous,
-        (sys.executable, program, backend, device, patience),
-        environ=os.environ,
-        pinned=False,
+        places, rendezvous, (sys.executable, program, backend, device, patience), environ=os.environ, pinned=False
     )
     folder = Path(tempfile.mkdtemp(prefix="gpt2_doctor_"))
     job = Job(
-        children=tuple(
-            replace(child, environment={**child.environment, **variables}) for child in children
-        ),
+        children=tuple(replace(child, environment={**child.environment, **variables}) for child in children),
         log_folder=folder,
         stall_limit=limit,
         hosts=make_hosts(places, rendezvous),

@@ -48,9 +48,7 @@ def check_devices(root: Path = Path("/"), *, asked: str = "auto") -> tuple[list[
 
 def _check_ascend(root: Path, numbers: Sequence[int], asked: str) -> list[Check]:
     # package_version is the driver's, and Version of older ones
-    version = _found(root / _VERSION_INFO, r"^package_version=(\S+)") or _found(
-        root / _VERSION_INFO, r"^Version=(\S+)"
-    )
+    version = _found(root / _VERSION_INFO, r"^package_version=(\S+)") or _found(root / _VERSION_INFO, r"^Version=(\S+)")
     if not numbers and version:
         state = error if asked == "npu" else warning
         found = f"Ascend driver {version}, but no /dev/davinciN"
@@ -62,18 +60,13 @@ def _check_ascend(root: Path, numbers: Sequence[int], asked: str) -> list[Check]
         )
         missing = "no Ascend device: there is no /dev/davinciN"
         machine = "check that this is the right machine, or give --device cpu"
-        return [
-            error("Ascend driver", f"no {root / _VERSION_INFO}", remedy),
-            error("devices", missing, machine),
-        ] * (asked == "npu")
+        return [error("Ascend driver", f"no {root / _VERSION_INFO}", remedy), error("devices", missing, machine)] * (
+            asked == "npu"
+        )
     shown = ", ".join(map(str, numbers))
     mounts = "in a container: mount /usr/local/Ascend/driver and /usr/local/bin/npu-smi"
     lacking = f"devices {shown}, but no driver/version.info"
-    driver = (
-        ok("Ascend driver", version)
-        if version
-        else error("Ascend driver", lacking, f"{mounts} from the host")
-    )
+    driver = ok("Ascend driver", version) if version else error("Ascend driver", lacking, f"{mounts} from the host")
     code, output, errors = run_program(["npu-smi", "info"], _QUERY_SECONDS)
     if code != 0:
         why = last_line(errors) or f"exit code {code}"
@@ -102,22 +95,13 @@ def _check_gpus(asked: str) -> tuple[int, list[Check]]:
         why = last_line(errors) or output.strip() or f"exit code {code}"
         remedy = "the driver does not answer; reboot or reinstall it"
         return 0, [error("GPUs", f"nvidia-smi fails: {why}", remedy)]
-    remedy = (
-        "install NVIDIA's driver; in a container: docker run --gpus all; without a GPU:"
-        " --device cpu"
-    )
+    remedy = "install NVIDIA's driver; in a container: docker run --gpus all; without a GPU: --device cpu"
     found = "no NVIDIA GPU: nvidia-smi is not on PATH"
     return 0, [error("GPUs", found, remedy)] if asked == "cuda" else []
 
 
 def check_ports(
-    port: int,
-    environ: Mapping[str, str],
-    *,
-    first_host: bool,
-    npu: bool,
-    several_hosts: bool,
-    root: Path = Path("/"),
+    port: int, environ: Mapping[str, str], *, first_host: bool, npu: bool, several_hosts: bool, root: Path = Path("/")
 ) -> list[Check]:
     """Check whether a run can listen on its ports.
 
@@ -127,8 +111,7 @@ def check_ports(
     busy = [number for number in (port, port + 1) if first_host and not _can_listen(number)]
     if busy:
         remedy = (
-            f"`ss -ltnp 'sport = :{busy[0]}'` shows which process; end it, or export"
-            " MASTER_PORT=another on every host"
+            f"`ss -ltnp 'sport = :{busy[0]}'` shows which process; end it, or export MASTER_PORT=another on every host"
         )
         state = error if several_hosts else warning
         checks.append(state("ports", f"{' and '.join(map(str, busy))} in use", remedy))
@@ -148,10 +131,7 @@ def _check_hccl_ports(environ: Mapping[str, str], root: Path) -> Check:
     busy = [port for port in ports if not _can_listen(port)]
     span = f"{ports[0]}-{ports[-1]}"
     if busy:
-        remedy = (
-            "check for another job: `ps -ef | grep python`; or export HCCL_IF_BASE_PORT=another on"
-            " every host"
-        )
+        remedy = "check for another job: `ps -ef | grep python`; or export HCCL_IF_BASE_PORT=another on every host"
         return error(name, f"{', '.join(map(str, busy))} of {span} in use", remedy)
     if _may_be_given_away(ports, root):
         found = f"{span} free now, but the kernel may give them to other programs"
@@ -179,9 +159,7 @@ def check_names(server: str | None, *, several_hosts: bool) -> list[Check]:
         else:
             matters = False
     remedy = f"put this host's address before {name} in /etc/hosts, or give hccl_tools.py"
-    checks = [
-        warning("host name", found, f"{remedy} --server_ip") if matters else ok("host name", found)
-    ]
+    checks = [warning("host name", found, f"{remedy} --server_ip") if matters else ok("host name", found)]
     if server is not None and (interface := interface_of(server)) is None:
         remedy = "start the doctor on that host, give this host's --node_rank, or make the table"
         state = error if several_hosts else warning
@@ -212,9 +190,7 @@ def check_storage(folder: Path) -> list[Check]:
     """Check free space where the run writes, and in /dev/shm, which connects processes of one
     host.
     """
-    existing = next(
-        place for place in [folder.absolute(), *folder.absolute().parents] if place.exists()
-    )
+    existing = next(place for place in [folder.absolute(), *folder.absolute().parents] if place.exists())
     free = shutil.disk_usage(existing).free / GIB
     found = f"{free:.1f} GiB free at {existing}"
     other = "choose another output_dir"
@@ -235,19 +211,13 @@ def check_storage(folder: Path) -> list[Check]:
     size = shutil.disk_usage(shared).total / GIB
     found = f"{shared} has {size:.2g} GiB"
     remedy = "in a container: docker run --shm-size=16g, or --ipc=host"
-    return [
-        disk,
-        ok("shared memory", found) if size >= 1 else warning("shared memory", found, remedy),
-    ]
+    return [disk, ok("shared memory", found) if size >= 1 else warning("shared memory", found, remedy)]
 
 
 def check_memory(root: Path = Path("/")) -> Check:
     """Check the free memory, by the kernel and by the control group."""
     left = int(psutil.virtual_memory().available)
-    limit, used = (
-        int(_found(root / f"sys/fs/cgroup/memory.{name}", r"^(\d+)$") or 0)
-        for name in ("max", "current")
-    )
+    limit, used = (int(_found(root / f"sys/fs/cgroup/memory.{name}", r"^(\d+)$") or 0) for name in ("max", "current"))
     found = ""
     if limit:
         left = min(left, limit - used)
@@ -282,9 +252,7 @@ def _resolve(name: str) -> Sequence[str] | None:
 
     def ask() -> None:
         with suppress(OSError, UnicodeError):
-            found.extend(
-                dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(name, None))
-            )
+            found.extend(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(name, None)))
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -312,10 +280,7 @@ def _may_be_given_away(ports: Iterable[int], root: Path) -> bool:
     low, high = map(int, span)
     reserved = _found(settings / "ip_local_reserved_ports", r"^([\d,-]+)$")
     spans = [[int(end) for end in word.split("-")] for word in reserved.split(",") if word]
-    return any(
-        low <= port <= high and not any(span[0] <= port <= span[-1] for span in spans)
-        for port in ports
-    )
+    return any(low <= port <= high and not any(span[0] <= port <= span[-1] for span in spans) for port in ports)
 
 
 def _found(path: Path, pattern: str) -> str:

@@ -59,8 +59,7 @@ def as_table(checks: Sequence[Check], *, colour: bool = False) -> str:
             lines.append(indent + "-> " + check.remedy.replace("\n", "\n" + indent))
     states = Counter(check.state for check in checks)
     lines.append(
-        f"{states[State.OK]} ok, {_counted(states[State.WARNING], 'warning')},"
-        f" {_counted(states[State.ERROR], 'error')}"
+        f"{states[State.OK]} ok, {_counted(states[State.WARNING], 'warning')}, {_counted(states[State.ERROR], 'error')}"
     )
     return "\n".join(lines) + "\n"
 

@@ -70,9 +70,7 @@ def wanted_ranges() -> dict[str, str]:
     return {"python": python, **ranges}
 
 
-def check_versions(
-    versions: Mapping[str, str | None], ranges: Mapping[str, str], backend: str | None
-) -> list[Check]:
+def check_versions(versions: Mapping[str, str | None], ranges: Mapping[str, str], backend: str | None) -> list[Check]:
     """Return a line for Python and each package.
 
     A version out of range is an error for Python, else a warning.
@@ -84,13 +82,9 @@ def check_versions(
     checks = [ok("python", found) if is_fit else error("python", found, needed)]
     for name, version in versions.items():
         if version is None:
-            missing = name == backend or (
-                backend is None and name == "torch" and not versions.get("mindspore")
-            )
+            missing = name == backend or (backend is None and name == "torch" and not versions.get("mindspore"))
             advice = install(backend or "torch")
-            checks.append(
-                error(name, "not installed", advice) if missing else ok(name, "not installed")
-            )
+            checks.append(error(name, "not installed", advice) if missing else ok(name, "not installed"))
         elif not SpecifierSet(ranges.get(name, "")).contains(version, prereleases=True):
             tested = f"this project is tested with {name}{ranges[name]}"
             checks.append(warning(name, version, tested))
@@ -99,17 +93,13 @@ def check_versions(
     return checks
 
 
-def check_device_package(
-    versions: Mapping[str, str | None], backend: str, device: str
-) -> list[Check]:
+def check_device_package(versions: Mapping[str, str | None], backend: str, device: str) -> list[Check]:
     """Check whether ``backend`` can compute on the requested ``device``, by the installed
     packages.
     """
     if backend == "torch" and device == "npu" and not versions.get("torch_npu"):
         torch = versions.get("torch")
-        same = (
-            f"torch_npu=={_minor(torch)}.*" if torch else "torch and the torch_npu of its version"
-        )
+        same = f"torch_npu=={_minor(torch)}.*" if torch else "torch and the torch_npu of its version"
         found = "not installed: torch needs it for an Ascend"
         return [error("torch_npu", found, f"pip install {same}; or --backend mindspore")]
     if backend == "mindspore" and device == "cuda":
@@ -118,15 +108,11 @@ def check_device_package(
     return []
 
 
-def check_pairs(
-    versions: Mapping[str, str | None], environ: Mapping[str, str], cann: str | None
-) -> list[Check]:
+def check_pairs(versions: Mapping[str, str | None], environ: Mapping[str, str], cann: str | None) -> list[Check]:
     """Report versions that install together and fail together. cann: its version; None if
     absent.
     """
-    torch, npu, mindspore, numpy = (
-        versions.get(name) or "" for name in ("torch", "torch_npu", "mindspore", "numpy")
-    )
+    torch, npu, mindspore, numpy = (versions.get(name) or "" for name in ("torch", "torch_npu", "mindspore", "numpy"))
     found = []
     if mindspore and numpy and Version(numpy).major >= 2:
         text = f"mindspore {mindspore} with numpy {numpy}: operators such as Reshape end in a"
@@ -146,9 +132,7 @@ def check_pairs(
     return found or [ok("known bad pairs", "none")]
 
 
-def check_cann(
-    environ: Mapping[str, str], *, needed: bool, root: Path = Path("/")
-) -> tuple[Check, str | None]:
+def check_cann(environ: Mapping[str, str], *, needed: bool, root: Path = Path("/")) -> tuple[Check, str | None]:
     """Check the CANN toolkit that the environment points to, and return its version.
 
     needed: this machine has an NPU or torch_npu.
@@ -207,10 +191,7 @@ def _cann_version(folder: Path) -> str | None:
     the last [inner:version] in ``version.cfg``.
     """
     pattern = r"^version=(\S+)|^toolkit_installed_version=.*:([^\]:]+)\]\s*$"
-    for path in (
-        *sorted(folder.glob("*-linux/ascend_toolkit_install.info")),
-        folder / "version.cfg",
-    ):
+    for path in (*sorted(folder.glob("*-linux/ascend_toolkit_install.info")), folder / "version.cfg"):
         with suppress(OSError):
             if match := re.search(pattern, path.read_text("utf-8", "replace"), flags=re.M):
                 return match[1] or match[2]

@@ -64,18 +64,14 @@ def read_evaluation_file(config: EvaluationConfig) -> EvaluationFile:
             for documents in documents_of(block, ("text",)):
                 texts += documents.written()
     except MissingKeyError as error:
-        raise DataError(
-            f"evaluation.file={error.problem}; evaluation reads the field text, rename yours"
-        ) from None
+        raise DataError(f"evaluation.file={error.problem}; evaluation reads the field text, rename yours") from None
     except DataError as error:
         raise DataError(f"evaluation.file={error}") from None
     if not texts:
         raise DataError(f"evaluation.file={path}: holds nothing but white space; expected text")
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return EvaluationFile(
-        path=path, texts=texts, is_json=corpus.format is not CorpusFormat.TEXT, sha256=sha256
-    )
+    return EvaluationFile(path=path, texts=texts, is_json=corpus.format is not CorpusFormat.TEXT, sha256=sha256)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +116,4 @@ def report(config: Run, checkpoint: Path, result: EvaluationResult) -> None:
 def table(rows: dict[str, float | None]) -> list[str]:
     """Return names and figures in two columns, without figures that are None."""
     width = max(map(len, rows))
-    return [
-        f"  {name:<{width}}  {value:>14,.6f}" for name, value in rows.items() if value is not None
-    ]
+    return [f"  {name:<{width}}  {value:>14,.6f}" for name, value in rows.items() if value is not None]

@@ -23,16 +23,14 @@ def open_lambada(file: EvaluationFile, tokenizer: Tokenizer, config: Run) -> Row
     """
     if not file.is_json:
         raise DataError(
-            f'{file.path}: is plain text; LAMBADA is read from JSON Lines, {{"text": "..."}} for'
-            " each passage"
+            f'{file.path}: is plain text; LAMBADA is read from JSON Lines, {{"text": "..."}} for each passage'
         )
     passages = file.texts[: config.evaluation.max_samples or None]
     contexts = [passage.rstrip().rpartition(" ")[0].rstrip() for passage in passages]
     for number, (passage, context) in enumerate(zip(passages, contexts, strict=True), 1):
         if not context:
             raise DataError(
-                f"{file.path}: passage {number} is one word, {passage[:40]!r}; expected a context"
-                " and a last word"
+                f"{file.path}: passage {number} is one word, {passage[:40]!r}; expected a context and a last word"
             )
     window = config.model.seq_length
     rows, cut = [], 0
@@ -68,9 +66,7 @@ def open_lambada(file: EvaluationFile, tokenizer: Tokenizer, config: Run) -> Row
         }
         lines = [
             f"{file.path}: last word of {count:,} passages; {cut} cut to the window of {window}",
-            *table(
-                {"accuracy": right / count, "loss of a word": loss, "perplexity": perplexity(loss)}
-            ),
+            *table({"accuracy": right / count, "loss of a word": loss, "perplexity": perplexity(loss)}),
             f" validation results on LAMBADA | number correct: {right:.4E} | total examples:"
             f" {count:.4E} | avg accuracy: {right / count:.4E}",
         ]

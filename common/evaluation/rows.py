@@ -91,9 +91,7 @@ def sliding_windows(tokens: Ids, window: int, stride: int) -> list[ScoredRow]:
     return rows
 
 
-def score_rows(
-    rows: Sequence[ScoredRow], scorer: Scorer, batch_size: int, unit: str = "row"
-) -> RowScores:
+def score_rows(rows: Sequence[ScoredRow], scorer: Scorer, batch_size: int, unit: str = "row") -> RowScores:
     """Score all rows, ``batch_size`` at once. unit: name of a row in the progress bar."""
     nats, hits = np.zeros(len(rows), np.float64), np.zeros(len(rows), np.int64)
     for number, scores in enumerate(score_tokens(rows, scorer, batch_size, unit)):

@@ -36,11 +36,7 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
 
 
 def open_task(
-    config: Run,
-    *,
-    corpus: Corpus | None = None,
-    tokenizer: Tokenizer | None = None,
-    rank: int = 0,
+    config: Run, *, corpus: Corpus | None = None, tokenizer: Tokenizer | None = None, rank: int = 0
 ) -> ValidationTask | RowTask:
     """Open the windows of a validation in ``corpus``, or read the file of a task on text.
 
@@ -93,10 +89,7 @@ class ValidationTask:
     def result(self, measure: Measure) -> EvaluationResult:
         config = self.config
         figures = validation_figures(
-            {
-                name: measure(_watched(windows()))
-                for name, windows in self.data.require_validation().items()
-            },
+            {name: measure(_watched(windows())) for name, windows in self.data.require_validation().items()},
             self.data.validation_bytes(),
         )
         tokens = figures.pop("validation_tokens")

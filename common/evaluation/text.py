@@ -41,19 +41,14 @@ def open_text(file: EvaluationFile, tokenizer: Tokenizer, config: Run) -> RowTas
         encoded = streams = [encode_prompt(tokenizer, texts[0])]
     every = list(chain.from_iterable(sliding_windows(each, window, stride) for each in streams))
     if not every:
-        raise DataError(
-            f"{file.path}: holds a single token, and the first is not scored; expected a longer"
-            " text"
-        )
+        raise DataError(f"{file.path}: holds a single token, and the first is not scored; expected a longer text")
     rows = every[: settings.max_samples or None]
     whole = len(rows) == len(every)
     text_bytes = sum(len(text.encode()) for text in file.texts)
     # A part of a changed text, or an unknown token, does not tell its bytes in the file.
     scored_bytes = text_bytes if whole else 0
     if not whole and settings.detokenize == "none" and tokenizer.unknown_id is None:
-        scored_bytes = sum(
-            len(tokenizer.decode_bytes(row.tokens[-row.scored :].tolist())) for row in rows
-        )
+        scored_bytes = sum(len(tokenizer.decode_bytes(row.tokens[-row.scored :].tolist())) for row in rows)
     tokens = sum(map(len, encoded))
     tokenizer_record = describe_tokenizer(tokenizer)
 
@@ -128,13 +123,7 @@ def detokenize_wikitext(text: str) -> str:
         text = pattern.sub(replacement, text)
     for length in (4, 3, 2):
         text = text.replace(" ".join("=" * length), "=" * length)
-    for spaced, plain in (
-        (" ° ", "°"),
-        (" \n", "\n"),
-        ("\n ", "\n"),
-        (" N ", " 1 "),
-        (" 's", "'s"),
-    ):
+    for spaced, plain in ((" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")):
         text = text.replace(spaced, plain)
     return text
 

@@ -72,10 +72,7 @@ class KnownError:
     def _patterns(self) -> list[tuple[str, re.Pattern[str]]]:
         """Text that a match must contain (empty: any), and the expression."""
         before = {True: _AFTER, False: r"\b"}
-        codes = [
-            (code, re.compile(rf"{before[code.isdigit()]}{code}(?![A-Za-z0-9])"))
-            for code in self.codes
-        ]
+        codes = [(code, re.compile(rf"{before[code.isdigit()]}{code}(?![A-Za-z0-9])")) for code in self.codes]
         return [*codes, *(("", re.compile(message)) for message in self.messages)]
 
     def find(self, text: str) -> tuple[int, str] | None:
@@ -194,9 +191,7 @@ def error_of(code: str) -> KnownError:
     if found := find_errors(code, Path()):
         return found[0].error
     codes = ", ".join(code for error in known_errors() for code in error.codes if len(code) <= 8)
-    raise DataError(
-        f"--explain {code}: no such log, and no known code or message; known codes: {codes}"
-    )
+    raise DataError(f"--explain {code}: no such log, and no known code or message; known codes: {codes}")
 
 
 def explanation(error: KnownError, language: Language) -> str:

@@ -52,9 +52,7 @@ class ArticleFolder:
             "strategy": settings.method,
             "temperature": settings.temperature or 1.0,
             **{name: getattr(settings, name) for name in _DECISIVE},
-            "prompts": [
-                prompt.ids if prompt.is_given_as_ids else prompt.text for prompt in prompts
-            ],
+            "prompts": [prompt.ids if prompt.is_given_as_ids else prompt.text for prompt in prompts],
         }
         if (folder / RECORD).exists():
             self._resume(record)
@@ -67,11 +65,7 @@ class ArticleFolder:
         """Check that the folder fits this run. Only the end of the list of prompts may differ."""
         before = read_json_mapping(self._folder / RECORD)
         unset = PredictConfig().model_dump()  # a folder may be older than a setting
-        pairs = [
-            (key, before.get(key, unset.get(key)), value)
-            for key, value in record.items()
-            if key != "prompts"
-        ]
+        pairs = [(key, before.get(key, unset.get(key)), value) for key, value in record.items() if key != "prompts"]
         found = before.get("prompts")
         prompts = found if isinstance(found, list) else []
         for number, (old, new) in enumerate(zip(prompts, record["prompts"], strict=False)):

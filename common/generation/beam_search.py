@@ -47,9 +47,7 @@ def search_beams(
     beams = settings.num_beams
     at_once = max(1, decoder.rows // beams)
     for first in range(0, len(prompts), at_once):
-        batch = [
-            _Search(prompt, settings, rules, ends, read) for prompt in prompts[first:][:at_once]
-        ]
+        batch = [_Search(prompt, settings, rules, ends, read) for prompt in prompts[first:][:at_once]]
         rows = [search.prompt.ids for search in batch for _ in range(beams)]
         logits = decoder.start(rows, max(search.prompt.new_tokens for search in batch))
         while True:
@@ -61,11 +59,7 @@ def search_beams(
                 break
             beat(first, "generating")
             decoder.reorder(
-                [
-                    number * beams + parent
-                    for number, search in enumerate(batch)
-                    for parent in search.parents
-                ]
+                [number * beams + parent for number, search in enumerate(batch) for parent in search.parents]
             )
             logits = decoder.step([token for search in batch for token in search.last_tokens])
         for index, search in enumerate(batch, first):
@@ -101,11 +95,7 @@ class _Search:
     @property
     def parents(self) -> list[int]:
         """The row that each beam continues, counted from the first row of the prompt."""
-        return [
-            number * self._size + parent
-            for number, group in enumerate(self._groups)
-            for parent in group.parents
-        ]
+        return [number * self._size + parent for number, group in enumerate(self._groups) for parent in group.parents]
 
     @property
     def last_tokens(self) -> list[int]:
@@ -126,9 +116,7 @@ class _Search:
                 if chosen:
                     counts = np.bincount(chosen, minlength=scores.shape[1]).astype(np.float32)
                     scores -= np.float32(self._settings.diversity_rate) * counts
-                group.advance(
-                    scores, rows, self._ends, self.prompt.new_tokens, self._settings, self._kept
-                )
+                group.advance(scores, rows, self._ends, self.prompt.new_tokens, self._settings, self._kept)
                 chosen += group.chosen
 
     def _ends(self, tokens: list[int]) -> bool:
@@ -145,8 +133,7 @@ class _Search:
         largest = logits.max(-1, keepdims=True)
         if not np.isfinite(largest).all():
             raise RunError(
-                "the model's logits are not finite; its weights are broken or precision.compute is"
-                " too narrow for them"
+                "the model's logits are not finite; its weights are broken or precision.compute is too narrow for them"
             )
         shifted = logits - largest
         scores: Logits = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
@@ -231,18 +218,13 @@ class _Group:
         tokens = [[*self.running[row], token] for row, token in places]
         scored: list[list[ScoredToken]] = [[]] * len(places)
         if settings.logprobs is not None:
-            scored = [
-                [*self.scored[row], score_token(logits[row], token, settings.logprobs)]
-                for row, token in places
-            ]
+            scored = [[*self.scored[row], score_token(logits[row], token, settings.logprobs)] for row, token in places]
         ended = [self.length == most or ends(each) for each in tokens]
         full = len(self.finished) == size and settings.early_stopping is True
         divisor = float(self.length) ** settings.length_penalty
         for number, place in enumerate(best[:size]):
             if ended[number] and not full:
-                self.finished.append(
-                    _Finished(float(sums[place]) / divisor, tokens[number], scored[number])
-                )
+                self.finished.append(_Finished(float(sums[place]) / divisor, tokens[number], scored[number]))
         self.finished = sorted(self.finished, key=lambda each: -each.score)[:size]
         order = sorted(range(len(best)), key=lambda number: ended[number])[:size]  # stable
         self.chosen = [tokens[number][-1] for number in order]
@@ -251,9 +233,7 @@ class _Group:
             self.is_done = True
             return
         # stop strings may end so many beams that an ended one fills the place of a running one
-        self.scores = np.array(
-            [_NEVER if ended[number] else sums[best[number]] for number in order], np.float32
-        )
+        self.scores = np.array([_NEVER if ended[number] else sums[best[number]] for number in order], np.float32)
         self.running = [tokens[number] for number in order]
         self.scored = [scored[number] for number in order]
         self.parents = [places[number][0] for number in order]

@@ -20,12 +20,7 @@ class ExportedModel(Protocol):
     def reorder(self, rows: list[int]) -> None:
         """Put into row i the sequence that row ``rows[i]`` remembers."""
 
-    def run(
-        self,
-        ids: NDArray[np.int64],
-        mask: NDArray[np.int64],
-        positions: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
+    def run(self, ids: NDArray[np.int64], mask: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
         """Add tokens (B, T) to what is remembered; return logits (B, T, vocab_size).
 
         mask: (B, all tokens so far), 0 for padding. positions: (B, T).

@@ -139,9 +139,7 @@ def generate(
     for first in range(0, len(waiting), decoder.rows):
         batch = waiting[first : first + decoder.rows]
         at_work = batch
-        logits = decoder.start(
-            [each.context(window) for each in batch], max(each.room(window) for each in batch)
-        )
+        logits = decoder.start([each.context(window) for each in batch], max(each.room(window) for each in batch))
         while True:
             for each, row in zip(at_work, logits, strict=True):
                 if each.finish_reason is None:
@@ -161,11 +159,7 @@ def generate(
 
 
 def grow(
-    sequence: Continuation,
-    logits: Logits,
-    settings: PredictConfig,
-    rules: LogitRules,
-    ends: Sequence[int],
+    sequence: Continuation, logits: Logits, settings: PredictConfig, rules: LogitRules, ends: Sequence[int]
 ) -> None:
     """Add the next token to ``sequence``. logits: (vocab_size,), those after its last token."""
     tokens, prompt = sequence.tokens, sequence.prompt

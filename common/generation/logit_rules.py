@@ -28,12 +28,7 @@ class LogitRules:
     """
 
     def __init__(
-        self,
-        settings: PredictConfig,
-        *,
-        ends: Sequence[int],
-        unknown: int | None = None,
-        biases: Biases | None = None,
+        self, settings: PredictConfig, *, ends: Sequence[int], unknown: int | None = None, biases: Biases | None = None
     ) -> None:
         """ends: ids that end a sequence. unknown: an id that is never chosen. biases: see
         ``sequence_biases``.
@@ -93,11 +88,7 @@ class LogitRules:
 def _next_of_repeated(seen: list[int], size: int) -> list[int]:
     """Return the ids that would repeat an earlier sequence of ``size`` ids."""
     last = seen[len(seen) - size + 1 :]
-    return [
-        seen[at + size - 1]
-        for at in range(len(seen) - size + 1)
-        if seen[at : at + size - 1] == last
-    ]
+    return [seen[at + size - 1] for at in range(len(seen) - size + 1) if seen[at : at + size - 1] == last]
 
 
 def sequence_biases(settings: PredictConfig, tokenizer: Tokenizer) -> dict[tuple[int, ...], float]:
@@ -157,7 +148,6 @@ def _checked(ids: Iterable[int], name: str, tokenizer: Tokenizer) -> tuple[int, 
     for each in (ids := tuple(ids)):
         if not 0 <= each < tokenizer.vocab_size:
             raise ConfigError(
-                f"{name}: id {shown(each)} is outside the vocabulary; expected 0 to"
-                f" {tokenizer.vocab_size - 1}"
+                f"{name}: id {shown(each)} is outside the vocabulary; expected 0 to {tokenizer.vocab_size - 1}"
             )
     return ids

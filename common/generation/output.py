@@ -27,9 +27,7 @@ from common.parallel.run import Run
 from common.tokenizer import Tokenizer
 
 
-def write_continuations(
-    decoder: Decoder, prompts: Sequence[Prompt], config: Run, tokenizer: Tokenizer
-) -> None:
+def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: Run, tokenizer: Tokenizer) -> None:
     """Generate and print continuations, and write predict.output_file whole or not at all.
 
     Raises StorageError when the file cannot be written.
@@ -37,9 +35,7 @@ def write_continuations(
     settings = config.predict
     output = Path(settings.output_file) if settings.output_file else None
     if output and output.exists() and not output.is_file():
-        raise ConfigError(
-            f"predict.output_file={output}: is not a regular file; give the name of a file"
-        )
+        raise ConfigError(f"predict.output_file={output}: is not a regular file; give the name of a file")
     if settings.prompt_file and output:
         given = [Path(settings.prompt_file)]
         refuse_to_overwrite(given, [output], "give another predict.output_file")
@@ -54,11 +50,7 @@ def write_continuations(
     as_text = output is not None and output.suffix.lower() == ".txt"
     kind = SamplePrinter if config.logging.style == "gpt2-chinese" else Printer
     printer = kind(numbered=settings.num_sequences > 1)
-    folder = (
-        ArticleFolder(Path(settings.output_folder), prompts, config)
-        if settings.output_folder
-        else None
-    )
+    folder = ArticleFolder(Path(settings.output_folder), prompts, config) if settings.output_folder else None
     if folder and folder.done:
         LOG.info(f"{settings.output_folder}: {len(folder.done)} texts are there already")
     with ExitStack() as stack:
@@ -101,8 +93,7 @@ def _remarks(settings: PredictConfig) -> Iterator[str]:
     for stop in settings.stop:
         if "\\n" in stop:
             yield (
-                f"predict.stop={stop} is a backslash and an n, not the end of a line; that is"
-                " 'predict.stop=[\"\\n\"]'"
+                f"predict.stop={stop} is a backslash and an n, not the end of a line; that is 'predict.stop=[\"\\n\"]'"
             )
 
 
@@ -110,9 +101,7 @@ def unused_by_greedy(settings: PredictConfig) -> str | None:
     """Return a warning if settings of sampling are given that the strategy ignores."""
     unset = {"temperature": (None, 1.0), "top_k": (0,), "top_p": (1.0,), "min_p": (0.0,)}
     given = {name: getattr(settings, name) for name in unset}
-    unused = [
-        f"predict.{name}={value}" for name, value in given.items() if value not in unset[name]
-    ]
+    unused = [f"predict.{name}={value}" for name, value in given.items() if value not in unset[name]]
     if settings.strategy not in ("greedy", "beam_search") or not unused:
         return None
     takes = {"greedy": "the most probable token", "beam_search": "the most probable sequences"}

@@ -32,9 +32,7 @@ class Prompt:
     """Whether the prompt was given as ids, and ``text`` was decoded from them."""
 
 
-def encode_prompts(
-    config: Run, tokenizer: Tokenizer, given: Sequence[Given] | None = None
-) -> list[Prompt]:
+def encode_prompts(config: Run, tokenizer: Tokenizer, given: Sequence[Given] | None = None) -> list[Prompt]:
     """Return the prompts of predict.prompt, then those of predict.prompt_file, or only ``given``.
 
     Each fits the model together with the tokens to be added, unless the window slides. logit_bias
@@ -73,8 +71,7 @@ def given_prompts(config: Run) -> list[tuple[str, Given]]:
         found += read_prompts(Path(settings.prompt_file))
     if not found:
         raise ConfigError(
-            "predict.prompt is not given; for example predict.prompt='Once upon a time', or"
-            " predict.prompt_file=FILE"
+            "predict.prompt is not given; for example predict.prompt='Once upon a time', or predict.prompt_file=FILE"
         )
     return found
 
@@ -93,14 +90,11 @@ def read_prompts(path: Path) -> list[tuple[str, Given]]:
         require_no_nul(raw, f"{path}:")
         content = raw.decode("utf-8-sig")
     except DataError as error:
-        raise DataError(
-            f"predict.prompt_file: {error}; expected a text or .jsonl file of prompts"
-        ) from None
+        raise DataError(f"predict.prompt_file: {error}; expected a text or .jsonl file of prompts") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise DataError(
-            f"{path}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8; convert the"
-            " file to UTF-8"
+            f"{path}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8; convert the file to UTF-8"
         ) from None
     lines = [
         (f"{path}, line {number}", line.removesuffix("\r"))
@@ -108,9 +102,7 @@ def read_prompts(path: Path) -> list[tuple[str, Given]]:
         if line.strip()
     ]
     if path.suffix.lower() == ".json":
-        raise DataError(
-            f"predict.prompt_file={path}: expected one object a line; name such a file .jsonl"
-        )
+        raise DataError(f"predict.prompt_file={path}: expected one object a line; name such a file .jsonl")
     is_json = path.suffix.lower() in (".jsonl", ".ndjson")
     prompts: list[tuple[str, Given]] = list(_from_json(lines)) if is_json else [*lines]
     if not prompts:
@@ -124,8 +116,7 @@ def _from_json(lines: list[tuple[str, str]]) -> Iterator[tuple[str, Given]]:
             entry = parse_json(line)
         except MalformedError as error:
             raise DataError(
-                f'{where}: not JSON ({error}); expected an object such as {{"prompt": "Once upon a'
-                ' time"}'
+                f'{where}: not JSON ({error}); expected an object such as {{"prompt": "Once upon a time"}}'
             ) from None
         fields = entry if isinstance(entry, dict) else {}
         given = [fields[key] for key in ("prompt", "text", "ids") if fields.get(key) is not None]
@@ -148,8 +139,7 @@ def _encode(given: Given, where: str, config: Run, tokenizer: Tokenizer) -> Prom
         for each in given:
             if not 0 <= each < tokenizer.vocab_size:
                 raise ConfigError(
-                    f"{where}: id {shown(each)} is outside the vocabulary; expected 0 to"
-                    f" {tokenizer.vocab_size - 1}"
+                    f"{where}: id {shown(each)} is outside the vocabulary; expected 0 to {tokenizer.vocab_size - 1}"
                 )
         ids = [int(each) for each in given]
         text = whole_text(tokenizer, ids)
@@ -157,11 +147,7 @@ def _encode(given: Given, where: str, config: Run, tokenizer: Tokenizer) -> Prom
     if not ids:
         raise ConfigError(f"{where} is empty; give at least one token of text")
     positions = config.model.max_positions
-    room, most, least = (
-        positions - len(ids),
-        config.predict.max_new_tokens,
-        config.predict.min_new_tokens,
-    )
+    room, most, least = (positions - len(ids), config.predict.max_new_tokens, config.predict.min_new_tokens)
     wanted = most or max(least, 1)
     if sliding_window(config) is not None:
         return prompt(new_tokens=most or max(least, DEFAULT_NEW_TOKENS))

@@ -117,9 +117,7 @@ def _nucleus(weights: Weights, mass: float) -> Ids:
     last = max(0, len(sums) - 1 - int(downwards.searchsorted(mass)))
     border = np.flatnonzero(buckets == last)
     border = border[np.argsort(-weights[border], kind="stable")]
-    before = (
-        downwards[len(sums) - 1 - last] - sums[last] + weights[border].cumsum() - weights[border]
-    )
+    before = downwards[len(sums) - 1 - last] - sums[last] + weights[border].cumsum() - weights[border]
     kept = buckets > last
     kept[border[before < mass]] = True
     return np.flatnonzero(kept)

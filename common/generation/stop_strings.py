@@ -28,11 +28,7 @@ class StopText:
         if self.found is not None:
             return ""
         text = self._held + text
-        matches = [
-            (place + len(stop), place, stop)
-            for stop in self._stop
-            if (place := text.find(stop)) >= 0
-        ]
+        matches = [(place + len(stop), place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
         if matches:
             _, place, self.found = min(matches)
             self._held = ""

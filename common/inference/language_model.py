@@ -101,14 +101,7 @@ class Score:
 class LanguageModel:
     """An open GPT-2. One call works at a time; a second call meanwhile raises RunError."""
 
-    def __init__(
-        self,
-        source: Source,
-        backend: str,
-        config: Run,
-        tokenizer: Tokenizer,
-        runner: Runner,
-    ) -> None:
+    def __init__(self, source: Source, backend: str, config: Run, tokenizer: Tokenizer, runner: Runner) -> None:
         """backend: torch, mindspore or onnx. config: for one device, with the model's sizes."""
         self.source = source
         self.backend = backend
@@ -187,9 +180,7 @@ class LanguageModel:
                     yield text[shown:]
                 shown = len(text)
 
-    def _prepared(
-        self, prompt: Given | Sequence[Given], settings: dict[str, Any]
-    ) -> tuple[Run, list[Prompt]]:
+    def _prepared(self, prompt: Given | Sequence[Given], settings: dict[str, Any]) -> tuple[Run, list[Prompt]]:
         config = resolve_other(self.config, world_size=1, predict=self._settings(settings))
         if remark := unused_by_greedy(config.predict):
             LOG.warning(remark)
@@ -241,8 +232,7 @@ class LanguageModel:
         for number, (ids, start) in enumerate(zip(rows, starts, strict=True)):
             if not 1 <= start < len(ids):
                 raise ConfigError(
-                    f"row {number}: starts at {start} of {len(ids)} tokens; expected a place from 1"
-                    " to the last token"
+                    f"row {number}: starts at {start} of {len(ids)} tokens; expected a place from 1 to the last token"
                 )
             tokens = np.asarray(ids, np.int64)
             if tokens.min() < 0 or tokens.max() >= size:
@@ -274,9 +264,7 @@ class LanguageModel:
     @contextmanager
     def _working(self) -> Iterator[None]:
         if not self._lock.acquire(blocking=False):
-            raise RunError(
-                "the model is at work; finish or close its stream first, or open it twice"
-            )
+            raise RunError("the model is at work; finish or close its stream first, or open it twice")
         try:
             yield
         finally:

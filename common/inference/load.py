@@ -134,9 +134,7 @@ def _model(model: ResolvedModel) -> dict[str, Any]:
     return model.model_dump(exclude_none=True) | {"vocab_multiple": multiple}
 
 
-def open_runner(
-    source: Source, backend: str, config: Run, tokenizer: dict[str, Any] | None
-) -> Runner:
+def open_runner(source: Source, backend: str, config: Run, tokenizer: dict[str, Any] | None) -> Runner:
     """Open the model with the backend that runs it. tokenizer: record of the tokenizer to use.
 
     Raises CheckpointError, ConfigError and DeviceError.
@@ -182,9 +180,7 @@ def import_backend(backend: str) -> None:
     try:
         importlib.import_module(backend)
     except ImportError as error:
-        raise ConfigError(
-            f"backend={backend}: it cannot be imported ({error}); {install(backend)}"
-        ) from None
+        raise ConfigError(f"backend={backend}: it cannot be imported ({error}); {install(backend)}") from None
 
 
 def quieten_frameworks() -> None:

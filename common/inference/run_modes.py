@@ -47,9 +47,7 @@ def continue_prompts(config: Run, tokenizer: Tokenizer, opener: Opener) -> None:
     write_continuations(runner.decoder(rows), prompts, config, tokenizer)
 
 
-def serve_completions(
-    config: Run, tokenizer: Tokenizer, opener: Opener, backend: str | None = None
-) -> None:
+def serve_completions(config: Run, tokenizer: Tokenizer, opener: Opener, backend: str | None = None) -> None:
     """Serve completions over HTTP. backend: what computes, where the config has another."""
 
     def open_slots(count: int) -> Slots:
@@ -105,9 +103,7 @@ def of_program(config: Run, source: Source) -> dict[str, Any]:
     return found
 
 
-def run_program(
-    run_mode: str, config: Run, source: Source, corpus: Corpus | None, tokenizer: Tokenizer | None
-) -> None:
+def run_program(run_mode: str, config: Run, source: Source, corpus: Corpus | None, tokenizer: Tokenizer | None) -> None:
     """Predict, evaluate or serve with an export.
 
     Raises TokenizerError if the tokenizer is not that of the export.

@@ -35,9 +35,7 @@ class Runner:
     """
 
 
-def program_runner(
-    model: ExportedModel, positions: int, slots: Callable[[int], Slots] | None = None
-) -> Runner:
+def program_runner(model: ExportedModel, positions: int, slots: Callable[[int], Slots] | None = None) -> Runner:
     """Return the runner of a program that computes logits. positions: those of the model."""
 
     def logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -45,9 +43,7 @@ def program_runner(
         return model.run(ids, np.ones_like(ids), np.arange(ids.shape[1])[None])
 
     return Runner(
-        decoder=partial(ExportedDecoder, model, positions),
-        scorer=lambda: score_by_logits(logits),
-        slots=slots,
+        decoder=partial(ExportedDecoder, model, positions), scorer=lambda: score_by_logits(logits), slots=slots
     )
 
 

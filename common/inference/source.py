@@ -82,8 +82,7 @@ def find_source(path: Path, *, verify: bool = False) -> Source:
         format = detect(path)
     except ConfigError:
         reason = stranger_at(path) or (
-            "expected a run folder, a checkpoint, an export, or weights that"
-            " tools/convert_weight.py reads"
+            "expected a run folder, a checkpoint, an export, or weights that tools/convert_weight.py reads"
             if path.exists()
             else explain(path, "a model")
         )
@@ -124,11 +123,7 @@ def _of_weights(path: Path, format: str) -> Source:
     with reading(path, CheckpointError), opened(path) as weights:
         run = dict(weights.run or {}).get("config", {})
         return Source(
-            path=weights.path,
-            format=format,
-            model=weights.model,
-            tokenizer=dict(weights.tokenizer or {}),
-            run=run,
+            path=weights.path, format=format, model=weights.model, tokenizer=dict(weights.tokenizer or {}), run=run
         )
 
 
@@ -192,11 +187,7 @@ def tokenizer_files(source: Source) -> dict[str, str | None] | None:
     names = {name: record.get(name) for name in ("folder", "vocab_file", "merge_file")}
     if not (names["folder"] or names["vocab_file"]):
         return None
-    return found | {
-        name: str(_still_there(Path(str(file)), source.folder))
-        for name, file in names.items()
-        if file
-    }
+    return found | {name: str(_still_there(Path(str(file)), source.folder)) for name, file in names.items() if file}
 
 
 def _still_there(path: Path, folder: Path) -> Path:
@@ -237,13 +228,9 @@ def read_export(folder: Path, *, verify: bool = False) -> dict[str, Any]:
 
 def _check(path: Path, size: int, sha256: str | None) -> None:
     if not path.is_file():
-        raise CheckpointError(
-            f"{path}: missing, {RECORD} names it; copy the whole folder, or export again"
-        )
+        raise CheckpointError(f"{path}: missing, {RECORD} names it; copy the whole folder, or export again")
     if (found := path.stat().st_size) != size:
-        raise CheckpointError(
-            f"{path}: {found} bytes, {RECORD} says {size}; copy the folder again, or export again"
-        )
+        raise CheckpointError(f"{path}: {found} bytes, {RECORD} says {size}; copy the folder again, or export again")
     if sha256 is None:
         return
     with reading(path, CheckpointError), path.open("rb") as content:

@@ -143,9 +143,7 @@ class HostChannel:
                 self._say(f"{self._hosts.all[event.host]} has left again", error=True)
         return event
 
-    def gather(
-        self, number: int, limit: float, goes_on: Callable[[Message | None], bool]
-    ) -> int | None:
+    def gather(self, number: int, limit: float, goes_on: Callable[[Message | None], bool]) -> int | None:
         """Wait at most ``limit`` seconds until all hosts have come for an attempt.
 
         goes_on: takes each event; None is returned when it returns False. Else returns the number

@@ -35,11 +35,7 @@ def parse_hosts(text: str, option: str = "--hosts") -> tuple[str, ...]:
     hosts = tuple(word.strip() for word in text.split(","))
     for host in hosts:
         # ssh would take a leading - for an option
-        if (
-            host.startswith("-")
-            or not host.isprintable()
-            or not may_be_host(host.rpartition("@")[2])
-        ):
+        if host.startswith("-") or not host.isprintable() or not may_be_host(host.rpartition("@")[2]):
             raise ConfigError(
                 f"{option} {text!r}: {shortened(host)!r} is not the name or address of a host;"
                 " expected such as 10.0.0.1,10.0.0.2, without ports or slots: the range says how"
@@ -67,20 +63,13 @@ def divide(
     the parts do not fit.
     """
     address = master or hosts[0].rpartition("@")[2]
-    meet = (
-        ("--master", f"[{address}]:{port}" if ":" in address else f"{address}:{port}")
-        if len(hosts) > 1
-        else ()
-    )
+    meet = ("--master", f"[{address}]:{port}" if ":" in address else f"{address}:{port}") if len(hosts) > 1 else ()
     if table:
         if rank_size is None and len(hosts) > 1:
             raise ConfigError(
-                f"--hosts with a rank table needs all its ranks and RANK_SIZE: '[0,{len(table)})'"
-                f" MODE {len(table)}"
+                f"--hosts with a rank table needs all its ranks and RANK_SIZE: '[0,{len(table)})' MODE {len(table)}"
             )
-        return [
-            (host, ranks, meet if master else ()) for host, ranks in _in_table_order(hosts, table)
-        ]
+        return [(host, ranks, meet if master else ()) for host, ranks in _in_table_order(hosts, table)]
     if rank_size is None:
         return [
             (host, numbers, (*meet, "--nnodes", str(len(hosts)), "--node_rank", str(node)))
@@ -95,9 +84,7 @@ def divide(
     return [(host, range(node * size, (node + 1) * size), meet) for node, host in enumerate(hosts)]
 
 
-def _in_table_order(
-    hosts: Sequence[str], places: Sequence[RankPlacement]
-) -> list[tuple[str, range]]:
+def _in_table_order(hosts: Sequence[str], places: Sequence[RankPlacement]) -> list[tuple[str, range]]:
     """Return each server's host and ranks: by its address, or names in the table's order."""
     servers: dict[str, list[int]] = {}
     for place in places:
@@ -124,14 +111,10 @@ def _in_table_order(
 def host_command(words: Sequence[str], environ: Mapping[str, str]) -> str:
     """Return the command for a shell there, with the folder and settings of this host."""
     variables = {"PYTHON": sys.executable} | {
-        name: value
-        for name, value in sorted(environ.items())
-        if value and _PASSED_ON.fullmatch(name)
+        name: value for name, value in sorted(environ.items()) if value and _PASSED_ON.fullmatch(name)
     }
     script = str(ROOT / "scripts" / "run_distribute.sh")
-    start = shlex.join(
-        ["env", *(f"{name}={value}" for name, value in variables.items()), "bash", script, *words]
-    )
+    start = shlex.join(["env", *(f"{name}={value}" for name, value in variables.items()), "bash", script, *words])
     return f"cd {shlex.quote(str(Path.cwd()))} && {start}"
 
 

@@ -30,9 +30,7 @@ RANK_TABLE = "/user/serverid/devindex/config/hccl.json"
 ASCEND, GPU = "huawei.com/Ascend910", "nvidia.com/gpu"
 _PATH = re.compile(r"(?!.*/\.\.(/|$))/[^:\x00-\x1f\x7f]*")
 _CLAIM = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-_QUALIFIED = re.compile(
-    r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
-)
+_QUALIFIED = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _IMAGE = re.compile(r"[A-Za-z0-9][-A-Za-z0-9_./:@]*")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?")
@@ -59,18 +57,14 @@ class JobRequest:
     mode: str = flag("what run_gpt2.py does", "--run_mode", default="train", choices=RUN_MODES)
     nodes: int = flag("N: pods", required=True, type=argument(1, 9999))
     devices: int = flag("N: devices of each node, and ranks", required=True, type=argument(1, 64))
-    words: tuple[str, ...] = flag(
-        SUPPRESS, default=(), positional=True, nargs="*", metavar="section.key=value"
-    )
+    words: tuple[str, ...] = flag(SUPPRESS, default=(), positional=True, nargs="*", metavar="section.key=value")
     name: str = flag("NAME: name of the job", required=True, group="job")
     image: str = flag("NAME: image of the pods", required=True)
     output: Path | None = flag("FILE: file to write (default: standard output)")
     namespace: str = flag("NAME: namespace", default="default")
     queue: str = flag("NAME: queue of Volcano", default="default")
     restarts: int = flag(
-        "N: attempts after a failure; each resumes from the last checkpoint",
-        default=3,
-        type=argument(0, 1000),
+        "N: attempts after a failure; each resumes from the last checkpoint", default=3, type=argument(0, 1000)
     )
     mount: tuple[str, ...] = flag(
         "SOURCE:PATH: persistent volume claim, or folder of the node where SOURCE begins with /,"
@@ -79,29 +73,23 @@ class JobRequest:
         group="pods",
     )
     workdir: str = flag("PATH: folder of this project in the pod", default="/job/code")
-    resource: str | None = flag(
-        f"NAME: name of a device in Kubernetes, or none (default: {ASCEND}, {GPU})"
-    )
+    resource: str | None = flag(f"NAME: name of a device in Kubernetes, or none (default: {ASCEND}, {GPU})")
     cpu: str | None = flag("N: cores of a pod, such as 64")
     memory: str | None = flag("SIZE: memory of a pod, such as 512Gi")
     shared_memory: str = flag("SIZE: size of /dev/shm", default="16Gi")
     env: tuple[str, ...] = flag("NAME=VALUE: variable of the pods; may be repeated", default=())
     node_label: tuple[str, ...] = flag(
-        "KEY=VALUE: label that nodes must have, such as host-arch=huawei-arm; may be repeated",
-        default=(),
+        "KEY=VALUE: label that nodes must have, such as host-arch=huawei-arm; may be repeated", default=()
     )
     host_network: bool = flag(
         "give pods the network of their nodes; needed where nodes cannot reach pods", default=False
     )
     chip: str = flag(
-        "NAME: label ring-controller.atlas; ascend-910b for Atlas A2",
-        default="ascend-910",
-        group="volcano",
+        "NAME: label ring-controller.atlas; ascend-910b for Atlas A2", default="ascend-910", group="volcano"
     )
     rank_table: str = flag("PATH: path at which pods see the rank table", default=RANK_TABLE)
     fault_scheduling: Literal["grace", "force", "off"] = flag(
-        "how MindCluster ends a job on a faulty device before it starts it elsewhere",
-        default="grace",
+        "how MindCluster ends a job on a faulty device before it starts it elsewhere", default="grace"
     )
 
     def __post_init__(self) -> None:
@@ -144,9 +132,7 @@ class JobRequest:
             else:
                 _require(_CLAIM, "--mount", source, "a claim (DNS-1123) or a folder, /...")
             if place in taken:
-                raise ConfigError(
-                    f"--mount {source}:{place}: {place} is mounted twice; name it once"
-                )
+                raise ConfigError(f"--mount {source}:{place}: {place} is mounted twice; name it once")
             taken.add(place)
 
     @property
@@ -174,9 +160,7 @@ class JobRequest:
         return dict(_pairs("--node_label", self.node_label, "=", "KEY=VALUE"))
 
 
-def _pairs(
-    option: str, words: Sequence[str], separator: str, expected: str
-) -> list[tuple[str, str]]:
+def _pairs(option: str, words: Sequence[str], separator: str, expected: str) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for word in words:
         name, mark, value = word.partition(separator)

@@ -53,20 +53,14 @@ def make_children(
         cores = share if pinned else ()
         threads = len(cores) or fair
         variables = rank_variables(place, places, rendezvous, cores=threads, environ=environ)
-        children.append(
-            ProcessSpec(rank=place.rank, command=command, environment=variables, cores=cores)
-        )
+        children.append(ProcessSpec(rank=place.rank, command=command, environment=variables, cores=cores))
     if rendezvous.scheduler and own[0].rank == 0:
         variables = scheduler_variables(places, rendezvous)
-        children.append(
-            ProcessSpec(rank=-1, command=SCHEDULER, environment=variables, name="scheduler")
-        )
+        children.append(ProcessSpec(rank=-1, command=SCHEDULER, environment=variables, name="scheduler"))
     return tuple(children)
 
 
-def make_hosts(
-    places: Placement, rendezvous: Rendezvous, addresses: Sequence[str] = ()
-) -> Hosts | None:
+def make_hosts(places: Placement, rendezvous: Rendezvous, addresses: Sequence[str] = ()) -> Hosts | None:
     """Return all hosts, for the channel between their launchers; None for one host.
 
     addresses: those by which they reach each other, if the placement does not have them.
@@ -116,14 +110,11 @@ def job_of_ranks(
         rdma=request.use_rdma,
     )
     command = rank_command(request.config, request.mode, request.overrides, program=request.program)
-    children = make_children(
-        places, rendezvous, command, environ=os.environ, pinned=not request.no_pinning
-    )
+    children = make_children(places, rendezvous, command, environ=os.environ, pinned=not request.no_pinning)
     children = tuple(replace(child, folder=request.folder) for child in children)
     if config.logging.style == "fleetx":  # names of Paddle's launcher
         children = tuple(
-            child if child.name else replace(child, log_link=f"workerlog.{child.rank}")
-            for child in children
+            child if child.name else replace(child, log_link=f"workerlog.{child.rank}") for child in children
         )
     return Job(
         children=children,
@@ -136,16 +127,13 @@ def job_of_ranks(
     )
 
 
-def _warnings(
-    places: Placement, config: Run, table: RankTable | None, *, starts: bool
-) -> list[str]:
+def _warnings(places: Placement, config: Run, table: RankTable | None, *, starts: bool) -> list[str]:
     found = layout_warnings(places, config.topology)
     if table is not None:
         on_ascend = (config.backend, config.device) == ("mindspore", "auto")
         if starts and on_ascend and not hccn.npu_numbers():
             found.append(
-                "device=auto chose cpu: this machine shows no Ascend (/dev/davinciN), for which the"
-                " rank table is"
+                "device=auto chose cpu: this machine shows no Ascend (/dev/davinciN), for which the rank table is"
             )
         is_here = is_own(places.own_host) or server_of_pod(table, os.environ)
         if table.version != "2.0" and not is_here:
@@ -154,9 +142,7 @@ def _warnings(
                 " one, or the table of another cluster?"
             )
     elif given := os.environ.get("RANK_TABLE_FILE"):
-        found.append(
-            f"RANK_TABLE_FILE={given} of your environment is not used: the command names no table"
-        )
+        found.append(f"RANK_TABLE_FILE={given} of your environment is not used: the command names no table")
     return found
 
 
@@ -170,7 +156,6 @@ def ranks_here(places: Placement, request: LaunchRequest, config: RunConfig) -> 
     on_cpu = config.device == "cpu" or (config.device == "auto" and not sees_accelerator())
     has_devices = request.table is not None or not on_cpu
     ranks = ", ".join(
-        f"{place.rank} on device {place.device_id}" if has_devices else str(place.rank)
-        for place in places.own
+        f"{place.rank} on device {place.device_id}" if has_devices else str(place.rank) for place in places.own
     )
     return f"ranks of {places.own_host}: {ranks}; of {places.world_size} in all"

@@ -15,12 +15,7 @@ from pathlib import Path
 from common.accelerators import require_accelerator
 from common.cluster.environment import connect_limit
 from common.cluster.places import Placement, find_places, places_of_table, server_of_pod
-from common.cluster.rank_environment import (
-    given_port,
-    parse_master,
-    rank_command,
-    shell_text,
-)
+from common.cluster.rank_environment import given_port, parse_master, rank_command, shell_text
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import NotReadyError, read_table, wait_for_table
 from common.config.schema import RunConfig
@@ -95,11 +90,7 @@ def start(request: LaunchRequest, load: Load, check: Check) -> int:
         tell(here)
     elif not starts and not request.folder:
         show(f"# {here}\n")
-    return _run(
-        lambda number: job_of_ranks(request, config, places, table, port, starts=starts),
-        request,
-        config,
-    )
+    return _run(lambda number: job_of_ranks(request, config, places, table, port, starts=starts), request, config)
 
 
 def _read_table(path: Path, *, wait: bool) -> RankTable:
@@ -165,9 +156,7 @@ def _check_first(config: Run, request: LaunchRequest, check: Check) -> None:
 def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None, load: Load) -> int:
     """Show, or run over ssh, one run_distribute.sh per host."""
     if request.nnodes is not None or request.node_rank is not None or request.node_ips:
-        raise ConfigError(
-            "--nnodes, --node_rank and --node_ips follow from --hosts; leave them out"
-        )
+        raise ConfigError("--nnodes, --node_rank and --node_ips follow from --hosts; leave them out")
     address, port = parse_master(request.master)
     parts = divide(
         parse_hosts(hosts),
@@ -181,11 +170,7 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None, lo
     before += [] if request.max_restarts is None else ["--max_restarts", str(request.max_restarts)]
     before += ["--program", str(request.program)] if request.program else []
     before += ["--log_dir", str(absolute(str(request.log_dir)))] if request.log_dir else []
-    after = [
-        request.mode,
-        *([] if request.rank_size is None else [str(request.rank_size)]),
-        *request.overrides,
-    ]
+    after = [request.mode, *([] if request.rank_size is None else [str(request.rank_size)]), *request.overrides]
     children = []
     for node, (host, numbers, options) in enumerate(parts):
         paths = [str(request.table or NO_TABLE[0]), str(request.config)]
@@ -197,11 +182,7 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None, lo
         text = host_command(words, os.environ)
         title = f"host {host}"
         command = (sys.executable, str(TOOL), "over_ssh", host, text)
-        children.append(
-            ProcessSpec(
-                rank=node, command=command, environment={}, folder=f"host_{host}", title=title
-            )
-        )
+        children.append(ProcessSpec(rank=node, command=command, environment={}, folder=f"host_{host}", title=title))
         show(f"# host {node}: {host}\n{text}\n")
     if not request.ssh or is_asked("DRY_RUN"):
         return 0
@@ -216,9 +197,7 @@ def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None, lo
     return _run(lambda number: job, request)
 
 
-def _run(
-    make_job: Callable[[int], Job], request: LaunchRequest, config: RunConfig | None = None
-) -> int:
+def _run(make_job: Callable[[int], Job], request: LaunchRequest, config: RunConfig | None = None) -> int:
     """Supervise the attempts of this host, unless DRY_RUN shows the first, or DETACH leaves them to
     another process. config: of a run whose training may be started again.
     """
@@ -230,9 +209,7 @@ def _run(
             link = f", also {child.log_link}" if child.log_link else ""
             head = f"\n# {child}: logs in {job.log_folder / child.log_folder}{link}{cores}"
             own = [
-                f"{name}={value}"
-                for name, value in child.environment.items()
-                if full.environment.get(name) != value
+                f"{name}={value}" for name, value in child.environment.items() if full.environment.get(name) != value
             ]
             if child is full or child.command != full.command:
                 show(f"{head}\n{shell_text(child.environment, child.command)}")
@@ -266,9 +243,7 @@ def _detach(folder: Path, request: LaunchRequest) -> int:
                 start_new_session=True,
             )
     except OSError as error:
-        raise ConfigError(
-            f"{log}: cannot be written: {error.strerror or error}; give --log_dir DIR"
-        ) from None
+        raise ConfigError(f"{log}: cannot be written: {error.strerror or error}; give --log_dir DIR") from None
     tell(f"started in the background: process {process.pid}, messages in {log}")
     tell(f"stop it, so that its ranks save: kill {process.pid}")
     return 0

@@ -29,10 +29,7 @@ def settle_nodes(request: LaunchRequest, *, meet: bool) -> LaunchRequest:
     place = _place_by_environment() if all(item is None for item in given) else None
     if place is not None:
         source = "the step of Slurm" if place.launcher == "srun" else "the pod's environment"
-        tell(
-            f"hosts by {source}: {place.world_size}, this is number {place.rank}, rank 0 is on"
-            f" {place.master}"
-        )
+        tell(f"hosts by {source}: {place.world_size}, this is number {place.rank}, rank 0 is on {place.master}")
         return _with_nodes(request, place.world_size, place.rank, str(place.master), place.port)
     host, port = parse_master(request.master)
     known = request.node_rank is not None or request.rank_size is not None or request.table
@@ -99,8 +96,7 @@ def _place_by_address(request: LaunchRequest) -> LaunchRequest:
     addresses = request.addresses
     if request.nnodes not in (None, len(addresses)) or request.node_rank is not None:
         raise ConfigError(
-            f"--node_ips names {len(addresses)} hosts and says which is which; leave --nnodes and"
-            " --node_rank out"
+            f"--node_ips names {len(addresses)} hosts and says which is which; leave --nnodes and --node_rank out"
         )
     own = [number for number, address in enumerate(addresses) if is_here(address)]
     if len(own) != 1 and request.mode != "plan":
@@ -115,8 +111,6 @@ def _place_by_address(request: LaunchRequest) -> LaunchRequest:
     return replace(placed, master=request.master or placed.master)
 
 
-def _with_nodes(
-    request: LaunchRequest, nodes: int, node: int, master: str, port: int | None
-) -> LaunchRequest:
+def _with_nodes(request: LaunchRequest, nodes: int, node: int, master: str, port: int | None) -> LaunchRequest:
     address = f"[{master}]" if ":" in master else master
     return replace(request, nnodes=nodes, node_rank=node, master=f"{address}:{port}")

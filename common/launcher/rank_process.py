@@ -104,10 +104,7 @@ class RankState:
             why = "; its process waits for a disk or a driver (state D)"
         elif self.is_silent:
             why = f"; its process has given no sign of life for {self.silent:.0f} s"
-        return (
-            f"{self.name} has made no progress for {self.idle:.0f} s: {where}{why}; its log:"
-            f" {self.log}"
-        )
+        return f"{self.name} has made no progress for {self.idle:.0f} s: {where}{why}; its log: {self.log}"
 
     @property
     def is_stopped(self) -> bool:
@@ -126,9 +123,7 @@ class RankState:
 
 def stalled_ranks(states: Sequence[RankState]) -> list[RankState]:
     """Return the ranks that the others wait for: the stopped, else the silent, else the last."""
-    stopped = [state for state in states if state.is_stopped] or [
-        state for state in states if state.is_silent
-    ]
+    stopped = [state for state in states if state.is_stopped] or [state for state in states if state.is_silent]
     first = min(state.position for state in states)
     return stopped or [state for state in states if state.position == first]
 
@@ -178,9 +173,7 @@ class RankLog:
         """Return the last lines of this run, cut to a size for a terminal and a message."""
         text = self.read(max(self.start, self._size() - _TAIL_BYTES))[0]
         # a progress bar is cut to its last state
-        lines = [
-            line.rpartition("\r")[2] or line for line in text.replace("\r\n", "\n").split("\n")
-        ]
+        lines = [line.rpartition("\r")[2] or line for line in text.replace("\r\n", "\n").split("\n")]
         found = [line.strip("\r")[:_LINE_LENGTH] for line in lines if line.strip()]
         return found[-_TAIL_LINES:] or ["(nothing)"]
 
@@ -291,11 +284,7 @@ class RankProcess:
             self.log.begin(str(self.spec), self.spec.command, environment)
             with self.log.file as file:
                 self._process = descendants.start(
-                    self.spec.command,
-                    cores=self.spec.cores,
-                    env=environment,
-                    stdout=file,
-                    pass_fds=(writing,),
+                    self.spec.command, cores=self.spec.cores, env=environment, stdout=file, pass_fds=(writing,)
                 )
         finally:
             os.close(writing)

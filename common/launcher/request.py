@@ -23,19 +23,14 @@ USAGE = (
     " [CONFIG_PATH] [DEVICE_RANGE] [RUN_MODE] [RANK_SIZE]  for several machines\nsection.key=value"
     " words may follow; RANK_TABLE_FILE none: no rank table; more: bash run_distribute.sh --help"
 )
-USAGE_STANDALONE = (
-    "Usage Help: bash run_standalone.sh [CONFIG_PATH] [DEVICE_ID] [RUN_MODE]"
-    " [section.key=value ...]"
-)
+USAGE_STANDALONE = "Usage Help: bash run_standalone.sh [CONFIG_PATH] [DEVICE_ID] [RUN_MODE] [section.key=value ...]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of run_standalone.sh."""
 
-    log_dir: Path | None = flag(
-        "DIR: folder for the logs, mf_parallel{rank}/ (default: output_dir of the config)"
-    )
+    log_dir: Path | None = flag("DIR: folder for the logs, mf_parallel{rank}/ (default: output_dir of the config)")
     quiet: bool = flag("do not show what the first rank writes: progress, losses, results")
     max_restarts: int | None = flag(
         "N: times to start all ranks again after a failure, from the newest complete checkpoint"
@@ -53,14 +48,10 @@ class Options:
 class DistributeOptions(Options):
     """Options of run_distribute.sh."""
 
-    master: str | None = flag(
-        "IP:PORT: address of the host of rank 0 and a port, where the ranks meet"
-    )
+    master: str | None = flag("IP:PORT: address of the host of rank 0 and a port, where the ranks meet")
     devices: str | None = flag("N,N: numbers of the devices of this machine, in place of the range")
     nnodes: int | None = flag(
-        "N: number of hosts, without a rank table",
-        *("--nnodes", "--num_nodes", "--num-nodes"),
-        type=argument(1),
+        "N: number of hosts, without a rank table", *("--nnodes", "--num_nodes", "--num-nodes"), type=argument(1)
     )
     node_rank: int | None = flag(
         "K: number of this host, from 0, without a rank table (default: the host of --master is 0,"
@@ -73,15 +64,12 @@ class DistributeOptions(Options):
         *("--node_ips", "--node-ips"),
     )
     use_rdma: bool = flag(
-        "let NCCL talk to other hosts only over InfiniBand or RoCE; HCCL always does",
-        *("--use_rdma", "--use-rdma"),
+        "let NCCL talk to other hosts only over InfiniBand or RoCE; HCCL always does", *("--use_rdma", "--use-rdma")
     )
     hosts: str | None = flag("A,B: show the command of every host, that of rank 0 first")
     ssh: bool = flag("run the commands of --hosts over ssh, and wait")
     all_ranks: bool = flag("plan shows every rank's variables and command")
-    accelerator: str | None = flag(
-        'NAME: plan estimates the time of a step on it, such as "Ascend 910A"'
-    )
+    accelerator: str | None = flag('NAME: plan estimates the time of a step on it, such as "Ascend 910A"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +92,7 @@ class LaunchRequest(DistributeOptions):
     addresses: tuple[str, ...] = ()
 
 
-def parse_distribute(
-    options: DistributeOptions, modes: Sequence[str], argv: tuple[str, ...]
-) -> LaunchRequest:
+def parse_distribute(options: DistributeOptions, modes: Sequence[str], argv: tuple[str, ...]) -> LaunchRequest:
     """Return the request. Raises ConfigError, in the order that users of the script know."""
     words, devices = options.words, options.devices
     if devices is not None:  # a list in place of the range
@@ -145,15 +131,11 @@ def parse_distribute(
     )
 
 
-def parse_standalone(
-    options: Options, modes: Sequence[str], argv: tuple[str, ...]
-) -> LaunchRequest:
+def parse_standalone(options: Options, modes: Sequence[str], argv: tuple[str, ...]) -> LaunchRequest:
     """Return the request for one device. Raises ConfigError."""
     words = options.words
     if len(words) < 3:
-        raise ConfigError(
-            f"{len(words)} arguments, expected CONFIG_PATH DEVICE_ID RUN_MODE\n{USAGE_STANDALONE}"
-        )
+        raise ConfigError(f"{len(words)} arguments, expected CONFIG_PATH DEVICE_ID RUN_MODE\n{USAGE_STANDALONE}")
     config = _file(words[0], "config_path")
     device = whole_number(words[1], most_digits=9)
     if device is None:

@@ -27,13 +27,7 @@ from common.cluster.environment import connect_limit
 from common.errors import DataError, signal_name
 from common.failures.explain import Found, find_errors, language_of, merged
 from common.launcher.host_channel import LOOK_SECONDS, Host, HostChannel, Hosts, Message
-from common.launcher.rank_process import (
-    ProcessSpec,
-    RankProcess,
-    RankState,
-    set_aside,
-    stalled_ranks,
-)
+from common.launcher.rank_process import ProcessSpec, RankProcess, RankState, set_aside, stalled_ranks
 from common.launcher.terminal import Terminal
 from common.processes.heartbeat import DUMP_SIGNAL
 from common.processes.process_tree import Descendants, in_words, watch
@@ -119,9 +113,7 @@ class Outcome:
     """All lines about the failure, with the last ones of the logs that tell more."""
 
 
-def run_attempts(
-    make_job: Callable[[int], Job], *, most: int = 0, folder: Path | None = None
-) -> Outcome:
+def run_attempts(make_job: Callable[[int], Job], *, most: int = 0, folder: Path | None = None) -> Outcome:
     """Run a job, again after a failure that another attempt may overcome, at most ``most`` times.
 
     make_job: returns the job of an attempt by its number, from 0, for the same hosts and ranks.
@@ -178,9 +170,7 @@ def _handling(handlers: Mapping[int, Any]) -> Iterator[dict[int, Any]]:
 class _Supervisor:
     """Supervisor of all attempts of a run on this host."""
 
-    def __init__(
-        self, make_job: Callable[[int], Job], most: int, folder: Path | None, terminal: Terminal
-    ) -> None:
+    def __init__(self, make_job: Callable[[int], Job], most: int, folder: Path | None, terminal: Terminal) -> None:
         self._make_job, self._most, self._folder = make_job, most, folder
         self._job, self._terminal = make_job(0), terminal
         hosts = self._job.hosts or _ALONE
@@ -259,9 +249,7 @@ class _Supervisor:
         self._end, self._decides = {}, self._is_first
         if not self._meet():
             number, _, where = self._stops[0]
-            self._terminal.say(
-                f"stopped by {signal_name(number)}{where}, before the ranks were started"
-            )
+            self._terminal.say(f"stopped by {signal_name(number)}{where}, before the ranks were started")
             return Outcome(code=128 + number)
         self._began = time.monotonic()
         with Descendants(_KILL_SECONDS) as descendants:
@@ -310,9 +298,7 @@ class _Supervisor:
         if self._before:
             kept = [set_aside(self._job.log_folder / child.log) for child in self._job.children]
             if any(kept):
-                self._terminal.say(
-                    f"logs of the attempt before: {next(filter(None, kept))}, and beside it"
-                )
+                self._terminal.say(f"logs of the attempt before: {next(filter(None, kept))}, and beside it")
             self._open_logs()
         if self._job.when_met is not None:
             with _handling(self._handlers_before):
@@ -345,17 +331,14 @@ class _Supervisor:
                 break
             watch(pid, partial(self._note_exit, process))
         self._terminal.say(
-            f"started {self._names()}; logs: {self._logs()}; to stop and save: Ctrl-C, or kill"
-            f" {os.getpid()}"
+            f"started {self._names()}; logs: {self._logs()}; to stop and save: Ctrl-C, or kill {os.getpid()}"
         )
         if self._stops:
             self._stop_ranks()
 
     def _names(self, ranks: Collection[int] | None = None) -> str:
         """Return the numbers or titles of all ranks here, or of some."""
-        found = [
-            process.spec for process in self._ranks if ranks is None or process.spec.rank in ranks
-        ]
+        found = [process.spec for process in self._ranks if ranks is None or process.spec.rank in ranks]
         if any(spec.title for spec in found):
             return ", ".join(map(str, found))
         return rank_names([spec.rank for spec in found])
@@ -407,9 +390,7 @@ class _Supervisor:
         # a signal to the rank itself, after which all ranks stop together
         if not self._stops and code in _CLEAN_EXITS and code != 0:
             self._stops.append((code - 128, time.monotonic(), ""))
-            self._terminal.say(
-                f"{process.name} was stopped by {signal_name(code - 128)}; waiting for the others"
-            )
+            self._terminal.say(f"{process.name} was stopped by {signal_name(code - 128)}; waiting for the others")
         if code in _CLEAN_EXITS:
             return
         if self._stops and code == -signal.SIGTERM:
@@ -601,9 +582,7 @@ class _Supervisor:
             lines += [f"    {line}" for line in log.last_lines()]
         lines += self._known_errors()
         here = "" if over_ssh else " here"
-        self._terminal.say(
-            "\n".join([*lines, f"all {all_of}{here} were ended; exit code {code}"]), error=True
-        )
+        self._terminal.say("\n".join([*lines, f"all {all_of}{here} were ended; exit code {code}"]), error=True)
         return "\n".join(lines)
 
     def _known_errors(self) -> list[str]:

@@ -30,9 +30,7 @@ class Terminal:
         """Text of the live line; empty for none."""
         self._in_a_line = False
         """Whether the last copied text has no line end yet."""
-        self._has_live_line = (
-            sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-        )
+        self._has_live_line = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._texts: queue.Queue[tuple[TextIO, str] | None] = queue.Queue(maxsize=1000)
         self._thread = threading.Thread(target=self._write, name="terminal", daemon=True)
         self._thread.start()

@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 SCHEMES = ("obs", "s3", "file")
 TOP_LEVEL = ("backend", "engine", "device", "seed", "precision")
 """Keys outside of sections, with a flag of the same name; output_dir has rules of its own."""
-_OWN = {
-    "help": False,
-    **{name: options.get("action") != "store_true" for name, options in FLAGS.items()},
-}
+_OWN = {"help": False, **{name: options.get("action") != "store_true" for name, options in FLAGS.items()}}
 """Flags of run_gpt2.py, and whether they take a value."""
 _KEYS = {
     "dataset": "data.train",
@@ -108,8 +105,7 @@ def translate(argv: Sequence[str], environ: Mapping[str, str]) -> ModelArtsJob:
         elif inside:
             value = _value_of_unknown(given, rest)
             job.remarks.append(
-                f"--{match[1]}{value} is not an argument of this program; ignored, as it may be"
-                " the platform's"
+                f"--{match[1]}{value} is not an argument of this program; ignored, as it may be the platform's"
             )
         else:
             job.argv.append(argument)
@@ -142,11 +138,7 @@ def _means_mindspore(argv: Sequence[str], file: ConfigFile | None) -> bool:
     """
     if any(re.match("(--)?backend(=|$)", word) for word in argv):
         return False
-    asked = [
-        word.rpartition("=")[2]
-        for word in argv
-        if re.match(r"(--)?(context\.)?device_target=", word)
-    ]
+    asked = [word.rpartition("=")[2] for word in argv if re.match(r"(--)?(context\.)?device_target=", word)]
     asked += [_value_of(name, argv) or "" for name in ("device_target", "context.device_target")]
     try:
         opened = None if file is None else replace(file, fill=None).open()  # without a checkpoint
@@ -176,22 +168,16 @@ def describe_flags() -> str:
         return " ".join(f"--{name}" for name in names)
 
     rows = {
-        **{
-            flags([name for name in _KEYS if _KEYS[name] == key]): key
-            for key in dict.fromkeys(_KEYS.values())
-        },
+        **{flags([name for name in _KEYS if _KEYS[name] == key]): key for key in dict.fromkeys(_KEYS.values())},
         flags(TOP_LEVEL): "the key of the same name",
         flags(_OUTPUT): "output_dir, or the URL to which it is copied at the end",
-        flags(
-            _CHECKPOINT
-        ): "checkpoint.resume (train), checkpoint.init_from (finetune), else checkpoint.load",
+        flags(_CHECKPOINT): "checkpoint.resume (train), checkpoint.init_from (finetune), else checkpoint.load",
         "--predict_data": "predict.prompt, or predict.prompt_file where it is a file",
         "--use_parallel": "False: one process, if no launcher has started ranks",
         "--profile": "True: profile.start=1 profile.stop=10; False: no trace",
         "--sink_mode": "False: train.sink_size=1",
         "--enable_modelarts": "found in the environment; accepted and ignored",
-        "--num_samples": "train.num_samples, the windows of an epoch; in eval"
-        " evaluation.max_samples",
+        "--num_samples": "train.num_samples, the windows of an epoch; in eval evaluation.max_samples",
         "--options": "section.key=value overrides after it",
         flags(tuple(_NOTED)): "logged, without effect",
     }
@@ -219,8 +205,7 @@ def _output(job: ModelArtsJob, name: str, value: str) -> None:
         job.argv.append(f"output_dir={value}")
     elif job.output_url not in (None, value):
         raise ConfigError(
-            f"--{name}={value}, but the output is already to be copied to {job.output_url}; give"
-            " one of them"
+            f"--{name}={value}, but the output is already to be copied to {job.output_url}; give one of them"
         )
     else:
         job.output_url = value
@@ -285,11 +270,7 @@ def _config(value: str, inside: bool) -> str:
             " put it into the code folder and give its path there, such as"
             " --config=configs/gpt2/run_gpt2.yaml"
         )
-    return (
-        str(ROOT / value)
-        if inside and not Path(value).exists() and (ROOT / value).is_file()
-        else value
-    )
+    return str(ROOT / value) if inside and not Path(value).exists() and (ROOT / value).is_file() else value
 
 
 def _options(given: str | None, rest: deque[str]) -> list[str]:
@@ -297,9 +278,7 @@ def _options(given: str | None, rest: deque[str]) -> list[str]:
     while rest and not rest[0].startswith("--"):
         values.append(rest.popleft())
     if not values or not all("=" in value for value in values):
-        raise ConfigError(
-            f"--options {' '.join(values)}: expected section.key=value overrides after it"
-        )
+        raise ConfigError(f"--options {' '.join(values)}: expected section.key=value overrides after it")
     return values
 
 

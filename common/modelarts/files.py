@@ -17,13 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from common.checkpoint.folders import (
-    LATEST,
-    find_checkpoint,
-    point_latest,
-    step_of,
-    whole_checkpoints,
-)
+from common.checkpoint.folders import LATEST, find_checkpoint, point_latest, step_of, whole_checkpoints
 from common.checkpoint.manifest import MANIFEST
 from common.cluster.environment import in_modelarts
 from common.config.load import flatten
@@ -58,11 +52,7 @@ def output_url(config: RunConfig, given: str | None) -> str | None:
 
 
 def bring_files(
-    config: RunConfig,
-    overrides: Sequence[str],
-    url: str | None,
-    ranks: Sequence[int],
-    environ: Mapping[str, str],
+    config: RunConfig, overrides: Sequence[str], url: str | None, ranks: Sequence[int], environ: Mapping[str, str]
 ) -> list[str]:
     """Copy input, and output of an earlier start, to this host. Returns overrides that name the
     copies.
@@ -157,25 +147,17 @@ def find_checkpoint_url(url: str) -> str | None:
     if MANIFEST in names:
         return folder
     if any(name.startswith("checkpoints/") for name in names):
-        folder, names = (
-            join(folder, "checkpoints"),
-            {name.removeprefix("checkpoints/") for name in names},
-        )
+        folder, names = (join(folder, "checkpoints"), {name.removeprefix("checkpoints/") for name in names})
     steps = (name.partition("/") for name in names)
     whole = [step for step, _, rest in steps if rest == MANIFEST and step_of(step) >= 0]
     whole.sort(key=step_of)
     if not whole:
         return None
-    named = (
-        stores.read(join(folder, LATEST)).decode(errors="replace").strip()
-        if LATEST in names
-        else whole[-1]
-    )
+    named = stores.read(join(folder, LATEST)).decode(errors="replace").strip() if LATEST in names else whole[-1]
     if named in whole:
         return join(folder, named)
     LOG.warning(
-        f"{join(folder, LATEST)} names {named!r}, which is not a complete checkpoint there; using"
-        f" {whole[-1]} instead"
+        f"{join(folder, LATEST)} names {named!r}, which is not a complete checkpoint there; using {whole[-1]} instead"
     )
     return join(folder, whole[-1])
 
@@ -218,8 +200,7 @@ def bring_output(url: str, folder: Path, ranks: Sequence[int]) -> None:
         _refresh(newest, checkpoints)
     elif mine < step_of(base_name(newest)):
         LOG.warning(
-            f"{folder} holds {f'step {mine}' if mine else 'no checkpoint'}; {newest} is newer, and"
-            " copied there"
+            f"{folder} holds {f'step {mine}' if mine else 'no checkpoint'}; {newest} is newer, and copied there"
         )
         _refresh(newest, checkpoints)
         if stores.files(join(url, _METRICS)):

@@ -8,13 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.backends import run_backend
-from common.cluster.environment import (
-    ALONE,
-    Process,
-    connect_limit,
-    find_process,
-    in_modelarts,
-)
+from common.cluster.environment import ALONE, Process, connect_limit, find_process, in_modelarts
 from common.cluster.places import Placement, RankPlacement, place_hosts, places_of_table
 from common.cluster.rank_environment import make_rendezvous, rank_command
 from common.cluster.rank_table import RankTable
@@ -73,9 +67,7 @@ def run_job(
             run_backend(run_mode, config, process)
 
 
-def ranks_to_copy(
-    process: Process, environ: Mapping[str, str], *, one_process: bool
-) -> tuple[int, ...]:
+def ranks_to_copy(process: Process, environ: Mapping[str, str], *, one_process: bool) -> tuple[int, ...]:
     """Return the ranks whose output this process copies: those of its host if it is their first.
 
     one_process: every host runs the same program by itself, and only the first host's output is
@@ -94,8 +86,7 @@ def ranks_to_copy(
     if places.own_host == places.hosts[0]:
         return (0,)
     LOG.warning(
-        f"--use_parallel=False: this host runs the same as {places.hosts[0]}, whose output is"
-        " copied; ask for one node"
+        f"--use_parallel=False: this host runs the same as {places.hosts[0]}, whose output is copied; ask for one node"
     )
     return ()
 
@@ -121,20 +112,14 @@ def platform_variables(process: Process, environ: Mapping[str, str]) -> dict[str
 def must_start_ranks(environ: Mapping[str, str]) -> bool:
     """Tell whether ModelArts started one process, without a rank, for several devices or hosts."""
     if not in_modelarts(environ) or any(
-        environ.get(name)
-        for name in ("RANK", "RANK_ID", "MS_ROLE", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+        environ.get(name) for name in ("RANK", "RANK_ID", "MS_ROLE", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
     ):
         return False
     return _device_count(environ) > 1 or len(_host_names(environ)) > 1
 
 
 def start_ranks(
-    file: ConfigFile,
-    run_mode: str,
-    overrides: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    url: str | None = None,
+    file: ConfigFile, run_mode: str, overrides: Sequence[str], environ: Mapping[str, str], *, url: str | None = None
 ) -> None:
     """Start a rank for each device of this host, and wait for all.
 
@@ -160,17 +145,10 @@ def start_ranks(
         if url is not None and number and 0 in ranks and len(places.hosts) > 1:
             send_checkpoint(url, folder)
         rendezvous = make_rendezvous(
-            places,
-            port=None,
-            table=table_file,
-            backend=config.backend,
-            environ=environ,
-            on_cpu=config.device == "cpu",
+            places, port=None, table=table_file, backend=config.backend, environ=environ, on_cpu=config.device == "cpu"
         )
         return Job(
-            children=make_children(
-                places, rendezvous, rank_command(file.path, run_mode, overrides), environ=environ
-            ),
+            children=make_children(places, rendezvous, rank_command(file.path, run_mode, overrides), environ=environ),
             log_folder=folder,
             stall_limit=config.runtime.stall_limit,
             follow=True,
@@ -194,10 +172,7 @@ def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Placement]:
             hosts = list(dict.fromkeys(place.host for place in places))
             own = environ.get("MA_CURRENT_IP", "")
             if own not in hosts:
-                own = next(
-                    (host for host in hosts if is_own(host)),
-                    hosts[index] if index < len(hosts) else "",
-                )
+                own = next((host for host in hosts if is_own(host)), hosts[index] if index < len(hosts) else "")
             if not own:
                 raise ConfigError(
                     f"environment: neither MA_CURRENT_IP={environ.get('MA_CURRENT_IP', '')} nor"
@@ -205,19 +180,15 @@ def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Placement]:
                     f" RANK_TABLE_FILE={environ['RANK_TABLE_FILE']} this is: it holds"
                     f" {', '.join(hosts)}"
                 )
-            return path, place_hosts(
-                places, own, names[0] if len(names) > 1 and len(hosts) > 1 else None
-            )
+            return path, place_hosts(places, own, names[0] if len(names) > 1 and len(hosts) > 1 else None)
     if index >= len(names):
         raise ConfigError(
-            f"environment: VC_TASK_INDEX={index}, but VC_WORKER_HOSTS names {len(names)}:"
-            f" {', '.join(names)}"
+            f"environment: VC_TASK_INDEX={index}, but VC_WORKER_HOSTS names {len(names)}: {', '.join(names)}"
         )
     devices = _device_count(environ)
     if devices * len(names) > MAX_RANKS:
         raise ConfigError(
-            f"environment: MA_NUM_GPUS={devices} on {len(names)} hosts are more ranks than a job"
-            f" can have, {MAX_RANKS}"
+            f"environment: MA_NUM_GPUS={devices} on {len(names)} hosts are more ranks than a job can have, {MAX_RANKS}"
         )
     everyone = tuple(
         RankPlacement(rank=node * devices + device, device_id=device, local_rank=device, host=host)
@@ -278,7 +249,5 @@ def _number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
     text = environ.get(name) or str(otherwise)
     number = whole_number(text)
     if number is None or number > MAX_RANKS:
-        raise ConfigError(
-            f"environment: {name}={shortened(text)}: expected a whole number, {MAX_RANKS} at most"
-        )
+        raise ConfigError(f"environment: {name}={shortened(text)}: expected a whole number, {MAX_RANKS} at most")
     return number

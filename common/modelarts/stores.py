@@ -54,9 +54,7 @@ def find_store(url: str) -> Any:
     needed and not there.
     """
     if not is_url(url):
-        raise ConfigError(
-            f"{url}: expected a URL that starts with {', '.join(f'{name}://' for name in SCHEMES)}"
-        )
+        raise ConfigError(f"{url}: expected a URL that starts with {', '.join(f'{name}://' for name in SCHEMES)}")
     if url.startswith("file://"):
         return Folders
     try:
@@ -90,9 +88,7 @@ class Folders:
     @staticmethod
     def stat(url: str) -> Any:
         found = _path(url).stat()
-        return SimpleNamespace(
-            length=found.st_size, mtime_nsec=found.st_mtime_ns, is_directory=_path(url).is_dir()
-        )
+        return SimpleNamespace(length=found.st_size, mtime_nsec=found.st_mtime_ns, is_directory=_path(url).is_dir())
 
     @staticmethod
     def copy(source: str, target: str) -> None:
@@ -157,8 +153,7 @@ def pull_once(url: str, folder: Path) -> Path:
             ) from None
         except OSError as error:
             raise StorageError(
-                f"{lock.parent}: cannot be written: {error.strerror}; choose a writable folder for"
-                f" {url}"
+                f"{lock.parent}: cannot be written: {error.strerror}; choose a writable folder for {url}"
             ) from None
         _pull(url, folder)
     return _copied(url, folder)

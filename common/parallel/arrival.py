@@ -52,9 +52,7 @@ class Arrival:
         if waited >= self._next:
             self._next = waited + _AGAIN_SECONDS
             if aloud:
-                LOG.warning(
-                    f"{self} waits at {self._address}:{self._port} for {awaited()}; {waited:.0f} s"
-                )
+                LOG.warning(f"{self} waits at {self._address}:{self._port} for {awaited()}; {waited:.0f} s")
         time.sleep(min(0.5, 0.01 + waited / 10))
 
     def reach(self, host: str) -> None:

@@ -46,10 +46,7 @@ def plan_batch(
     naming the numbers that contradict each other.
     """
     if global_batch is None and micro_batch is None:
-        raise ConfigError(
-            "train.micro_batch_size and train.global_batch_size are both left out; give at least"
-            " one"
-        )
+        raise ConfigError("train.micro_batch_size and train.global_batch_size are both left out; give at least one")
     if global_batch is None:
         assert micro_batch is not None
         accumulation = accumulation or 1
@@ -57,20 +54,14 @@ def plan_batch(
     elif micro_batch is None:
         accumulation = accumulation or 1
         micro_batch = _quotient(
-            global_batch,
-            "data parallel x accumulation",
-            data_parallel * accumulation,
-            "micro batch",
+            global_batch, "data parallel x accumulation", data_parallel * accumulation, "micro batch"
         )
     elif accumulation is None:
         accumulation = _quotient(
             global_batch, "micro batch x data parallel", micro_batch * data_parallel, "accumulation"
         )
     plan = BatchPlan(
-        global_batch=global_batch,
-        micro_batch=micro_batch,
-        data_parallel=data_parallel,
-        accumulation=accumulation,
+        global_batch=global_batch, micro_batch=micro_batch, data_parallel=data_parallel, accumulation=accumulation
     )
     product = micro_batch * data_parallel * accumulation
     if product != global_batch:
@@ -93,9 +84,7 @@ def _quotient(whole: int, what: str, part: int, wanted: str) -> int:
     return whole // part
 
 
-def plan_data_parallel(
-    *, world_size: int, model_parallel: int, pipeline_stage: int, data_parallel: int | None
-) -> int:
+def plan_data_parallel(*, world_size: int, model_parallel: int, pipeline_stage: int, data_parallel: int | None) -> int:
     """Return the data-parallel ranks: those left after tensor and pipeline parallelism.
 
     Raises ConfigError unless data x tensor x pipeline equals ``world_size`` exactly, and for more
@@ -104,8 +93,7 @@ def plan_data_parallel(
     split = model_parallel * pipeline_stage
     if world_size > MAX_RANKS:
         raise ConfigError(
-            f"a run of {world_size} ranks is asked for, and {MAX_RANKS} is the most here; lower the"
-            " parallel sizes"
+            f"a run of {world_size} ranks is asked for, and {MAX_RANKS} is the most here; lower the parallel sizes"
         )
     if data_parallel is not None and data_parallel * split != world_size:
         raise ConfigError(
@@ -129,11 +117,7 @@ def check_divides(part_name: str, part: int, whole_name: str, whole: int) -> Non
     if whole % part:
         found = divisors(whole)
         several = len(found) > _DIVISORS_SHOWN
-        near = (
-            sorted(sorted(found, key=lambda number: abs(number - part))[:_DIVISORS_SHOWN])
-            if several
-            else found
-        )
+        near = sorted(sorted(found, key=lambda number: abs(number - part))[:_DIVISORS_SHOWN]) if several else found
         choices = " or ".join(filter(None, [", ".join(map(str, near[:-1])), str(near[-1])]))
         raise ConfigError(
             f"{part_name}={part} does not divide {whole_name}={whole}; choose"

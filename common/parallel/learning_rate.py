@@ -31,9 +31,7 @@ def learning_rate(optimizer: ResolvedOptimizer, position: int) -> float:
     if optimizer.schedule == "cosine":
         shape = 0.5 * (1.0 + math.cos(math.pi * progress))
     else:
-        shape = math.pow(
-            1.0 - progress, optimizer.power if optimizer.schedule == "polynomial" else 1.0
-        )
+        shape = math.pow(1.0 - progress, optimizer.power if optimizer.schedule == "polynomial" else 1.0)
     return floor + (peak - floor) * shape
 
 
@@ -61,14 +59,9 @@ def schedule_warnings(config: Run) -> list[str]:
 
     An end that lies between half of the run and one and a half of it is taken as wanted.
     """
-    optimizer, unit, steps = (
-        config.optimizer,
-        config.optimizer.schedule_unit,
-        config.train.steps,
-    )
+    optimizer, unit, steps = (config.optimizer, config.optimizer.schedule_unit, config.train.steps)
     length, before_last = (
-        (config.batch_sizes.samples_after(count) if unit == "samples" else count)
-        for count in (steps, steps - 1)
+        (config.batch_sizes.samples_after(count) if unit == "samples" else count) for count in (steps, steps - 1)
     )
     reached = learning_rate(optimizer, optimizer.schedule_start + before_last)
     part = reached / optimizer.learning_rate

@@ -68,14 +68,7 @@ def operator_strategies(config: Run, *, fused: bool = False) -> dict[str, Strate
         }
     for name in ("h.*.ln_1", "h.*.ln_2", "ln_f"):
         plan[f"{name}.layer_norm"] = Strategy(inputs=(stream, (1,), (1,)))
-    for name in (
-        "attn.q_proj",
-        "attn.k_proj",
-        "attn.v_proj",
-        "attn.c_proj",
-        "mlp.c_fc",
-        "mlp.c_proj",
-    ):
+    for name in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
         plan |= _linear(name, data, tensor, rows)
     return plan | _loss(config, data, tensor)
 
@@ -85,9 +78,7 @@ def _linear(name: str, data: int, tensor: int, rows: int) -> dict[str, Strategy]
         product = Strategy(inputs=((data, 1), (tensor, 1)))
         add = Strategy(inputs=((data, tensor), (tensor,)))
     else:
-        product = Strategy(
-            inputs=((data, tensor), (1, tensor)), output=(rows, 1) if rows > data else None
-        )
+        product = Strategy(inputs=((data, tensor), (1, tensor)), output=(rows, 1) if rows > data else None)
         add = Strategy(inputs=((rows, 1), (1,)))
     return {f"h.*.{name}.matmul": product, f"h.*.{name}.add": add}
 
@@ -124,9 +115,7 @@ def splits_vocabulary(config: Run) -> bool:
     ``vocab_emb_dp``.
     """
     parallel = config.parallel
-    return parallel.model_parallel > 1 and not (
-        parallel.vocab_emb_dp and parallel.pipeline_stage == 1
-    )
+    return parallel.model_parallel > 1 and not (parallel.vocab_emb_dp and parallel.pipeline_stage == 1)
 
 
 def stage_of(name: str, config: Run) -> int:
@@ -148,10 +137,7 @@ def fusion_of(layer: int, config: Run) -> int:
     if config.parallel.pipeline_stage > 1:
         return 1
     return (
-        layer
-        * min(config.parallel.gradient_aggregation_group, config.model.num_layers)
-        // config.model.num_layers
-        + 1
+        layer * min(config.parallel.gradient_aggregation_group, config.model.num_layers) // config.model.num_layers + 1
     )
 
 
@@ -200,18 +186,9 @@ def held_slice(name: str, config: Run, at: Coordinates) -> TensorSlice:
     Slices are equal parts, first over tensor-parallel ranks, then over those of ZeRO.
     """
     shards = _shards(config) if splits_state(name, config) else 1
-    tensor, tensor_rank = (
-        (config.parallel.model_parallel, at.tensor) if _is_split(name, config) else (1, 0)
-    )
+    tensor, tensor_rank = (config.parallel.model_parallel, at.tensor) if _is_split(name, config) else (1, 0)
     shape = padded_shapes(config)[name]
-    return slice_of(
-        name,
-        shape,
-        tensor=tensor,
-        tensor_rank=tensor_rank,
-        shards=shards,
-        shard_rank=at.data % shards,
-    )
+    return slice_of(name, shape, tensor=tensor, tensor_rank=tensor_rank, shards=shards, shard_rank=at.data % shards)
 
 
 def owns(name: str, config: Run, at: Coordinates) -> bool:

@@ -54,26 +54,18 @@ def schedule_error(schedule: str, topology: Topology, micro_batches: int) -> str
     )
 
 
-def order_of_rank(
-    schedule: str, topology: Topology, place: int, micro_batches: int
-) -> list[Action]:
+def order_of_rank(schedule: str, topology: Topology, place: int, micro_batches: int) -> list[Action]:
     """Return the passes of the pipeline rank at this place in one step, in order.
 
     ``micro_batches`` must be accepted by ``schedule_error``.
     """
     match schedule:
         case "gpipe" | "1f1b":
-            return list(
-                _one_stage(place, micro_batches, _waiting(schedule, topology, place, micro_batches))
-            )
+            return list(_one_stage(place, micro_batches, _waiting(schedule, topology, place, micro_batches)))
         case "zbv_zero_bubble":
             return list(_v_shape(topology, place, micro_batches))
         case _:
-            return list(
-                _interleaved(
-                    topology, place, micro_batches, splits=schedule == "interleaved_zero_bubble"
-                )
-            )
+            return list(_interleaved(topology, place, micro_batches, splits=schedule == "interleaved_zero_bubble"))
 
 
 def _waiting(schedule: str, topology: Topology, place: int, micro_batches: int) -> int:
@@ -90,19 +82,13 @@ def _one_stage(stage: int, micro_batches: int, waiting: int) -> Iterator[Action]
             yield Action(what=Pass.FORWARD, stage=stage, micro_batch=number)
 
 
-def _interleaved(
-    topology: Topology, place: int, micro_batches: int, *, splits: bool
-) -> Iterator[Action]:
+def _interleaved(topology: Topology, place: int, micro_batches: int, *, splits: bool) -> Iterator[Action]:
     """Take a round of micro batches through each stage of the rank before the next round.
 
     Source: Megatron, arXiv 2104.04473, section 2.2. With ``splits``, weight gradients lag behind by
     as many passes as there are ranks before this one (ZB-H1, arXiv 2401.10241, section 2.3).
     """
-    virtual, stages, total = (
-        topology.virtual,
-        topology.stages_of(place),
-        micro_batches * topology.virtual,
-    )
+    virtual, stages, total = (topology.virtual, topology.stages_of(place), micro_batches * topology.virtual)
     per_round, ahead = _rounds(topology, place, micro_batches, splits=splits)
     seen: Counter[tuple[Pass, int]] = Counter()
 
@@ -187,18 +173,11 @@ def held_at_most(
     """
     stages = topology.stages_of(place)
     moments = _held_at_turns(schedule, topology, place, micro_batches)
-    most = max(
-        moments,
-        key=lambda held: sum(
-            sizes[stage] * number for stage, number in zip(stages, held, strict=True)
-        ),
-    )
+    most = max(moments, key=lambda held: sum(sizes[stage] * number for stage, number in zip(stages, held, strict=True)))
     return dict(zip(stages, most, strict=True))
 
 
-def _held_at_turns(
-    schedule: str, topology: Topology, place: int, micro_batches: int
-) -> Iterator[tuple[int, ...]]:
+def _held_at_turns(schedule: str, topology: Topology, place: int, micro_batches: int) -> Iterator[tuple[int, ...]]:
     """Yield the micro batches held by each stage of a rank, at moments that include the peak of
     memory.
 
@@ -213,11 +192,7 @@ def _held_at_turns(
         if micro_batches > down:
             yield down + 1, place
         return
-    splits, virtual, total = (
-        schedule == "interleaved_zero_bubble",
-        topology.virtual,
-        micro_batches * topology.virtual,
-    )
+    splits, virtual, total = (schedule == "interleaved_zero_bubble", topology.virtual, micro_batches * topology.virtual)
     per_round, ahead = _rounds(topology, place, micro_batches, splits=splits)
     lag = ahead + (place if splits else 0)
 
@@ -232,9 +207,7 @@ def _held_at_turns(
     forward_turns = range(first - first % per_round + per_round - 1, last, per_round)
     for number in sorted({first, last, *forward_turns, *range(lag, last, per_round)}):
         done = max(0, number - lag)
-        yield tuple(
-            passed(number + 1, turn) - passed(done, virtual - 1 - turn) for turn in range(virtual)
-        )
+        yield tuple(passed(number + 1, turn) - passed(done, virtual - 1 - turn) for turn in range(virtual))
 
 
 def gradients_at_most(schedule: str, topology: Topology, place: int, micro_batches: int) -> int:
@@ -244,10 +217,7 @@ def gradients_at_most(schedule: str, topology: Topology, place: int, micro_batch
     where the backward pass is split. One or two more may come early.
     """
     ranks, stages = topology.pipeline, topology.stages_of(place)
-    sent = [
-        stage + 1 < topology.stages and topology.place_of_stage(stage + 1) != place
-        for stage in stages
-    ]
+    sent = [stage + 1 < topology.stages and topology.place_of_stage(stage + 1) != place for stage in stages]
     if not any(sent) or not schedule.endswith("zero_bubble"):
         return int(any(sent))
     if schedule == "zbv_zero_bubble":
@@ -256,18 +226,14 @@ def gradients_at_most(schedule: str, topology: Topology, place: int, micro_batch
         # weight gradients
         begun = (planned - ranks, planned - place)
         late = sum(
-            min(max(micro_batches - number, 0), place)
-            for number, is_sent in zip(begun, sent, strict=True)
-            if is_sent
+            min(max(micro_batches - number, 0), place) for number, is_sent in zip(begun, sent, strict=True) if is_sent
         )
         return max(1, late + (sent[0] and micro_batches > planned - ranks + place))
     per_round, _ = _rounds(topology, place, micro_batches, splits=True)
     return min(place + 1, sum(sent) * (micro_batches if all(sent) else per_round))
 
 
-def bubble(
-    schedule: str, topology: Topology, micro_batches: int, *, recomputes: bool = False
-) -> float:
+def bubble(schedule: str, topology: Topology, micro_batches: int, *, recomputes: bool = False) -> float:
     """Return the part of a step in which a rank waits, with equal stages and free communication.
 
     The forward pass of a stage, its input gradients and its weight gradients take one unit each
@@ -282,7 +248,5 @@ def bubble(
     ranks = topology.pipeline
     backward_inputs = 2 if recomputes else 1
     work = micro_batches * topology.virtual * (2 + backward_inputs)
-    waiting = (ranks - 1) * (
-        backward_inputs if schedule.endswith("zero_bubble") else 2 + backward_inputs
-    )
+    waiting = (ranks - 1) * (backward_inputs if schedule.endswith("zero_bubble") else 2 + backward_inputs)
     return waiting / (work + waiting)

@@ -123,9 +123,7 @@ def batch_sizes(full: int, ramp: Ramp | None) -> BatchSizes:
     return BatchSizes(steps=steps, increments=(start, increment, samples))
 
 
-def _first_samples(
-    start: int, increment: int, samples: int, full: int
-) -> Iterator[tuple[int, int]]:
+def _first_samples(start: int, increment: int, samples: int, full: int) -> Iterator[tuple[int, int]]:
     """Yield the first sample of each size above ``start``, and the size."""
     count = (full - start) // increment
     # Megatron's own order of divisions decides where a quotient is rounded

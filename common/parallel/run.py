@@ -108,9 +108,7 @@ class Run(RunConfig):
     @cached_property
     def vocab_rows(self) -> int:
         """Rows of the embedding table, padding included."""
-        return pad_vocabulary(
-            self.model.vocab_size, self.model.vocab_multiple, self.parallel.model_parallel
-        )
+        return pad_vocabulary(self.model.vocab_size, self.model.vocab_multiple, self.parallel.model_parallel)
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -156,11 +154,7 @@ def topology_of(parallel: ParallelConfig, data: int) -> Topology:
     """
     virtual = _virtual_stages(parallel)
     if parallel.pipeline_stage * virtual > MAX_STAGES:
-        times = (
-            f" x {virtual} virtual stages = {parallel.pipeline_stage * virtual} stages"
-            if virtual > 1
-            else ""
-        )
+        times = f" x {virtual} virtual stages = {parallel.pipeline_stage * virtual} stages" if virtual > 1 else ""
         raise ConfigError(
             f"parallel.pipeline_stage={parallel.pipeline_stage}{times}: at most {MAX_STAGES}"
             " stages are supported; lower it"

@@ -75,19 +75,11 @@ def local_shape(name: str, shape: tuple[int, ...], tensor: int) -> tuple[int, ..
 
 def padded_shapes(config: Run) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters, with the padding rows of the embedding."""
-    return parameter_shapes(config.model) | {
-        EMBEDDING: (config.vocab_rows, config.model.hidden_size)
-    }
+    return parameter_shapes(config.model) | {EMBEDDING: (config.vocab_rows, config.model.hidden_size)}
 
 
 def slice_of(
-    name: str,
-    shape: tuple[int, ...],
-    *,
-    tensor: int = 1,
-    tensor_rank: int = 0,
-    shards: int = 1,
-    shard_rank: int = 0,
+    name: str, shape: tuple[int, ...], *, tensor: int = 1, tensor_rank: int = 0, shards: int = 1, shard_rank: int = 0
 ) -> TensorSlice:
     """Return the slice of a parameter with this padded shape that one rank holds.
 
@@ -104,9 +96,7 @@ def slice_of(
     return TensorSlice(rows=spans[0], columns=spans[1] if len(spans) > 1 else None)
 
 
-def slices_of_rank(
-    config: Run, topology: Topology, at: Coordinates, names: Collection[str]
-) -> dict[str, TensorSlice]:
+def slices_of_rank(config: Run, topology: Topology, at: Coordinates, names: Collection[str]) -> dict[str, TensorSlice]:
     """Return the slice of each parameter that the rank at these coordinates holds (with ZeRO:
     updates).
     """
@@ -117,16 +107,11 @@ def slices_of_rank(
     return {name: slice_of(name, shape, **place) for name, shape in shapes if name in names}
 
 
-def initial_values(
-    config: Run, pieces: Mapping[str, TensorSlice] | None = None
-) -> Iterator[tuple[str, Any]]:
+def initial_values(config: Run, pieces: Mapping[str, TensorSlice] | None = None) -> Iterator[tuple[str, Any]]:
     """Yield the initial weights by name: ``pieces`` of them, or all of them whole."""
     shapes = padded_shapes(config)
     for name, piece in (pieces or {each: slice_of(each, shapes[each]) for each in shapes}).items():
-        yield (
-            name,
-            initial_rows(config.model, config.seed, name, shapes[name], *piece.rows, piece.columns),
-        )
+        yield (name, initial_rows(config.model, config.seed, name, shapes[name], *piece.rows, piece.columns))
 
 
 def owns(parallel: ResolvedParallel, topology: Topology, at: Coordinates, name: str) -> bool:
@@ -137,9 +122,7 @@ def owns(parallel: ResolvedParallel, topology: Topology, at: Coordinates, name: 
     """
     if name == EMBEDDING and at.pipeline != topology.embedding_places[0]:
         return False
-    return at.data < shards_of(parallel, topology) and (
-        at.tensor == 0 or role_of(name) is not Role.REPLICATED
-    )
+    return at.data < shards_of(parallel, topology) and (at.tensor == 0 or role_of(name) is not Role.REPLICATED)
 
 
 def shards_of(parallel: ResolvedParallel, topology: Topology) -> int:

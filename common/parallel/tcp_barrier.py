@@ -53,8 +53,7 @@ class TcpBarrier:
                 ) from None
             except OSError:
                 raise RunError(
-                    f"rank {self._rank}: rank {rank} has left the run; see the log of the rank"
-                    " that failed first"
+                    f"rank {self._rank}: rank {rank} has left the run; see the log of the rank that failed first"
                 ) from None
 
 
@@ -90,9 +89,7 @@ class BarrierServer:
                     ) from None
                 hello = peer.hello()
                 rank, token = hello.get("rank"), str(hello.get("token"))
-                if isinstance(rank, int) and secrets.compare_digest(
-                    token.encode(), self.token.encode()
-                ):
+                if isinstance(rank, int) and secrets.compare_digest(token.encode(), self.token.encode()):
                     peers[rank] = peer
                 else:
                     peer.close()

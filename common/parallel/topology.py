@@ -68,10 +68,7 @@ class Topology:
 
     def __str__(self) -> str:
         ranks = "rank" if self.world_size == 1 else "ranks"
-        return (
-            f"{self.world_size} {ranks} = data {self.data} x tensor {self.tensor} x pipeline"
-            f" {self.pipeline}"
-        )
+        return f"{self.world_size} {ranks} = data {self.data} x tensor {self.tensor} x pipeline {self.pipeline}"
 
     @property
     def world_size(self) -> int:
@@ -81,19 +78,17 @@ class Topology:
         """Return the place of a rank. Raises ConfigError for a rank outside this world."""
         if not 0 <= rank < self.world_size:
             raise ConfigError(
-                f"rank {rank} is not among {self}; expected 0 to {self.world_size - 1}: start that"
-                " many processes"
+                f"rank {rank} is not among {self}; expected 0 to {self.world_size - 1}: start that many processes"
             )
         rest, tensor = divmod(rank, self.tensor)
         pipeline, data = divmod(rest, self.data)
         return Coordinates(data=data, tensor=tensor, pipeline=pipeline)
 
     def rank(self, at: Coordinates) -> int:
-        assert (
-            0 <= at.data < self.data
-            and 0 <= at.tensor < self.tensor
-            and 0 <= at.pipeline < self.pipeline
-        ), (at, self)
+        assert 0 <= at.data < self.data and 0 <= at.tensor < self.tensor and 0 <= at.pipeline < self.pipeline, (
+            at,
+            self,
+        )
         return (at.pipeline * self.data + at.data) * self.tensor + at.tensor
 
     def group(self, kind: GroupKind, rank: int) -> Sequence[int]:
@@ -142,11 +137,7 @@ class Topology:
     def place_of_stage(self, stage: int) -> int:
         """Return the pipeline rank that holds a stage."""
         assert 0 <= stage < self.stages, (stage, self)
-        return (
-            self.stages - 1 - stage
-            if self.v_shape and stage >= self.pipeline
-            else stage % self.pipeline
-        )
+        return self.stages - 1 - stage if self.v_shape and stage >= self.pipeline else stage % self.pipeline
 
     @property
     def embedding_places(self) -> tuple[int, ...]:
@@ -186,11 +177,7 @@ class Topology:
 
     def layers_of(self, place: int, num_layers: int) -> list[int]:
         """Return the layers of a pipeline rank, ascending."""
-        return [
-            layer
-            for stage in self.stages_of(place)
-            for layer in self.layers_of_stage(stage, num_layers)
-        ]
+        return [layer for stage in self.stages_of(place) for layer in self.layers_of_stage(stage, num_layers)]
 
     def layer_count(self, place: int, num_layers: int) -> int:
         """Return the number of layers of a pipeline rank, without listing them."""
@@ -199,11 +186,7 @@ class Topology:
     def stage_of_layer(self, layer: int, num_layers: int) -> int:
         """Return the stage that holds a layer. Raises ConfigError as ``layers_of_stage`` does."""
         assert 0 <= layer < num_layers, (layer, num_layers)
-        return next(
-            stage
-            for stage in range(self.stages)
-            if layer in self.layers_of_stage(stage, num_layers)
-        )
+        return next(stage for stage in range(self.stages) if layer in self.layers_of_stage(stage, num_layers))
 
     def _check_split(self, num_layers: int) -> None:
         split = self.stage_layers

@@ -58,10 +58,7 @@ def recomputed(config: Run, layers: int) -> int:
 def recomputed_of_rank(config: Run, place: int) -> int:
     """Return the blocks that recompute, in all stages of a pipeline rank."""
     topology, layers = config.topology, config.model.num_layers
-    return sum(
-        recomputed(config, len(topology.layers_of_stage(stage, layers)))
-        for stage in topology.stages_of(place)
-    )
+    return sum(recomputed(config, len(topology.layers_of_stage(stage, layers))) for stage in topology.stages_of(place))
 
 
 def norm_bytes(config: Run) -> int:

@@ -112,8 +112,7 @@ def _data(config: Run, place: int) -> float:
     micro_batches = config.train.accumulation_steps
     padded = is_fully_sharded(config)  # so that every rank has equally many rows
     blocks, *others = (
-        unit.count * (cut * unit.share(cut) if padded else unit.elements)
-        for unit in units_of(config, place)
+        unit.count * (cut * unit.share(cut) if padded else unit.elements) for unit in units_of(config, place)
     )
     elements = blocks + sum(others)
     held, reduced = BYTES[config.precision.parameters], BYTES[config.precision.reduction]
@@ -121,12 +120,6 @@ def _data(config: Run, place: int) -> float:
         return all_reduce(elements * (4 if config.topology.pipeline > 1 else reduced), ranks)
     reductions = 1 if keeps_whole_gradients(config) else micro_batches
     # a pipeline keeps parameters gathered
-    gathered = (
-        elements
-        if zero < 3 or config.topology.pipeline > 1
-        else micro_batches * (elements + blocks)
-    )
+    gathered = elements if zero < 3 or config.topology.pipeline > 1 else micro_batches * (elements + blocks)
     copies = all_reduce(elements * reduced / cut, ranks // cut)
-    return (
-        all_gather(elements * reduced, cut) * reductions + copies + all_gather(gathered * held, cut)
-    )
+    return all_gather(elements * reduced, cut) * reductions + copies + all_gather(gathered * held, cut)

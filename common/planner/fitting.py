@@ -73,9 +73,7 @@ class Fitting:
 
     def resolve(self, **train: Any) -> Run:
         """Resolve the configuration with other keys of train. Raises ConfigError."""
-        return resolve_other(
-            self.config, world_size=self.world_size, hardware=self.hardware, train=train
-        )
+        return resolve_other(self.config, world_size=self.world_size, hardware=self.hardware, train=train)
 
     def fastest(self) -> Run:
         """Return the run with micro batch and recomputation chosen, as far as they are open.
@@ -134,9 +132,7 @@ class Fitting:
         most = max(len(topology.layers_of_stage(each, layers)) for each in range(topology.stages))
         keys = {key: getattr(run.train, key) for key in ("recompute", "micro_batch_size")}
         fewest = 1 + bisect_left(
-            range(1, most),
-            True,
-            key=lambda count: self.fits(self.resolve(**keys, recompute_layers=count)),
+            range(1, most), True, key=lambda count: self.fits(self.resolve(**keys, recompute_layers=count))
         )
         return run if fewest == most else self.resolve(**keys, recompute_layers=fewest)
 

@@ -57,9 +57,7 @@ class Memory:
     def parts(self) -> dict[str, int]:
         """Parts of the device's memory, by name."""
         return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in ("on_host", "shared")
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("on_host", "shared")
         }
 
     @property
@@ -90,11 +88,7 @@ class Unit:
     @cached_property
     def in_linear_layers(self) -> int:
         """Number of elements of linear layers, biases included."""
-        return sum(
-            math.prod(shape)
-            for name, shape in self.shapes
-            if name.startswith("h.") and ".ln_" not in name
-        )
+        return sum(math.prod(shape) for name, shape in self.shapes if name.startswith("h.") and ".ln_" not in name)
 
     def share(self, ranks: int) -> int:
         """Return the elements of one unit on the fullest rank, with each parameter split along its
@@ -160,19 +154,13 @@ def memory_of(config: Run, place: int) -> Memory:
     """Return the memory of the pipeline rank at this place."""
     topology = config.topology
     units = units_of(config, place)
-    held, ranks, zero = (
-        BYTES[config.precision.parameters],
-        shard_ranks(config),
-        config.parallel.zero_stage,
-    )
+    held, ranks, zero = (BYTES[config.precision.parameters], shard_ranks(config), config.parallel.zero_stage)
     whole = sum(unit.elements * unit.count for unit in units)
     sharded = is_fully_sharded(config)
     cut = sum(unit.share(ranks) * unit.count for unit in units) if sharded else -(-whole // ranks)
     weights = cut * 4 if sharded else (cut if zero == 3 else whole) * held
     if config.rounds_weights_once:
-        weights += BYTES[config.precision.compute] * sum(
-            unit.in_linear_layers * unit.count for unit in units
-        )
+        weights += BYTES[config.precision.compute] * sum(unit.in_linear_layers * unit.count for unit in units)
     tensors = sum(len(unit.shapes) * unit.count for unit in units)
     moments, counters = len(config.optimizer.state_parts), config.optimizer.rule.counts_updates
     # ZeRO, section 3.1. FSDP2's weights already are that copy; DeepSpeed copies float32 ones too.
@@ -185,17 +173,13 @@ def memory_of(config: Run, place: int) -> Memory:
         )
     at_once = min(2, units[0].count) * units[0].elements + sum(unit.elements for unit in units[1:])
     is_whole = zero < 3 or (sharded and topology.pipeline > 1)
-    gathered = (
-        (whole if is_whole else at_once) * held if ranks > 1 and (zero == 3 or sharded) else 0
-    )
+    gathered = (whole if is_whole else at_once) * held if ranks > 1 and (zero == 3 or sharded) else 0
     layers = config.model.num_layers
     saved, in_loss, on_host, waiting = _saved(config, place)
     peaks = [
         peak
         for stage in topology.stages_of(place)
-        for peak in activations.moments_in_blocks(
-            config, len(topology.layers_of_stage(stage, layers))
-        )
+        for peak in activations.moments_in_blocks(config, len(topology.layers_of_stage(stage, layers)))
     ]
     if place == topology.place_of_stage(topology.stages - 1):
         peaks.append((0, activations.while_in_loss(config)))
@@ -277,12 +261,8 @@ def _saved(config: Run, place: int) -> tuple[int, int, int, int]:
     held = dict.fromkeys(stages, 1)
     if topology.pipeline > 1:
         sizes = {stage: sum(saved) for stage, saved in stages.items()}
-        held = held_at_most(
-            config.parallel.pipeline_schedule, topology, place, micro_batches, sizes
-        )
-    in_blocks, loss, on_host = (
-        sum(held[stage] * saved[part] for stage, saved in stages.items()) for part in range(3)
-    )
+        held = held_at_most(config.parallel.pipeline_schedule, topology, place, micro_batches, sizes)
+    in_blocks, loss, on_host = (sum(held[stage] * saved[part] for stage, saved in stages.items()) for part in range(3))
     alike = micro_batches == 1 or len(held) == 1
     waiting = micro_batches if alike and set(held.values()) == {micro_batches} else 0
     return in_blocks, loss, on_host, waiting
@@ -331,9 +311,7 @@ def _buffers(config: Run, place: int, units: tuple[Unit, ...]) -> int:
     received, topology = 0, config.topology
     if topology.pipeline > 1:
         schedule, micro_batches = config.parallel.pipeline_schedule, config.train.accumulation_steps
-        received = (
-            gradients_at_most(schedule, topology, place, micro_batches) * config.sizes.residual
-        )
+        received = gradients_at_most(schedule, topology, place, micro_batches) * config.sizes.residual
     largest = max(unit.elements for unit in units)
     held, reduced = BYTES[config.precision.parameters], BYTES[config.precision.reduction]
     if is_fully_sharded(config):

@@ -77,8 +77,7 @@ def make_plan(config: Run) -> Plan:
             StagePlan(
                 stages=topology.stages_of(place),
                 layers=tuple(
-                    topology.layers_of_stage(stage, config.model.num_layers)
-                    for stage in topology.stages_of(place)
+                    topology.layers_of_stage(stage, config.model.num_layers) for stage in topology.stages_of(place)
                 ),
                 parameters=sum(unit.elements * unit.count for unit in units_of(config, place)),
                 memory=memory_of(config, place),
@@ -91,10 +90,7 @@ def make_plan(config: Run) -> Plan:
 
 def time_of(plan: Plan, config: Run, device: Accelerator) -> StepTime:
     """Return the step time of the slowest rank."""
-    times = (
-        step_time(config, device, place, stage.memory, stage.traffic)
-        for place, stage in enumerate(plan.stages)
-    )
+    times = (step_time(config, device, place, stage.memory, stage.traffic) for place, stage in enumerate(plan.stages))
     return max(times, key=lambda time: time.total)
 
 
@@ -143,8 +139,7 @@ def _fit(plan: Plan, config: Run, device: Accelerator | None) -> str:
     peaks = [stage.memory.peak / GIB for stage in plan.stages]
     most, least = max(peaks), min(peaks)
     where = (
-        f" at place {peaks.index(most)} of the pipeline (least: place {peaks.index(least)},"
-        f" {least:.1f})"
+        f" at place {peaks.index(most)} of the pipeline (least: place {peaks.index(least)}, {least:.1f})"
         if len(peaks) > 1
         else ""
     )
@@ -210,8 +205,7 @@ def _run_lines(plan: Plan, config: Run) -> Iterable[str]:
         )
     yield f"schedule: {describe_schedule(config.optimizer)}"
     yield (
-        f"model: {plan.parameters:,} parameters; vocabulary {config.model.vocab_size}, padded to"
-        f" {config.vocab_rows}"
+        f"model: {plan.parameters:,} parameters; vocabulary {config.model.vocab_size}, padded to {config.vocab_rows}"
     )
     if plan.topology.pipeline > 1:
         schedule, is_full = config.parallel.pipeline_schedule, config.train.recompute == "full"
@@ -251,17 +245,11 @@ def _memory_lines(plan: Plan, config: Run, all_stages: bool) -> Iterable[str]:
     if plan.batch.accumulation == 1 and all_stages:
         yield "(with one micro batch a step, gradients take the room of activations as these go)"
     if config.backend == "mindspore":
-        yield (
-            "(activations and what follows as torch would keep them; MindSpore's graph decides"
-            " for itself)"
-        )
+        yield ("(activations and what follows as torch would keep them; MindSpore's graph decides for itself)")
 
 
 def _traffic_line(plan: Plan) -> str:
-    sent = {
-        field.name: max(getattr(stage.traffic, field.name) for stage in plan.stages)
-        for field in fields(Traffic)
-    }
+    sent = {field.name: max(getattr(stage.traffic, field.name) for stage in plan.stages) for field in fields(Traffic)}
     text = ", ".join(f"{axis} {three_digits(size / GIB)}" for axis, size in sent.items() if size)
     if not text:
         return "No rank sends anything"
@@ -273,9 +261,7 @@ def three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _time_lines(
-    plan: Plan, config: Run, device: Accelerator, like: Likeness | None
-) -> Iterable[str]:
+def _time_lines(plan: Plan, config: Run, device: Accelerator, like: Likeness | None) -> Iterable[str]:
     time, factor = time_of(plan, config, device), like.factor if like else 1.0
     seconds = time.total * factor
     *ends, count = RANGES[device.family]
@@ -286,10 +272,7 @@ def _time_lines(
         f" {three_digits(speed / devices)} a device, MFU {mfu(plan, config, device, seconds):.1%},"
         f" on {device.name}"
     )
-    parts = sorted(
-        ((getattr(time, field.name) / time.total, field.name) for field in fields(StepTime)),
-        reverse=True,
-    )
+    parts = sorted(((getattr(time, field.name) / time.total, field.name) for field in fields(StepTime)), reverse=True)
     yield "limited by: " + ", ".join(f"{name} {_percent(part)}" for part, name in parts if part)
     yield (
         f"(scaled by {factor:.2f}: {like.folder} took {three_digits(like.seconds)} s a step)"
@@ -349,40 +332,25 @@ def _stage_table(plan: Plan, all_stages: bool) -> list[str]:
                 [map(_ranks, end.layers) for end in (first, last)],
             )
         )
-        values = (
-            between(*(f"{end.memory.parts[name] / GIB:.2f}" for end in (first, last)))
-            for name in parts
-        )
+        values = (between(*(f"{end.memory.parts[name] / GIB:.2f}" for end in (first, last))) for name in parts)
         total = between(*(f"{end.memory.peak / GIB:.2f}" for end in (first, last)))
         ranks = _ranks(range(places[0] * size, (places[-1] + 1) * size))
         return stages, ranks, layers, f"{first.parameters:,}", *values, total
 
-    return table(
-        ("stage", "ranks", "layers", "parameters", *parts, "GiB"),
-        (row([*places]) for _, places in groups),
-    )
+    return table(("stage", "ranks", "layers", "parameters", *parts, "GiB"), (row([*places]) for _, places in groups))
 
 
 def _rank_lines(topology: Topology) -> Iterable[str]:
     """Yield how a rank follows from its place on the axes, and the first groups of each."""
     axes = {"stage": topology.pipeline, "data": topology.data, "tensor": topology.tensor}
     shown = {name: size for name, size in axes.items() if size > 1}
-    terms = [
-        f"{name} x {math.prod([*shown.values()][number + 1 :])}"
-        for number, name in enumerate(shown)
-    ]
+    terms = [f"{name} x {math.prod([*shown.values()][number + 1 :])}" for number, name in enumerate(shown)]
     yield f"ranks: {' + '.join(terms).removesuffix(' x 1')} (--all lists them)"
-    groups = (
-        f"{kind} {_ranks(group)}"
-        for kind in _SHOWN[:3]
-        if len(group := topology.group(kind, 0)) > 1
-    )
+    groups = (f"{kind} {_ranks(group)}" for kind in _SHOWN[:3] if len(group := topology.group(kind, 0)) > 1)
     yield f"groups of rank 0: {'; '.join(groups)}"
 
 
-def _rank_rows(
-    topology: Topology, all_ranks: bool, places: Sequence[RankPlacement]
-) -> Iterable[tuple[str, ...]]:
+def _rank_rows(topology: Topology, all_ranks: bool, places: Sequence[RankPlacement]) -> Iterable[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for rank in range(topology.world_size):
         at = topology.coordinates(rank)
@@ -408,7 +376,4 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
     """Return a table with columns aligned to the right."""
     cells = [head, *rows]
     widths = [max(map(len, column)) for column in zip_longest(*cells, fillvalue="")]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False))
-        for row in cells
-    ]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)) for row in cells]

@@ -55,9 +55,7 @@ def usable_memory(memory: float) -> float:
     return memory - max(RESERVED * memory, MIN_RESERVED)
 
 
-def memory_limit(
-    config: RunConfig, device: Accelerator | Hardware | None, *, ranks: int = 1
-) -> float | None:
+def memory_limit(config: RunConfig, device: Accelerator | Hardware | None, *, ranks: int = 1) -> float | None:
     """Return the bytes that the plan may give a rank, or None if unknown.
 
     They are the device's memory without a reserve, or context.max_device_memory if that is less. On
@@ -121,21 +119,14 @@ def check_memory(config: Run, process: Process = ALONE, *, training: bool = Fals
 def fits_machine(config: Run, peak: int, root: Path = Path("/")) -> str | None:
     """Return a line for the plan if a rank on a CPU needs more than this machine has, else None."""
     there = machine_memory(root)
-    if (
-        config.device not in ("auto", "cpu")
-        or (config.device == "auto" and sees_accelerator(root))
-        or peak <= there
-    ):
+    if config.device not in ("auto", "cpu") or (config.device == "auto" and sees_accelerator(root)) or peak <= there:
         return None
     return (
-        f"does not fit this machine: a rank needs {gibibytes(peak)}, and there are"
-        f" {gibibytes(there)}; {advice(config)}"
+        f"does not fit this machine: a rank needs {gibibytes(peak)}, and there are {gibibytes(there)}; {advice(config)}"
     )
 
 
-def out_of_memory(
-    error: BaseException, config: Run, *, rank: int = 0, training: bool = False
-) -> str | None:
+def out_of_memory(error: BaseException, config: Run, *, rank: int = 0, training: bool = False) -> str | None:
     """Return the message for a failed allocation, and None for any other error.
 
     It names the requested size, the plan's size, the machine's memory and remedies.
@@ -171,9 +162,7 @@ def asked_for(error: BaseException) -> str | None:
     size = re.search(r"tried to allocate (\d+) bytes", text)
     if size:
         return f"{gibibytes(int(size[1]))} at once were asked for"
-    return (text or str(error).partition("\n")[0].strip() or "the system gave no more")[
-        :200
-    ].rstrip(". ")
+    return (text or str(error).partition("\n")[0].strip() or "the system gave no more")[:200].rstrip(". ")
 
 
 def advice(config: Run, *, training: bool = True, place: int = 0) -> str:
@@ -183,9 +172,7 @@ def advice(config: Run, *, training: bool = True, place: int = 0) -> str:
     """
     train, parallel = config.train, config.parallel
     if not training:
-        return (
-            "lower evaluation.batch_size or predict.batch_size, or use a machine with more memory"
-        )
+        return "lower evaluation.batch_size or predict.batch_size, or use a machine with more memory"
     wishes = []
     if train.micro_batch_size > 1:
         size = max(n for n in divisors(train.micro_batch_size) if n < train.micro_batch_size)
@@ -205,9 +192,7 @@ def advice(config: Run, *, training: bool = True, place: int = 0) -> str:
         f"split the state over ranks with parallel.zero_stage (now {parallel.zero_stage}){freed},"
         " model_parallel or pipeline_stage"
     )
-    return (
-        f"{', '.join(wishes)}, or use a smaller model; --run_mode plan shows what each part takes"
-    )
+    return f"{', '.join(wishes)}, or use a smaller model; --run_mode plan shows what each part takes"
 
 
 def _freed(config: Run, place: int, to: str = "", **changes: Any) -> str:

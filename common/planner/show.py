@@ -14,13 +14,7 @@ from typing import Any
 from common.accelerators import GIGA, Accelerator, find_accelerator, require_accelerator
 from common.cluster.environment import announced_world_size
 from common.cluster.places import Placement, place_hosts, places_of_table
-from common.cluster.rank_environment import (
-    given_port,
-    make_rendezvous,
-    rank_command,
-    rank_variables,
-    shell_text,
-)
+from common.cluster.rank_environment import given_port, make_rendezvous, rank_command, rank_variables, shell_text
 from common.cluster.rank_table import RankTable, table_warnings
 from common.cluster.rank_table_files import read_table
 from common.config.schema import RunConfig
@@ -58,11 +52,7 @@ def plan_text(
     step. Both are on machines with other ``link`` and ``network`` (GB/s of a device) or
     ``server_devices`` if they are given.
     """
-    given = {
-        "link": link and link * GIGA,
-        "network": network and network * GIGA,
-        "server_devices": server_devices,
-    }
+    given = {"link": link and link * GIGA, "network": network and network * GIGA, "server_devices": server_devices}
     machine: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     device = replace(require_accelerator(accelerator), **machine) if accelerator else None
     likeness = None
@@ -146,9 +136,7 @@ def describe_cluster(
     command of the first rank of each host, or of every rank. device, like: those of describe_plan.
     """
     plan = make_plan(config)
-    text = describe_plan(
-        plan, config, all_ranks=all_ranks, places=places.all, device=device, like=like
-    )
+    text = describe_plan(plan, config, all_ranks=all_ranks, places=places.all, device=device, like=like)
     lines = [text, "Checks of the cluster:"]
     if table is not None:
         lines.append(
@@ -175,9 +163,7 @@ def describe_cluster(
         for place in here if all_ranks else here[:1]:
             variables = rank_variables(place, places, rendezvous, cores=None, environ=environ)
             lines += ["", f"# rank {place.rank}: device {place.device_id} of {host}"]
-            lines.append(
-                shell_text(variables, rank_command(config_path, "train", overrides)).rstrip("\n")
-            )
+            lines.append(shell_text(variables, rank_command(config_path, "train", overrides)).rstrip("\n"))
     return "\n".join(lines) + "\n"
 
 
@@ -207,9 +193,7 @@ def layout_warnings(places: Placement, topology: Topology) -> list[str]:
         )
         return found
     for name in places.hosts:
-        stages = sorted(
-            {topology.coordinates(place.rank).pipeline for place in places.of_host(name)}
-        )
+        stages = sorted({topology.coordinates(place.rank).pipeline for place in places.of_host(name)})
         if len(stages) > 1:
             found.append(
                 f"{name} holds ranks of the pipeline stages {', '.join(map(str, stages))}; a stage"

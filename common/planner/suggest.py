@@ -24,15 +24,7 @@ from common.parallel.pipeline import schedule_error
 from common.parallel.run import Run
 from common.parallel.topology import Topology
 from common.planner.fitting import RECOMPUTATIONS, Fitting
-from common.planner.plan import (
-    Likeness,
-    Plan,
-    make_plan,
-    mfu,
-    table,
-    three_digits,
-    time_of,
-)
+from common.planner.plan import Likeness, Plan, make_plan, mfu, table, three_digits, time_of
 from common.planner.room import limit_name
 from common.planner.timing import RANGES
 
@@ -63,18 +55,14 @@ class Suggestions:
     """The run whose layout is sought."""
 
 
-def suggest(
-    config: Run, devices: int, device: Accelerator, *, is_auto: bool = False
-) -> Suggestions:
+def suggest(config: Run, devices: int, device: Accelerator, *, is_auto: bool = False) -> Suggestions:
     """Try every layout for this many devices.
 
     is_auto: whether the plan chooses the micro batch of each. Raises ConfigError for a number
     outside 1 to MAX_RANKS.
     """
     if not 1 <= devices <= MAX_RANKS:
-        raise ConfigError(
-            f"--devices {devices}: expected how many there are, at least 1 and at most {MAX_RANKS}"
-        )
+        raise ConfigError(f"--devices {devices}: expected how many there are, at least 1 and at most {MAX_RANKS}")
     fitting: list[Layout] = []
     refused: dict[str, list[Topology]] = {}
     for tensor, pipeline in product(divisors(devices), repeat=2):
@@ -87,9 +75,7 @@ def suggest(
         else:
             refused.setdefault(found, []).append(topology)
     return Suggestions(
-        fitting=tuple(sorted(fitting, key=lambda layout: layout.seconds)),
-        refused=refused,
-        config=config,
+        fitting=tuple(sorted(fitting, key=lambda layout: layout.seconds)), refused=refused, config=config
     )
 
 
@@ -135,9 +121,7 @@ def _best(config: Run, topology: Topology, device: Accelerator, *, is_auto: bool
     return f"more than the {limit:.1f} GiB of {source}, whatever ZeRO and recomputation do"
 
 
-def _other(
-    config: Run, topology: Topology, zero: int, recompute: str, sequence: bool, *, is_auto: bool
-) -> RunConfig:
+def _other(config: Run, topology: Topology, zero: int, recompute: str, sequence: bool, *, is_auto: bool) -> RunConfig:
     """Return the configuration with this layout."""
     same = topology.pipeline == config.parallel.pipeline_stage
     parallel: dict[str, Any] = {
@@ -183,12 +167,7 @@ def with_larger_batches(layout: Layout, device: Accelerator) -> Layout:
 
 
 def describe_suggestions(
-    found: Suggestions,
-    devices: int,
-    device: Accelerator,
-    like: Likeness | None = None,
-    *,
-    all_layouts: bool = False,
+    found: Suggestions, devices: int, device: Accelerator, like: Likeness | None = None, *, all_layouts: bool = False
 ) -> str:
     """Return a table of the best layouts, the overrides for the first one, and reasons against
     others.
@@ -200,8 +179,7 @@ def describe_suggestions(
     given = limit_name(found.config, device)
     limit = "" if given == device.name else f", {given}"
     lines = [
-        f"Layouts for {devices} x {device.name} ({device.memory // GIB} GiB{limit}), by the time of"
-        f" a step ({source}):"
+        f"Layouts for {devices} x {device.name} ({device.memory // GIB} GiB{limit}), by the time of a step ({source}):"
     ]
     if found.fitting:
         most = found.fitting[0].seconds * (1 + TIE)
@@ -269,8 +247,7 @@ def _refusals(refused: dict[str, list[Topology]], all_layouts: bool) -> Iterator
     for reason in refused:
         kinds.setdefault(tuple(_NUMBER.split(reason)), []).append(reason)
     counted = [
-        (kind, reasons, [layout for reason in reasons for layout in refused[reason]])
-        for kind, reasons in kinds.items()
+        (kind, reasons, [layout for reason in reasons for layout in refused[reason]]) for kind, reasons in kinds.items()
     ]
     for kind, reasons, layouts in sorted(counted, key=lambda found: -len(found[2])):
         numbers = [dict.fromkeys(each) for each in zip(*map(_NUMBER.findall, reasons), strict=True)]
@@ -325,9 +302,7 @@ def _words(config: Run, run: Run) -> Iterator[str]:
     values = {f"parallel.{name}": getattr(config.parallel, name) for name in names}
     steps = config.batch.accumulation  # a file may have either name
     values |= {"parallel.micro_batch_num": steps, "train.accumulation_steps": steps}
-    values |= {
-        f"train.{name}": getattr(config.train, name) for name in ("micro_batch_size", "recompute")
-    }
+    values |= {f"train.{name}": getattr(config.train, name) for name in ("micro_batch_size", "recompute")}
     for key in (
         "parallel.stage_layers",
         "parallel.shard_size",

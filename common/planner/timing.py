@@ -31,12 +31,7 @@ assumed; with it the kernels of torch's graphs predicted llm.c's speeds (docs/co
 """
 NETWORK = 0.67
 """Part of the adapters' rate that messages between servers reach."""
-RANGES = {
-    "A100": (0.89, 1.27, 170),
-    "H100": (0.74, 1.17, 84),
-    "V100": (0.76, 1.50, 103),
-    "Ascend": (0.58, 1.69, 12),
-}
+RANGES = {"A100": (0.89, 1.27, 170), "H100": (0.74, 1.17, 84), "V100": (0.76, 1.50, 103), "Ascend": (0.58, 1.69, 12)}
 """Measured by planned times, by family: eight of ten published steps lie between, of how many."""
 HOST_LINK = 25e9
 """Bytes per second between a device and its host, one way: a PCIe 4 x16 link of 32 GB/s."""
@@ -84,9 +79,7 @@ class StepTime:
         return float(sum(getattr(self, field.name) for field in fields(self)))
 
 
-def step_time(
-    config: Run, device: Accelerator, place: int, memory: Memory, traffic: Traffic
-) -> StepTime:
+def step_time(config: Run, device: Accelerator, place: int, memory: Memory, traffic: Traffic) -> StepTime:
     """Return the step time of the pipeline rank at this place."""
     topology = config.topology
     micro_batches, schedule = config.train.accumulation_steps, config.parallel.pipeline_schedule
@@ -108,9 +101,7 @@ def step_time(
     products = (2 * sizes.tokens / sizes.tensor) * (
         weights / of_blocks / PRODUCTS + head / of_head / PRODUCTS + attention / peak / attends
     )
-    moved: float = (layers * PASSES + again * (mode == "full")) * activations.block_bytes(
-        config, "none"
-    )
+    moved: float = (layers * PASSES + again * (mode == "full")) * activations.block_bytes(config, "none")
     if is_last:  # float32 logits, written and read twice
         moved += 4 * 4 * sizes.tokens * sizes.vocabulary // sizes.tensor
     if scaling != "none":
@@ -118,11 +109,7 @@ def step_time(
     compiled = is_compiled(config, Hardware(kind="auto", name=device.name))
     elements = moved / device.bandwidth / ELEMENTS["compiled" if compiled else "eager"]
     work = products + elements
-    waiting = (
-        bubble(schedule, topology, micro_batches, recomputes=mode == "full")
-        if topology.pipeline > 1
-        else 0.0
-    )
+    waiting = bubble(schedule, topology, micro_batches, recomputes=mode == "full") if topology.pipeline > 1 else 0.0
     within = (traffic.tensor + traffic.sequence) / _speed(device, topology, GroupKind.TENSOR)
     all_work = micro_batches * work + within
     # messages between data-parallel ranks run beside backward passes, two thirds of the work: of
@@ -138,9 +125,7 @@ def step_time(
     # a sum reads the old one and the gradient, and writes the new one
     summed = 3 * memory.gradients * (micro_batches - 1)
     on_host = config.train.offload_activations * sum(
-        activations.blocks_bytes(
-            config, len(topology.layers_of_stage(stage, config.model.num_layers))
-        )
+        activations.blocks_bytes(config, len(topology.layers_of_stage(stage, config.model.num_layers)))
         for stage in topology.stages_of(place)
     )
     return StepTime(

@@ -101,9 +101,7 @@ def _is_literal(host: str) -> bool:
 
 def _route_to(address: str) -> str | None:
     """Return this machine's address from which another is reached; None without a route."""
-    with socket.socket(
-        socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM
-    ) as probe:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, DEFAULT_PORT))  # sends nothing: chooses a route
         except OSError:
@@ -116,11 +114,7 @@ def _default_address() -> str | None:
     route = _route_to("192.0.2.1")  # an address reserved for documentation (RFC 5737)
     if route is not None and not is_loopback(route):
         return route
-    held = [
-        str(address)
-        for address, _ in _interfaces()
-        if not (address.is_loopback or address.is_link_local)
-    ]
+    held = [str(address) for address, _ in _interfaces() if not (address.is_loopback or address.is_link_local)]
     return held[0] if len(held) == 1 else None
 
 

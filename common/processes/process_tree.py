@@ -66,20 +66,14 @@ class Descendants:
         prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphaned descendants become children of this process
         return self
 
-    def start(
-        self, command: Sequence[str], *, cores: Sequence[int] = (), **options: Any
-    ) -> subprocess.Popen[bytes]:
+    def start(self, command: Sequence[str], *, cores: Sequence[int] = (), **options: Any) -> subprocess.Popen[bytes]:
         """Start a program in a session of its own, with empty input. Raises OSError.
 
         cores: those to pin it to; empty for none. options: as of ``Popen``.
         """
         with _pinned(cores):
             process = subprocess.Popen(  # noqa: S603 - no shell
-                command,
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                **options,
+                command, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True, **options
             )
         self._started.append(process)
         assert self._guard.stdin is not None

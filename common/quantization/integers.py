@@ -16,23 +16,10 @@ from numpy.typing import NDArray
 from common.config.schema import QuantizationConfig
 from common.errors import CheckpointError, ConfigError
 from common.log import LOG
-from common.quantization.scheme import (
-    ActivationScales,
-    Array,
-    quantize,
-    quantized_layers,
-    scale_of,
-    weight_levels,
-)
+from common.quantization.scheme import ActivationScales, Array, quantize, quantized_layers, scale_of, weight_levels
 from common.tensor_files.arrays import TensorKind
 from common.weights.names import POSITIONS, decays
-from common.weights.quantized import (
-    WEIGHT_SCALE,
-    LayerScheme,
-    QuantizedWeight,
-    Scheme,
-    input_scale_name,
-)
+from common.weights.quantized import WEIGHT_SCALE, LayerScheme, QuantizedWeight, Scheme, input_scale_name
 
 _BITS = 8
 _STORED = weight_levels(_BITS)
@@ -49,9 +36,7 @@ def usual_scheme(names: Iterable[str]) -> Scheme:
     return {name: LayerScheme() for name in names if decays(name) and name != POSITIONS}
 
 
-def trained_scheme(
-    where: Path, config: QuantizationConfig, num_layers: int, scales: ActivationScales
-) -> Scheme:
+def trained_scheme(where: Path, config: QuantizationConfig, num_layers: int, scales: ActivationScales) -> Scheme:
     """Return the scheme of a checkpoint that was trained with ``config``, at ``where``.
 
     Inputs of one micro batch that shared a scale get one for each token. Raises ConfigError for
@@ -105,9 +90,7 @@ def to_integers(name: str, weight: Array, scheme: LayerScheme) -> QuantizedWeigh
     return QuantizedWeight(integers=integers, scales=scales, input_scale=scheme.input_scale)
 
 
-def kinds_of_integers(
-    shapes: Mapping[str, tuple[int, ...]], scheme: Scheme
-) -> dict[str, TensorKind]:
+def kinds_of_integers(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> dict[str, TensorKind]:
     """Return the tensors of a file for parameters of these shapes, in their order."""
     kinds = {}
     for name, shape in shapes.items():
@@ -120,9 +103,7 @@ def kinds_of_integers(
     return kinds
 
 
-def arrays_of_integers(
-    values: Iterable[tuple[str, Array]], scheme: Scheme
-) -> Iterator[NDArray[Any]]:
+def arrays_of_integers(values: Iterable[tuple[str, Array]], scheme: Scheme) -> Iterator[NDArray[Any]]:
     """Yield the arrays of ``kinds_of_integers`` for parameters in float32.
 
     Raises CheckpointError for a number that is not finite.

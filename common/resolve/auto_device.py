@@ -47,7 +47,4 @@ def check_device_id(config: RunConfig, kind: str) -> None:
     kind: kind of the run's device.
     """
     if kind == "cpu" and config.context.device_id:
-        raise ConfigError(
-            f"context.device_id={config.context.device_id}: there is one CPU, number 0; leave it"
-            " out"
-        )
+        raise ConfigError(f"context.device_id={config.context.device_id}: there is one CPU, number 0; leave it out")

@@ -17,8 +17,7 @@ def is_compiled(config: Run, hardware: Hardware | None) -> bool:
         return config.backend == "torch" and config.train.compile is True
     known = find_accelerator(hardware.name) if hardware and hardware.name else None
     is_cuda = hardware is not None and (
-        hardware.kind == "cuda"
-        or (hardware.kind == "auto" and known is not None and "Ascend" not in known.name)
+        hardware.kind == "cuda" or (hardware.kind == "auto" and known is not None and "Ascend" not in known.name)
     )
     return is_cuda and compile_error(config) is None
 

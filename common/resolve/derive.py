@@ -9,14 +9,7 @@ from typing import Any
 
 from common.accelerators import Hardware
 from common.config.resolved import as_run, resolve_model
-from common.config.schema import (
-    MAX_COUNT,
-    DeepSpeedConfig,
-    ModelConfig,
-    ParallelConfig,
-    RunConfig,
-    Section,
-)
+from common.config.schema import MAX_COUNT, DeepSpeedConfig, ModelConfig, ParallelConfig, RunConfig, Section
 from common.errors import ConfigError, refuse_first
 from common.parallel.batch import check_divides, pad_vocabulary, plan_batch, plan_data_parallel
 from common.parallel.ramp import BatchSizes, batch_sizes, check_ramp, micro_batches
@@ -45,9 +38,7 @@ def resolve_config(
     for check in _CHECKS:
         check(config)
     train, parallel, micro_batch = config.train, config.parallel, config.train.micro_batch_size
-    if micro_batch == "auto" and (
-        train.global_batch_size is None or train.accumulation_steps is not None
-    ):
+    if micro_batch == "auto" and (train.global_batch_size is None or train.accumulation_steps is not None):
         raise ConfigError(
             "train.micro_batch_size=auto divides train.global_batch_size, found"
             f" {train.global_batch_size}, and gives train.accumulation_steps, found"
@@ -84,9 +75,7 @@ def resolve_config(
             optimizer=length.get("optimizer", {}),
             parallel={
                 "data_parallel": data_parallel,
-                "zero_stage": 0
-                if _has_nothing_to_split(config, world_size)
-                else parallel.zero_stage,
+                "zero_stage": 0 if _has_nothing_to_split(config, world_size) else parallel.zero_stage,
             },
             validation={
                 "micro_batch_size": config.validation.micro_batch_size or batch.micro_batch,
@@ -109,13 +98,7 @@ def resolve_config(
     raise refused[0]
 
 
-def resolve_other(
-    config: RunConfig,
-    *,
-    world_size: int,
-    hardware: Hardware | None = None,
-    **changes: Any,
-) -> Run:
+def resolve_other(config: RunConfig, *, world_size: int, hardware: Hardware | None = None, **changes: Any) -> Run:
     """Resolve another configuration, which differs from this one in ``changes``: a question, whose
     answer no run takes over. Raises ConfigError.
     """
@@ -157,10 +140,7 @@ def uses_one_device(config: RunConfig, run_mode: str, world_size: int) -> bool:
 
 def _is_shared(config: RunConfig, run_mode: str, world_size: int) -> bool:
     return (
-        run_mode == "eval"
-        and config.evaluation.task == "validation"
-        and config.backend == "torch"
-        and world_size > 1
+        run_mode == "eval" and config.evaluation.task == "validation" and config.backend == "torch" and world_size > 1
     )
 
 
@@ -180,9 +160,7 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Run:
     shared = _is_shared(config, run_mode, world_size)
     plain = dict(ParallelConfig())
     if shared:
-        one_stage = (
-            parallel.pipeline_schedule in ("gpipe", "1f1b") and (parallel.virtual_stages or 1) == 1
-        )
+        one_stage = parallel.pipeline_schedule in ("gpipe", "1f1b") and (parallel.virtual_stages or 1) == 1
         is_split = world_size > parallel.model_parallel * parallel.pipeline_stage
         plain |= {
             "model_parallel": parallel.model_parallel,
@@ -205,15 +183,7 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Run:
     windows = _windows(config, config.train.global_batch_size or micro * written_copies(config))
     bf16 = {"float8": "none", "float8_head": False}
     return resolve_config(
-        as_run(
-            RunConfig,
-            config,
-            parallel=plain,
-            train=batch,
-            precision=bf16,
-            validation=windows,
-            **alone,
-        ),
+        as_run(RunConfig, config, parallel=plain, train=batch, precision=bf16, validation=windows, **alone),
         world_size=world_size if shared else 1,
         trains=False,
     )
@@ -226,8 +196,7 @@ def _check_export(config: RunConfig) -> None:
     refuse_first(
         export.batch_size is not None
         and export.format not in (None, "mindir")
-        and f"export.batch_size={export.batch_size} is for export.format=mindir; leave it out with"
-        f" {format}",
+        and f"export.batch_size={export.batch_size} is for export.format=mindir; leave it out with {format}",
         export.weights != "float32"
         and export.format not in formats
         and f"export.weights={export.weights} is for export.format={', '.join(others)} and {last},"
@@ -252,31 +221,26 @@ def _check_for_mindspore(config: RunConfig) -> None:
         and "export.format=pt2 is for backend torch; set backend=torch, which takes the same"
         " checkpoint, or export.format=onnx, gguf or mindir",
         train.compile is True
-        and "train.compile=true is for backend torch; on mindspore leave it out (graph mode"
-        " compiles)",
+        and "train.compile=true is for backend torch; on mindspore leave it out (graph mode compiles)",
         train.offload_activations
         and "train.offload_activations=true is for backend torch; leave it out on mindspore, whose"
         " compiler offloads no operator that is recomputed, and set train.recompute=full",
         config.parallel.async_tensor_parallel
         and "parallel.async_tensor_parallel=true is for backend torch; leave it out on mindspore",
         train.compile_mode != "default"
-        and f"train.compile_mode={train.compile_mode} is for backend torch; leave it out on"
-        " mindspore",
+        and f"train.compile_mode={train.compile_mode} is for backend torch; leave it out on mindspore",
         train.recompute not in ("none", "auto")
         and context.mode == "pynative"
-        and f"train.recompute={train.recompute} needs context.mode=graph on mindspore; set one of"
-        " them otherwise",
+        and f"train.recompute={train.recompute} needs context.mode=graph on mindspore; set one of them otherwise",
         context.graph_kernel_flags
         and not context.enable_graph_kernel
-        and "context.graph_kernel_flags needs context.enable_graph_kernel=true; set it, or leave"
-        " the flags out",
+        and "context.graph_kernel_flags needs context.enable_graph_kernel=true; set it, or leave the flags out",
         train.parallel_optimizer_comm_recompute
         and "train.parallel_optimizer_comm_recompute=true: MindSpore 2.10 ignores it; leave it out."
         " parallel.zero_stage=3 gathers parameters again in the backward pass, on several Ascends",
         train.recompute_slice_activation
         and config.parallel.model_parallel == 1
-        and "train.recompute_slice_activation=true needs parallel.model_parallel above 1; leave it"
-        " out",
+        and "train.recompute_slice_activation=true needs parallel.model_parallel above 1; leave it out",
     )
 
 
@@ -291,8 +255,7 @@ def _check_for_torch(config: RunConfig) -> None:
         and "export.format=mindir is for backend mindspore; set export.format=safetensors, onnx or"
         " gguf, or backend=mindspore",
         *(
-            f"{section}.{name}={getattr(values, name)} is for backend mindspore; leave it out with"
-            " backend torch"
+            f"{section}.{name}={getattr(values, name)} is for backend mindspore; leave it out with backend torch"
             for section, values in config
             if isinstance(values, Section)
             for name in values.changed("backend")
@@ -319,21 +282,15 @@ def _check_observation(config: RunConfig) -> None:
     start, stop = profile.start, profile.stop
     skips = train.on_outlier == "skip"
     refuse_first(
-        stop is not None
-        and start is None
-        and f"profile.stop={stop} needs profile.start, the first step to trace",
+        stop is not None and start is None and f"profile.stop={stop} needs profile.start, the first step to trace",
         stop is not None
         and start is not None
         and stop < start
-        and f"profile.stop={stop} is before profile.start={start}; give a start that is not after"
-        " it",
-        profile.memory
-        and start is None
-        and "profile.memory=true needs profile.start, the first step to trace",
+        and f"profile.stop={stop} is before profile.start={start}; give a start that is not after it",
+        profile.memory and start is None and "profile.memory=true needs profile.start, the first step to trace",
         skips
         and not config.logging.outlier_deviations
-        and "train.on_outlier=skip needs to know what an outlier is; set"
-        " logging.outlier_deviations=6",
+        and "train.on_outlier=skip needs to know what an outlier is; set logging.outlier_deviations=6",
         skips
         and train.sink_size > 1
         and "train.on_outlier=skip decides by the steps before,"
@@ -382,9 +339,7 @@ def length_in_steps(
     }
 
 
-def fitting_vocabulary(
-    model: ModelConfig, tokenizer_size: int, tokenizer_name: str
-) -> dict[str, int]:
+def fitting_vocabulary(model: ModelConfig, tokenizer_size: int, tokenizer_name: str) -> dict[str, int]:
     """Compare the model's vocabulary with the tokenizer's. Returns the key to change: a padded
     ``model.vocab_size`` is replaced by the number of token ids. Raises ConfigError.
     """
@@ -423,8 +378,7 @@ def _check_model(config: RunConfig) -> None:
         " shorten the window or leave max_positions out",
         window is not None
         and not 2 <= window <= (positions or model.seq_length)
-        and f"predict.window={window}: expected 2 to {positions or model.seq_length}, the model's"
-        " positions",
+        and f"predict.window={window}: expected 2 to {positions or model.seq_length}, the model's positions",
         stride is not None
         and stride > model.seq_length
         and f"data.stride={stride} is above model.seq_length={model.seq_length}: the tokens in"
@@ -457,8 +411,7 @@ def _check_optimizer(config: RunConfig) -> None:
         and f"{in_steps[0]} and {in_samples[0]} count in two units; give warm-up and end of the"
         " schedule both in steps or both in samples, and set the other to null",
         least > rate
-        and f"optimizer.min_learning_rate={least} is above optimizer.learning_rate={rate}; lower"
-        " the first",
+        and f"optimizer.min_learning_rate={least} is above optimizer.learning_rate={rate}; lower the first",
         optimizer.momentum
         and not optimizer.rule.takes_momentum
         and f"optimizer.momentum={optimizer.momentum} has no effect with"
@@ -488,8 +441,7 @@ def _check_precision(config: RunConfig) -> None:
     refuse_first(
         held != "float32"
         and reduction not in ("float32", held)
-        and f"precision.reduction={reduction} is neither float32 nor precision.parameters={held};"
-        " choose one of these"
+        and f"precision.reduction={reduction} is neither float32 nor precision.parameters={held}; choose one of these"
     )
 
 
@@ -511,9 +463,7 @@ def _check_float8(config: RunConfig) -> None:
         _check_float8_part(config, "precision.float8_head=true", [], sizes)
 
 
-def _check_float8_part(
-    config: RunConfig, key: str, needs: list[tuple[str, str, bool]], sizes: dict[str, int]
-) -> None:
+def _check_float8_part(config: RunConfig, key: str, needs: list[tuple[str, str, bool]], sizes: dict[str, int]) -> None:
     """Refuse what layers and head both lack. needs: what was found, what is needed and whether it
     holds. sizes: multiples of 16.
     """
@@ -528,8 +478,7 @@ def _check_float8_part(
         (wrong, "multiples of 16", not wrong),
     )
     refuse_first(
-        config.backend != "torch"
-        and f"{key} is for backend torch; set precision=bf16 with backend={config.backend}",
+        config.backend != "torch" and f"{key} is for backend torch; set precision=bf16 with backend={config.backend}",
         *(
             not holds and f"{key} needs {needed}, not {found}; set that, or precision=bf16"
             for found, needed, holds in all_needs
@@ -560,8 +509,7 @@ def require_length(config: RunConfig) -> None:
     given = (train.max_steps, train.max_epochs, train.max_tokens, train.num_samples)
     refuse_first(
         given == (None,) * 4
-        and "the length of the run is not given; set train.max_steps, train.max_epochs or"
-        " train.max_tokens"
+        and "the length of the run is not given; set train.max_steps, train.max_epochs or train.max_tokens"
     )
 
 

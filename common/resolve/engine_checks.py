@@ -59,8 +59,7 @@ def check_engine(config: Run) -> None:
         refuse_first(
             *(
                 getattr(own, name) != field.default
-                and f"deepspeed.{name}={getattr(own, name)} needs engine=deepspeed; set it, or"
-                " leave the key out"
+                and f"deepspeed.{name}={getattr(own, name)} needs engine=deepspeed; set it, or leave the key out"
                 for name, field in DeepSpeedConfig.model_fields.items()
             )
         )
@@ -94,25 +93,16 @@ def _check_async_tensor_parallel(config: Run) -> None:
     parallel, train, reason = config.parallel, config.train, compile_error(config)
     needs = (
         (f"engine={config.engine}", "engine=native", config.engine == "native"),
-        (
-            "parallel.sequence_parallel=false",
-            "parallel.sequence_parallel=true",
-            parallel.sequence_parallel,
-        ),
+        ("parallel.sequence_parallel=false", "parallel.sequence_parallel=true", parallel.sequence_parallel),
         ("train.compile=false", "train.compile=true or auto", train.compile is not False),
-        (
-            f"train.compile_mode={train.compile_mode}",
-            "train.compile_mode=default",
-            train.compile_mode == "default",
-        ),
+        (f"train.compile_mode={train.compile_mode}", "train.compile_mode=default", train.compile_mode == "default"),
         (f"a layout {reason}", "a compiled model", reason is None),
         ("quantization", "no section quantization", config.quantization is None),
     )
     refuse_first(
         *(
             not holds
-            and f"parallel.async_tensor_parallel=true needs {needed}, not {found}; set that, or"
-            " leave the key out"
+            and f"parallel.async_tensor_parallel=true needs {needed}, not {found}; set that, or leave the key out"
             for found, needed, holds in needs
         )
     )
@@ -139,8 +129,7 @@ def _check_deepspeed(config: Run) -> None:
     stage, pipeline, shard = parallel.zero_stage, parallel.pipeline_stage, parallel.shard_size
     sequence, *_ = unmet_needs(parallel)
     refuse_first(
-        config.backend != "torch"
-        and f"engine=deepspeed is for backend torch, not {config.backend}; set engine=native",
+        config.backend != "torch" and f"engine=deepspeed is for backend torch, not {config.backend}; set engine=native",
         sequence and f"{sequence}.\n{DEEPSPEED_MATRIX}",
         pipeline > 1
         and stage > 1
@@ -189,8 +178,7 @@ def check_mindspore(config: Run, kind: str) -> None:
         graphs = "does not go with graphs that MindSpore's compiler splits"
         graphs += f" (parallel.parallel_mode={parallel.parallel_mode})"
         refuse_first(
-            config.quantization is not None
-            and f"quantization {graphs}; set parallel_mode=0, or take the section out",
+            config.quantization is not None and f"quantization {graphs}; set parallel_mode=0, or take the section out",
             wanted
             and f"{wanted[0]} {graphs}, whose plan has one mask for all windows; set"
             " parallel_mode=0, or leave the key out",
@@ -206,8 +194,7 @@ def check_mindspore(config: Run, kind: str) -> None:
         MINDSPORE_MATRIX,
         *unmet_needs(parallel)[:2],
         parallel.pipeline_schedule not in ("gpipe", "1f1b")
-        and f"parallel.pipeline_schedule={parallel.pipeline_schedule} is for backend torch; choose"
-        " one of its own",
+        and f"parallel.pipeline_schedule={parallel.pipeline_schedule} is for backend torch; choose one of its own",
         *(
             is_given and not is_open and f"parallel.{setting} is for backend torch; {remedy}"
             for setting, (is_given, remedy) in of_torch.items()
@@ -230,34 +217,25 @@ def check_here(config: Run, root: Path = Path("/")) -> str:
 
 
 def _check_native(config: Run) -> None:
-    parallel, shard, data = (
-        config.parallel,
-        config.parallel.shard_size,
-        config.parallel.data_parallel,
-    )
+    parallel, shard, data = (config.parallel, config.parallel.shard_size, config.parallel.data_parallel)
     _refuse_with(NATIVE_MATRIX, *unmet_needs(parallel))
     if shard is not None:
         check_divides("parallel.shard_size", shard, "parallel.data_parallel", data)
     if parallel.pipeline_schedule != "1f1b":  # with few micro batches it equals gpipe
         part = config.train.micro_batch_size * data
         reasons = (
-            schedule_error(parallel.pipeline_schedule, config.topology, size // part)
-            for size in config.batch_sizes.all
+            schedule_error(parallel.pipeline_schedule, config.topology, size // part) for size in config.batch_sizes.all
         )
         remedy = "change train.accumulation_steps or the schedule"
         _refuse_with(
-            NATIVE_MATRIX,
-            *(reason and f"parallel.pipeline_schedule: {reason}; {remedy}" for reason in reasons),
+            NATIVE_MATRIX, *(reason and f"parallel.pipeline_schedule: {reason}; {remedy}" for reason in reasons)
         )
 
 
 def _check_strategy(config: Run) -> None:
     parallel = config.parallel
     named = f"parallel.strategy={parallel.strategy}"
-    refuse_first(
-        config.backend != "torch"
-        and f"{named} is for backend torch, not {config.backend}; leave it out"
-    )
+    refuse_first(config.backend != "torch" and f"{named} is for backend torch, not {config.backend}; leave it out")
     _refuse_with(
         NATIVE_MATRIX,
         *(

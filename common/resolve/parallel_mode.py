@@ -105,11 +105,9 @@ def _check_compiled(config: Run) -> None:
         config.topology.world_size == 1
         and f"{named} splits over several processes, and there is 1; leave it out, or start more",
         config.context.mode == "pynative"
-        and f"{named} needs context.mode=graph; set it, or parallel.parallel_mode=3"
-        " (hybrid_parallel)",
+        and f"{named} needs context.mode=graph; set it, or parallel.parallel_mode=3 (hybrid_parallel)",
         reduction != "float32"
-        and f"{named} sums gradients in float32, found precision.reduction={reduction}; leave it"
-        " out",
+        and f"{named} sums gradients in float32, found precision.reduction={reduction}; leave it out",
         parallel.pipeline_schedule != "1f1b"
         and f"{named} has pipeline_schedule=1f1b with one stage a rank, found"
         f" {parallel.pipeline_schedule} with virtual_stages={parallel.virtual_stages}; choose that",
@@ -119,8 +117,7 @@ def _check_compiled(config: Run) -> None:
         *unmet_needs(parallel),
         split != type(split)()
         and not parallel.zero_stage
-        and "parallel.parallel_optimizer_config needs parallel.enable_parallel_optimizer=true; set"
-        " it, or leave it out",
+        and "parallel.parallel_optimizer_config needs parallel.enable_parallel_optimizer=true; set it, or leave it out",
         interleave > 1
         and tensor > 1
         and stages > 1
@@ -130,8 +127,7 @@ def _check_compiled(config: Run) -> None:
         *(
             value is not None
             and parallel.parallel_mode != "auto_parallel"
-            and f"parallel.{key}={value} is for parallel.parallel_mode=2 (auto_parallel); set that,"
-            " or leave it out"
+            and f"parallel.{key}={value} is for parallel.parallel_mode=2 (auto_parallel); set that, or leave it out"
             for key, value in of_search.items()
         ),
     )

@@ -21,10 +21,7 @@ def mindspore_context(config: Run) -> dict[str, Any]:
         "max_call_depth": context.max_call_depth,
     }
     if context.save_graphs:
-        settings |= {
-            "save_graphs": True,
-            "save_graphs_path": context.save_graphs_path or f"{config.output_dir}/graph",
-        }
+        settings |= {"save_graphs": True, "save_graphs_path": context.save_graphs_path or f"{config.output_dir}/graph"}
     if context.enable_graph_kernel:
         settings |= {"jit_config": {"jit_level": "O1"}}  # enable_graph_kernel is its old name
         if context.graph_kernel_flags:
@@ -72,10 +69,7 @@ def semi_auto_settings(config: Run, rank: int) -> dict[str, Any]:
     if topology.pipeline > 1:
         settings |= {
             "pipeline_stages": topology.pipeline,
-            "pipeline_config": {
-                "pipeline_interleave": False,
-                "pipeline_scheduler": parallel.pipeline_schedule,
-            },
+            "pipeline_config": {"pipeline_interleave": False, "pipeline_scheduler": parallel.pipeline_schedule},
             "pipeline_result_broadcast": True,
         }
     return settings
@@ -214,11 +208,7 @@ def _said(config: Run) -> dict[str, Any]:
     A file may repeat them, and is compared with them.
     """
     held, loss_scale = config.precision.parameters, config.loss_scale
-    fp16: dict[str, Any] = {
-        "enabled": held == "float16",
-        "auto_cast": False,
-        "fp16_master_weights_and_grads": False,
-    }
+    fp16: dict[str, Any] = {"enabled": held == "float16", "auto_cast": False, "fp16_master_weights_and_grads": False}
     if fp16["enabled"] and loss_scale.mode == "dynamic":
         power = math.log2(loss_scale.initial)
         fp16 |= {
@@ -244,17 +234,14 @@ def _said(config: Run) -> dict[str, Any]:
     }
 
 
-def _merged(
-    settings: dict[str, Any], own: Mapping[str, Any], where: str, prefix: str = ""
-) -> dict[str, Any]:
+def _merged(settings: dict[str, Any], own: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
     merged = dict(settings)
     for key, value in own.items():
         name = prefix + key
         ours = next((_OURS[part] for part in (name, prefix.rstrip(".")) if part in _OURS), None)
         if not prefix and key in _REPLACED:
             raise ConfigError(
-                f"{where}: {key} is set in this run's config ({_REPLACED[key]}); set it there and"
-                " remove it here"
+                f"{where}: {key} is set in this run's config ({_REPLACED[key]}); set it there and remove it here"
             )
         idle = prefix == "fp16." and key in _OF_FLOAT16 and key not in settings
         if value == "auto" or idle:
@@ -264,17 +251,12 @@ def _merged(
         elif key in settings or ours is not None:
             if value != settings.get(key):
                 follows = f"{settings[key]}" if key in settings else "no setting of that name"
-                remedy = (
-                    f"set {ours}, or remove it from the file" if ours else "remove it from the file"
-                )
-                raise ConfigError(
-                    f"{where}: {name}={value}, but the run's config has {follows}; {remedy}"
-                )
+                remedy = f"set {ours}, or remove it from the file" if ours else "remove it from the file"
+                raise ConfigError(f"{where}: {name}={value}, but the run's config has {follows}; {remedy}")
         elif prefix or key in _FREE:
             merged[key] = value
         else:
             raise ConfigError(
-                f"{where}: {key} is not supported by this version (it supports"
-                f" {', '.join(sorted(_FREE))}); remove it"
+                f"{where}: {key} is not supported by this version (it supports {', '.join(sorted(_FREE))}); remove it"
             )
     return merged

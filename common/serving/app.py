@@ -34,8 +34,7 @@ _PAGE_HEADERS = {
 }
 _HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 _NO_CHAT = (
-    "there is no chat here: GPT-2 continues text and has no format of conversations; post a prompt"
-    " to /v1/completions"
+    "there is no chat here: GPT-2 continues text and has no format of conversations; post a prompt to /v1/completions"
 )
 _JSON = "application/json"
 _COMPLETIONS = "/v1/completions"
@@ -95,9 +94,7 @@ class App:
     async def _answer(self, request: Request) -> ASGIApp:
         path, method, headers = request.scope["path"], request.method, request.headers
         if self._is_local and not _is_local_name(headers.get("host", "")):
-            raise Refusal(
-                403, "this server serves only this machine; call it localhost or 127.0.0.1"
-            )
+            raise Refusal(403, "this server serves only this machine; call it localhost or 127.0.0.1")
         if path != "/health" and not self._is_allowed(headers.get("authorization", "")):
             raise Refusal(401, "no valid key; send the header Authorization: Bearer KEY")
         if path.startswith("/v1/chat"):
@@ -177,13 +174,7 @@ class App:
         return bytes(body)
 
     async def _reply(
-        self,
-        completion: Completion,
-        note: dict[str, Any],
-        begun: float,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
+        self, completion: Completion, note: dict[str, Any], begun: float, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Send a completion. Raises Refusal, and ClientDisconnect if the client leaves."""
         limit = self._settings.request_timeout
@@ -203,9 +194,7 @@ class App:
             note["tokens"] = sum(len(job.sequence.tokens) for job in completion.jobs)
             self._service.metrics.request_seconds.observe(time.monotonic() - begun)
 
-    async def _send(
-        self, completion: Completion, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _send(self, completion: Completion, scope: Scope, receive: Receive, send: Send) -> None:
         if completion.request.stream:
             headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
             events = completion.events()
@@ -264,7 +253,5 @@ def _line(request: Request, status: int, seconds: float, note: dict[str, Any]) -
     """Return one log line. Text from the client is escaped and cannot break it."""
     client = request.client.host if request.client else "-"
     path = request.scope["path"].encode("unicode_escape").decode()[:100]
-    words = " ".join(
-        f"{name}={json.dumps(value, ensure_ascii=True)}" for name, value in note.items()
-    )
+    words = " ".join(f"{name}={json.dumps(value, ensure_ascii=True)}" for name, value in note.items())
     return f"{client} {request.method[:20]} {path} {status} {seconds:.3f} s {words}".rstrip()

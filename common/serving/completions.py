@@ -42,9 +42,7 @@ class CompletionService:
     ``facts``: about the model, as far as possible by llama.cpp's names in /v1/models.
     """
 
-    def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, config: Run, backend: str | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, config: Run, backend: str | None = None) -> None:
         """backend: the library that computes, where it is not that of the config."""
         self.name = config.serve.name or Path(config.output_dir).resolve().name
         model = config.model
@@ -67,9 +65,7 @@ class CompletionService:
         """
         request = parse_request(body)
         if request.model not in (None, self.name):
-            raise Refusal(
-                404, f"there is no model {request.model[:100]!r}, only {self.name}", param="model"
-            )
+            raise Refusal(404, f"there is no model {request.model[:100]!r}, only {self.name}", param="model")
         prompts = [self._prompt(given, request) for given in request.prompt]
         count = len(prompts) * request.n
         if count > self._config.serve.max_waiting:
@@ -120,8 +116,7 @@ class CompletionService:
             if wrong:
                 raise Refusal(
                     400,
-                    f"prompt: the id {wrong[0]} is outside the vocabulary of"
-                    f" {self.tokenizer.vocab_size} tokens",
+                    f"prompt: the id {wrong[0]} is outside the vocabulary of {self.tokenizer.vocab_size} tokens",
                     param="prompt",
                 )
             ids, text = given, whole_text(self.tokenizer, given)
@@ -134,17 +129,11 @@ class CompletionService:
         serve, positions = self._config.serve, self._config.model.max_positions
         longest = serve.max_prompt_tokens or (2**62 if self._window else positions)
         if length > longest:
-            raise Refusal(
-                400,
-                f"prompt: has {length} tokens; this server takes at most {longest}",
-                param="prompt",
-            )
+            raise Refusal(400, f"prompt: has {length} tokens; this server takes at most {longest}", param="prompt")
         wanted = request.max_tokens
         if wanted is not None and wanted > (serve.max_new_tokens or 2**62):
             raise Refusal(
-                400,
-                f"max_tokens: {wanted} is above this server's limit of {serve.max_new_tokens}",
-                param="max_tokens",
+                400, f"max_tokens: {wanted} is above this server's limit of {serve.max_new_tokens}", param="max_tokens"
             )
         # The last token after a scored prompt is chosen but needs no position.
         room = positions - length + (request.echo and request.logprobs is not None)
@@ -299,15 +288,7 @@ def _json(tree: Any) -> bytes:
 class Choice:
     """One continuation of a completion, built from pieces as they arrive."""
 
-    def __init__(
-        self,
-        number: int,
-        tokenizer: Tokenizer,
-        prompt: Prompt,
-        *,
-        echoes: bool,
-        has_logprobs: bool,
-    ) -> None:
+    def __init__(self, number: int, tokenizer: Tokenizer, prompt: Prompt, *, echoes: bool, has_logprobs: bool) -> None:
         """echoes: whether the text begins with the prompt."""
         self.tokens = 0
         self._number, self._tokenizer = number, tokenizer
@@ -345,12 +326,7 @@ class Choice:
             found.setdefault(word, each.logprob)
             top.append(None if math.isnan(each.logprob) else found)
         values = [None if math.isnan(each.logprob) else each.logprob for each in scored]
-        return {
-            "tokens": words,
-            "token_logprobs": values,
-            "top_logprobs": top,
-            "text_offset": offsets,
-        }
+        return {"tokens": words, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 
 def usage(prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, int]:

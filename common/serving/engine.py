@@ -186,9 +186,7 @@ class Engine:
         with self._changed:
             if any(job.is_cancelled for jobs in self._waiting for job in jobs):
                 dropped = [job for jobs in self._waiting for job in jobs if job.is_cancelled]
-                kept = (
-                    deque(job for job in jobs if not job.is_cancelled) for jobs in self._waiting
-                )
+                kept = (deque(job for job in jobs if not job.is_cancelled) for jobs in self._waiting)
                 self._waiting = deque(jobs for jobs in kept if jobs)
         for slot in self._slots:
             if slot.job is not None and slot.job.is_cancelled:
@@ -204,9 +202,7 @@ class Engine:
         They take turns if both wait. Return whether there was one.
         """
         sliding = [
-            number
-            for number, slot in enumerate(self._slots)
-            if slot.job is not None and not self._can_step(slot)
+            number for number, slot in enumerate(self._slots) if slot.job is not None and not self._can_step(slot)
         ]
         if not sliding or self._slid_last:
             self._slid_last = False

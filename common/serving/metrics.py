@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -38,12 +32,8 @@ class Metrics(Collector):
         def histogram(name: str, help: str) -> Histogram:
             return Histogram(f"gpt2_{name}_seconds", help, registry=own, buckets=_BOUNDS)
 
-        self.request_seconds = histogram(
-            "request", "From the head of a completion's request to its last byte."
-        )
-        self.first_token_seconds = histogram(
-            "first_token", "From the queueing of a sequence to its first token."
-        )
+        self.request_seconds = histogram("request", "From the head of a completion's request to its last byte.")
+        self.first_token_seconds = histogram("first_token", "From the queueing of a sequence to its first token.")
         self.token_seconds = histogram("token", "Between two tokens of a sequence.")
 
     def collect(self) -> Iterable[Metric]:
@@ -51,11 +41,7 @@ class Metrics(Collector):
         engine, counts = self._engine, self._engine.counts
         for name, help, value in (
             ("prompt_tokens", "Tokens of admitted prompts.", counts.prompt_tokens),
-            (
-                "reused_prompt_tokens",
-                "Tokens of prompts whose keys were there already.",
-                counts.reused_tokens,
-            ),
+            ("reused_prompt_tokens", "Tokens of prompts whose keys were there already.", counts.reused_tokens),
             ("sequences", "Sequences that got a slot.", counts.prompts),
             ("cancelled_sequences", "Sequences given up.", counts.cancelled),
             ("steps", "Steps of the model.", counts.steps),

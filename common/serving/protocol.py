@@ -24,9 +24,7 @@ class Refusal(GPT2Error):
     retry: seconds after which the same request may succeed.
     """
 
-    def __init__(
-        self, status: int, message: str, *, param: str | None = None, retry: int | None = None
-    ) -> None:
+    def __init__(self, status: int, message: str, *, param: str | None = None, retry: int | None = None) -> None:
         super().__init__(message)
         self.status, self.param, self.retry = status, param, retry
 
@@ -104,9 +102,7 @@ class CompletionRequest(_Level):
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=1000)]],
-        BeforeValidator(_stops),
-        Field(max_length=16),
+        list[Annotated[str, Field(min_length=1, max_length=1000)]], BeforeValidator(_stops), Field(max_length=16)
     ] = Field(default_factory=list)
     suffix: Annotated[str, Field(max_length=100_000)] = ""
     """Text after the completion, which ends where it reaches this text."""
@@ -114,9 +110,9 @@ class CompletionRequest(_Level):
     """-1 is any seed, as in vLLM (SamplingParams) and llama.cpp; OpenAI allows all others."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
-    logit_bias: Annotated[
-        dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], Field(max_length=1024)
-    ] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], Field(max_length=1024)] = Field(
+        default_factory=dict
+    )
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
@@ -163,8 +159,4 @@ def _check(request: CompletionRequest) -> None:
             param="best_of",
         )
     if request.max_tokens == 0 and not request.echo:
-        raise Refusal(
-            400,
-            "max_tokens=0 asks for nothing; with echo=true it scores the prompt",
-            param="max_tokens",
-        )
+        raise Refusal(400, "max_tokens=0 asks for nothing; with echo=true it scores the prompt", param="max_tokens")

@@ -32,12 +32,7 @@ _LAST_WORDS = 5.0
 """Seconds to write the last answers after the drain."""
 
 
-def serve(
-    config: Run,
-    tokenizer: Tokenizer,
-    open_slots: Callable[[int], Slots],
-    backend: str | None = None,
-) -> None:
+def serve(config: Run, tokenizer: Tokenizer, open_slots: Callable[[int], Slots], backend: str | None = None) -> None:
     """Listen until SIGTERM or Ctrl-C. open_slots: loads the model with this number of slots.
 
     Raises ConfigError if it cannot listen, and RunError if the model has failed. Raises
@@ -58,8 +53,7 @@ def serve(
         http.start()
         if key is None and not is_loopback(settings.host):
             LOG.warning(
-                f"serve.host={settings.host}: whoever reaches this machine may use the model; set"
-                " serve.api_key_file"
+                f"serve.host={settings.host}: whoever reaches this machine may use the model; set serve.api_key_file"
             )
         LOG.info(f"{service.name} is served at {http.address}/v1, with a page at {http.address}/")
         drain = Drain(app, http, stop, settings.drain_timeout)
@@ -106,8 +100,7 @@ def listen(settings: ServeConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"{where}: cannot listen there ({error.strerror}); choose another port, or 0 for a"
-            " free one"
+            f"{where}: cannot listen there ({error.strerror}); choose another port, or 0 for a free one"
         ) from None
     return listener
 

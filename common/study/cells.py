@@ -74,13 +74,10 @@ def expand(definition: Definition, config: Path) -> list[PlannedCell]:
     total = math.prod(map(len, axes.values()))
     if total > 100 * MAX_CELLS:
         raise ConfigError(
-            f"{config}: the axes have {total:,} combinations, more than {100 * MAX_CELLS:,};"
-            " take fewer values"
+            f"{config}: the axes have {total:,} combinations, more than {100 * MAX_CELLS:,}; take fewer values"
         )
     points = [
-        point
-        for values in product(*axes.values())
-        if _stays(point := dict(zip(axes, values, strict=True)), definition)
+        point for values in product(*axes.values()) if _stays(point := dict(zip(axes, values, strict=True)), definition)
     ]
     if not points:
         raise ConfigError(
@@ -89,8 +86,7 @@ def expand(definition: Definition, config: Path) -> list[PlannedCell]:
         )
     if len(points) > MAX_CELLS:
         raise ConfigError(
-            f"{config}: {len(points):,} cells are left, more than {MAX_CELLS}; add filters, or"
-            " take fewer values"
+            f"{config}: {len(points):,} cells are left, more than {MAX_CELLS}; add filters, or take fewer values"
         )
     names = _names(points, axes, definition, config)
     baselines = _baselines(points, names, definition)
@@ -105,8 +101,7 @@ def expand(definition: Definition, config: Path) -> list[PlannedCell]:
 def holds(condition: Condition, point: Mapping[str, str]) -> bool:
     """Whether a point has one of the wanted labels on every axis that the condition names."""
     return all(
-        point[axis]
-        in [label(value) for value in (wanted if isinstance(wanted, list) else [wanted])]
+        point[axis] in [label(value) for value in (wanted if isinstance(wanted, list) else [wanted])]
         for axis, wanted in condition.items()
     )
 
@@ -121,10 +116,7 @@ def _stays(point: Mapping[str, str], definition: Definition) -> bool:
 
 
 def _names(
-    points: Sequence[Mapping[str, str]],
-    axes: Mapping[str, list[str]],
-    definition: Definition,
-    config: Path,
+    points: Sequence[Mapping[str, str]], axes: Mapping[str, list[str]], definition: Definition, config: Path
 ) -> list[str]:
     """Return readable names that are safe as folders. Raises ConfigError for two that are equal."""
     every = [name for labels in axes.values() for name in labels]
@@ -144,27 +136,15 @@ def _names(
     found = ["-".join(part(*pair) for pair in point.items()) or "run" for point in points]
     for number, name in enumerate(found):
         if name in found[:number]:
-            raise ConfigError(
-                f"{config}: two cells are called {name}; give labels that differ in letters or"
-                " digits"
-            )
+            raise ConfigError(f"{config}: two cells are called {name}; give labels that differ in letters or digits")
         if len(name) > _MAX_ID_LENGTH or name.strip(".") == "":
-            raise ConfigError(
-                f"{config}: the cell {name[:60]}... cannot be the name of a folder; give shorter"
-                " labels"
-            )
+            raise ConfigError(f"{config}: the cell {name[:60]}... cannot be the name of a folder; give shorter labels")
     return found
 
 
-def _baselines(
-    points: Sequence[Mapping[str, str]], names: Sequence[str], definition: Definition
-) -> list[str | None]:
+def _baselines(points: Sequence[Mapping[str, str]], names: Sequence[str], definition: Definition) -> list[str | None]:
     """Return for each point the cell with the baseline's labels that shares most others with it."""
-    chosen = [
-        (point, name)
-        for point, name in zip(points, names, strict=True)
-        if holds(definition.baseline, point)
-    ]
+    chosen = [(point, name) for point, name in zip(points, names, strict=True) if holds(definition.baseline, point)]
     if not definition.baseline or not chosen:
         return [None] * len(points)
 

@@ -51,9 +51,7 @@ def run_launches(started: Sequence[Launch], log: Path, limit: float) -> Outcome:
         try:
             for launch in started:
                 environment = {**os.environ, **launch.environment}
-                child = descendants.start(
-                    launch.command, cores=launch.cores, env=environment, stdout=output
-                )
+                child = descendants.start(launch.command, cores=launch.cores, env=environment, stdout=output)
                 children.append(child)
             late = _wait(children, began + limit)
             if late:
@@ -134,9 +132,7 @@ def judge(outcome: Outcome, folder: Path, limit: float) -> tuple[State, str]:
 def _errors(folder: Path) -> Iterator[str]:
     """Yield the messages of the launcher and of the ranks, the more telling ones last."""
     launcher = _tail(folder / LAUNCHER_LOG)
-    ranks = chain.from_iterable(
-        _tail(path) for path in sorted(folder.glob("mf_parallel*/mindformer.log"))
-    )
+    ranks = chain.from_iterable(_tail(path) for path in sorted(folder.glob("mf_parallel*/mindformer.log")))
     for line in chain(launcher, ranks):
         if found := re.search(r"(?:^|\s)error: (.+)|^([\w.]*(?:Error|Exception)\b.*)", line):
             yield (found[1] or found[2]).strip()[:500]

@@ -27,22 +27,11 @@ from common.study.definition import Definition, did_you_mean
 from common.study.loading import load_definition
 from common.study.planning import describe_cells, predict
 from common.study.report import PAGE, write_outcome
-from common.study.results import (
-    STUDY_FILE,
-    CellResult,
-    Machine,
-    State,
-    Study,
-    read_study,
-    write_study,
-)
+from common.study.results import STUDY_FILE, CellResult, Machine, State, Study, read_study, write_study
 from common.study.running import now, run_cells
 from common.study.starting import Where, find_slurm, launches
 
-PACKAGES = (
-    *("torch", "torch_npu", "triton", "torchao", "mindspore", "deepspeed", "transformers", "numpy"),
-    "horovod",
-)
+PACKAGES = (*("torch", "torch_npu", "triton", "torchao", "mindspore", "deepspeed", "transformers", "numpy"), "horovod")
 _QUERY_SECONDS = 10.0
 _SAME = ("name", "small", "warmup_steps", "measured_steps")
 _SAME_OF_CELLS = ("base", "settings", "ranks", "hosts", "peer")
@@ -53,28 +42,19 @@ class StudyRequest:
     """The options of tools/study.py."""
 
     config: Path = flag("FILE: the study's YAML", required=True)
-    small: bool = flag(
-        "run the variant for two CPU cores, the section small of the YAML", default=False
-    )
+    small: bool = flag("run the variant for two CPU cores, the section small of the YAML", default=False)
     only: tuple[str, ...] = flag(
-        "AXIS=LABEL: leave out cells with other labels on this axis; may be given several times",
-        default=(),
+        "AXIS=LABEL: leave out cells with other labels on this axis; may be given several times", default=()
     )
     plan: bool = flag("show the cells and what is expected; start nothing", default=False)
     accelerator: str | None = flag(
         'NAME: with --plan: add the time of a step on a device that is not here, such as "Ascend'
         ' 910A", and say what does not fit'
     )
-    redo: tuple[str, ...] = flag(
-        "CELL: run this cell again; may be given several times", default=()
-    )
+    redo: tuple[str, ...] = flag("CELL: run this cell again; may be given several times", default=())
     output_dir: Path | None = flag("DIR: folder of runs and report (default: output/study/NAME)")
-    report_only: bool = flag(
-        "make tables, plots and report again from study.json; start nothing", default=False
-    )
-    hosts: str | None = flag(
-        "A,B: print the commands of every cell for these hosts; start nothing without --ssh"
-    )
+    report_only: bool = flag("make tables, plots and report again from study.json; start nothing", default=False)
+    hosts: str | None = flag("A,B: print the commands of every cell for these hosts; start nothing without --ssh")
     ssh: bool = flag("run the cells on --hosts over ssh", default=False)
     overrides: tuple[str, ...] = flag(
         "keys of the configuration to set in all cells",
@@ -101,9 +81,7 @@ def run_study(request: StudyRequest, show: Callable[[str], object]) -> int:
         study = read_study(folder)
         with owned_folder(folder):
             return _end(study, folder)
-    definition = load_definition(
-        request.config, request.overrides, small=request.small, only=request.only
-    )
+    definition = load_definition(request.config, request.overrides, small=request.small, only=request.only)
     cells = expand(definition, request.config)
     require_cells(request.redo, cells)
     device = require_accelerator(request.accelerator) if request.accelerator else None
@@ -183,9 +161,7 @@ def versions_here() -> dict[str, str]:
     """Return the versions of what computes, as far as it is installed, and of this project."""
     installed = installed_versions(PACKAGES)
     found = {name: version for name, version in installed.items() if version}
-    code, commit, _ = run_program(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], _QUERY_SECONDS
-    )
+    code, commit, _ = run_program(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], _QUERY_SECONDS)
     last = {"commit": commit.strip()} if code == 0 else {}
     return {"python": platform.python_version(), **found, **last}
 
@@ -199,16 +175,12 @@ def take_over(study: Study, before: Study, redo: Collection[str], folder: Path) 
     for key in _SAME:
         old, new = getattr(before, key), getattr(study, key)
         if old != new:
-            raise ConfigError(
-                f"{folder}: holds a study with {key} {old}, and this one has {new}; {remedy}"
-            )
+            raise ConfigError(f"{folder}: holds a study with {key} {old}, and this one has {new}; {remedy}")
     cells = {found.cell.id: found for found in study.cells}
     for earlier in before.cells:
         name = earlier.cell.id
         if name not in cells:
-            raise ConfigError(
-                f"{folder}: holds the cell {name}, which this study does not have; {remedy}"
-            )
+            raise ConfigError(f"{folder}: holds the cell {name}, which this study does not have; {remedy}")
         if name in redo:
             continue
         for key in _SAME_OF_CELLS:

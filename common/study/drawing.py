@@ -40,9 +40,7 @@ class Sheet(NamedTuple):
 
     def rows(self, cells: Sequence[Summary]) -> tuple[Any, Any]:
         """Return a figure and axes with a row for each cell."""
-        figure, axes = self.pyplot.subplots(
-            figsize=(9.0, 1.1 + 0.27 * max(2, len(cells))), layout="constrained"
-        )
+        figure, axes = self.pyplot.subplots(figsize=(9.0, 1.1 + 0.27 * max(2, len(cells))), layout="constrained")
         axes.set_yticks(range(len(cells)), [_label(cell.id) for cell in cells], fontsize="small")
         axes.set_ylim(len(cells) - 0.4, -0.6)
         axes.grid(axis="x", alpha=0.25)
@@ -52,9 +50,7 @@ class Sheet(NamedTuple):
 
     def bars(self, cells: Sequence[Summary], values: Sequence[float]) -> tuple[Any, Any]:
         figure, axes = self.rows(cells)
-        axes.barh(
-            range(len(values)), values, height=0.62, color=_BLUE, edgecolor="white", linewidth=0
-        )
+        axes.barh(range(len(values)), values, height=0.62, color=_BLUE, edgecolor="white", linewidth=0)
         return figure, axes
 
 
@@ -145,9 +141,7 @@ def draw_split(sheet: Sheet) -> Any:
         )  # fmt: skip
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     axes.set(xlabel=f"{name} a step", xlim=(0, None))
-    figure.legend(
-        loc="outside lower right", ncols=min(4, len(parts)), frameon=False, fontsize="small"
-    )
+    figure.legend(loc="outside lower right", ncols=min(4, len(parts)), frameon=False, fontsize="small")
     return figure
 
 
@@ -159,9 +153,7 @@ def draw_loss(sheet: Sheet) -> Any:
     rows = rows[:_MAX_CURVES]
     if not rows:
         return None
-    figure, axes = sheet.pyplot.subplots(
-        figsize=(9.0, max(4.0, 0.6 + 0.19 * len(rows))), layout="constrained"
-    )
+    figure, axes = sheet.pyplot.subplots(figsize=(9.0, max(4.0, 0.6 + 0.19 * len(rows))), layout="constrained")
     colors = sheet.pyplot.get_cmap("turbo" if len(rows) > 10 else "tab10")
     for number, (cell, values) in enumerate(rows):
         color = colors(number / (len(rows) - 1) if len(rows) > 10 else number)

@@ -75,8 +75,7 @@ def _require_effect(key: str, definition: Definition) -> None:
         set_by_labels = values.values() if isinstance(values, dict) else ()
         if key == axis or any(key in dict(flatten(keys)) for keys in set_by_labels):
             raise ConfigError(
-                f"command line: {key}: the axis {axis} sets it; leave it out, or choose cells with"
-                f" --only {axis}=LABEL"
+                f"command line: {key}: the axis {axis} sets it; leave it out, or choose cells with --only {axis}=LABEL"
             )
 
 
@@ -89,9 +88,7 @@ def _narrowed(definition: Definition, only: Sequence[str]) -> Definition:
             raise ConfigError(f"--only {word}: expected AXIS=LABEL; the axes are {axes}")
         labels = labels_of(definition.axes[axis])
         if name not in labels:
-            raise ConfigError(
-                f"--only {word}: the axis {axis} has no {name!r}; it has {', '.join(labels)}"
-            )
+            raise ConfigError(f"--only {word}: the axis {axis} has no {name!r}; it has {', '.join(labels)}")
         wanted.setdefault(axis, []).append(name)
     others: list[Condition] = [
         {axis: [name for name in labels_of(definition.axes[axis]) if name not in names]}
@@ -100,9 +97,7 @@ def _narrowed(definition: Definition, only: Sequence[str]) -> Definition:
     return definition.model_copy(update={"leave_out": [*definition.leave_out, *others]})
 
 
-def _changed(
-    tree: Mapping[str, Any], sources: Sources, words: Sequence[str]
-) -> tuple[dict[str, Any], Sources]:
+def _changed(tree: Mapping[str, Any], sources: Sources, words: Sequence[str]) -> tuple[dict[str, Any], Sources]:
     """Return the tree with the words of the command line put in, and where all keys are from."""
     changed, places = dict(tree), dict(sources)
     settings: dict[str, Any] = {}
@@ -126,9 +121,7 @@ def base_of(base: str, config: Path) -> Path:
     """Return the configuration that a study in the file ``config`` names. Raises ConfigError."""
     path = Path(os.path.abspath(config.parent / base))
     if not path.is_file():
-        raise ConfigError(
-            f"{config}: base: {base}: there is no file {path}; give a path relative to the study's"
-        )
+        raise ConfigError(f"{config}: base: {base}: there is no file {path}; give a path relative to the study's")
     return path
 
 
@@ -193,8 +186,7 @@ def _faults(definition: Definition) -> Iterator[Fault]:
         if isinstance(values, list):
             if axis not in SPECIAL and not _is_key(axis):
                 otherwise = (
-                    "; name a key of the configuration, or one of"
-                    f" {', '.join(SPECIAL)}, or give each label its keys"
+                    f"; name a key of the configuration, or one of {', '.join(SPECIAL)}, or give each label its keys"
                 )
                 meant = did_you_mean(axis, SPECIAL) or hint(axis) or otherwise
                 yield ("axes", axis), f"axes.{axis}: unknown axis{meant}"

@@ -31,11 +31,7 @@ def trace_settings(backend: str, first: int) -> dict[str, Any]:
 
     Allocations are recorded too, where the backend does so on every device.
     """
-    return {
-        "profile.start": first,
-        "profile.stop": first + TRACED_STEPS - 1,
-        "profile.memory": backend == "torch",
-    }
+    return {"profile.start": first, "profile.stop": first + TRACED_STEPS - 1, "profile.memory": backend == "torch"}
 
 
 def measure(cell: Cell, folder: Path, *, warmup_steps: int) -> Measured:
@@ -55,8 +51,7 @@ def measure(cell: Cell, folder: Path, *, warmup_steps: int) -> Measured:
     timed = [row for row in steps[warmup_steps:] if row["step"] not in traced]
     if not timed:
         raise DataError(
-            f"{path}: {len(steps)} steps, expected more than the {warmup_steps} of warm-up; the run"
-            " ended too early"
+            f"{path}: {len(steps)} steps, expected more than the {warmup_steps} of warm-up; the run ended too early"
         )
     config = _config(folder)
     traces = {file: read_trace(file.path) for file in files}
@@ -73,9 +68,7 @@ def measure(cell: Cell, folder: Path, *, warmup_steps: int) -> Measured:
         loss=[_number(row["loss"]) for row in steps],
         gradient_norm=[_number(row["grad_norm"]) for row in steps],
         validation_loss=_number(validation[-1]) if validation else None,
-        sample_hash=next(
-            (row["sample_hash"] for row in reversed(steps) if row.get("sample_hash")), None
-        ),
+        sample_hash=next((row["sample_hash"] for row in reversed(steps) if row.get("sample_hash")), None),
         peak_memory=[rank["peak"] - rank["at_start"] for rank in memory["ranks"]],
         peak_memory_source=_SOURCES.get(memory["device"], ""),
         memory_parts=_parts(memory["ranks"], traces),

@@ -26,10 +26,7 @@ def predict(planned: PlannedCell, device: Accelerator | None = None) -> Predicti
     except ConfigError as error:
         return Prediction(reason=" ".join(str(error).split()))
     topology = plan.topology
-    of_ranks = [
-        plan.stages[topology.coordinates(rank).pipeline].memory
-        for rank in range(topology.world_size)
-    ]
+    of_ranks = [plan.stages[topology.coordinates(rank).pipeline].memory for rank in range(topology.world_size)]
     return Prediction(
         memory=[{name: round(size) for name, size in each.parts.items()} for each in of_ranks],
         peak=[round(each.peak) for each in of_ranks],
@@ -37,9 +34,7 @@ def predict(planned: PlannedCell, device: Accelerator | None = None) -> Predicti
     )
 
 
-def describe_cells(
-    definition: Definition, cells: Sequence[PlannedCell], device: Accelerator | None = None
-) -> str:
+def describe_cells(definition: Definition, cells: Sequence[PlannedCell], device: Accelerator | None = None) -> str:
     """Return a table of the cells with their ranks and what is expected, and how long all may
     take.
     """

@@ -109,9 +109,7 @@ def _memory(verdict: Verdict) -> Iterator[Remark]:
     """Yield one line for each kind of memory that was measured."""
     for kind in dict.fromkeys(check.kind for check in verdict.memory):
         checks = [check for check in verdict.memory if check.kind == kind]
-        wrong = sorted(
-            (check for check in checks if not check.is_right), key=lambda check: -abs(check.error)
-        )
+        wrong = sorted((check for check in checks if not check.is_right), key=lambda check: -abs(check.error))
         yield _remark(
             "memory",
             "good" if not wrong else "bad" if all(check.is_exact for check in wrong) else "note",

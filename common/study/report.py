@@ -41,13 +41,9 @@ def write_outcome(study: Study, folder: Path) -> Verdict:
     pictures = draw(study, cells, verdict, folder)
     facts = facts_of(study, cells, verdict, pictures)
     facts["images"] = {
-        name: base64.b64encode((folder / FOLDER / f"{name}.png").read_bytes()).decode()
-        for name in pictures
+        name: base64.b64encode((folder / FOLDER / f"{name}.png").read_bytes()).decode() for name in pictures
     }
-    texts = {
-        "table.csv": as_csv(cells, verdict),
-        PAGE: templates().get_template("report.html.j2").render(facts),
-    }
+    texts = {"table.csv": as_csv(cells, verdict), PAGE: templates().get_template("report.html.j2").render(facts)}
     for name, language in REPORTS.items():
         texts[name] = templates().get_template("report.md.j2").render(facts, language=language)
     for name, text in texts.items():
@@ -91,14 +87,9 @@ def _inline(text: str) -> str:
     return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", escaped)
 
 
-def facts_of(
-    study: Study, cells: Mapping[str, Summary], verdict: Verdict, pictures: Sequence[str]
-) -> dict[str, Any]:
+def facts_of(study: Study, cells: Mapping[str, Summary], verdict: Verdict, pictures: Sequence[str]) -> dict[str, Any]:
     """Return all that the templates word. pictures: names of those that were drawn."""
-    more = {
-        "Time of a step": split_table(cells),
-        "Cells without a result": _failed(cells),
-    }
+    more = {"Time of a step": split_table(cells), "Cells without a result": _failed(cells)}
     return {
         "title": study.title,
         "study": vars(study)
@@ -119,10 +110,7 @@ def facts_of(
 
 
 def _devices(machine: Machine) -> str:
-    devices = ", ".join(
-        f"{machine.accelerators.count(name)} x {name}"
-        for name in dict.fromkeys(machine.accelerators)
-    )
+    devices = ", ".join(f"{machine.accelerators.count(name)} x {name}" for name in dict.fromkeys(machine.accelerators))
     return devices or f"{machine.cpu}, {machine.cores} cores"
 
 

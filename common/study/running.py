@@ -34,9 +34,7 @@ def run_cells(study: Study, planned: Sequence[PlannedCell], folder: Path, where:
         stack.enter_context(exiting_at_sigterm())
         left = list(missing(study))
         done = sum(len(found.repeats) for found in study.cells)
-        bar = stack.enter_context(
-            progress_bar(total=done + len(left), initial=done, unit="run", description="study")
-        )
+        bar = stack.enter_context(progress_bar(total=done + len(left), initial=done, unit="run", description="study"))
         for number, (found, index) in enumerate(left):
             name = found.cell.id
             if _is_over(found):
@@ -50,9 +48,7 @@ def run_cells(study: Study, planned: Sequence[PlannedCell], folder: Path, where:
             write_study(study, folder)
             bar.update()
             why = f": {repeat.reason}" if repeat.reason else ""
-            LOG.info(
-                f"{name} {index}/{study.repeats}: {repeat.state} after {repeat.seconds:.1f} s{why}"
-            )
+            LOG.info(f"{name} {index}/{study.repeats}: {repeat.state} after {repeat.seconds:.1f} s{why}")
     study.finished = now()
     write_study(study, folder)
 
@@ -81,30 +77,14 @@ def now() -> str:
 # ---- one run ----
 
 
-def _run_once(
-    study: Study,
-    planned: PlannedCell,
-    index: int,
-    folder: Path,
-    where: Where,
-    limit: float,
-) -> Repeat:
+def _run_once(study: Study, planned: PlannedCell, index: int, folder: Path, where: Where, limit: float) -> Repeat:
     own = Path(CELLS) / planned.cell.id / f"repeat_{index}"
     place = folder / own
     typed = shell_command(
-        launches(planned, folder / "by_hand" / planned.cell.id, where)
-        if planned.config is not None
-        else []
+        launches(planned, folder / "by_hand" / planned.cell.id, where) if planned.config is not None else []
     )
     refusal = reason_not_started(planned, where)
-    repeat = Repeat(
-        index=index,
-        state=State.REFUSED,
-        reason=refusal,
-        command=typed,
-        folder=str(own),
-        seconds=0.0,
-    )
+    repeat = Repeat(index=index, state=State.REFUSED, reason=refusal, command=typed, folder=str(own), seconds=0.0)
     if refusal:
         return repeat
     try:  # a new run would resume from what one that was cut off has left

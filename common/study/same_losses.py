@@ -124,9 +124,7 @@ def _judge_group(name: str, members: Sequence[Summary], tolerance: float) -> Gro
         different=tuple(each for each in found.values() if each is not None),
         largest={
             Kind.LOSS: max((_largest(run.loss, expected.loss) for run in runs), default=0.0),
-            Kind.NORM: max(
-                (_largest(run.gradient_norm, expected.gradient_norm) for run in runs), default=0.0
-            ),
+            Kind.NORM: max((_largest(run.gradient_norm, expected.gradient_norm) for run in runs), default=0.0),
         },
     )
 
@@ -140,9 +138,7 @@ def _first_difference(cell: Summary, reference: Summary, tolerance: float) -> Di
         assert run.measured is not None
         departure = depart(run.measured, expected.measured, bound)
         if departure is not None:
-            return Difference(
-                cell=cell.id, repeat=run.index, reference=reference.id, departure=departure
-            )
+            return Difference(cell=cell.id, repeat=run.index, reference=reference.id, departure=departure)
     return None
 
 
@@ -158,9 +154,7 @@ def depart(found: Measured, expected: Measured, tolerance: float) -> Departure |
     before its norm. Hashes are compared where both runs have one.
     """
     loss = _first_step(found.loss, expected.loss, tolerance)
-    norm = _first_step(
-        found.gradient_norm, expected.gradient_norm, tolerance, _skipped(found, expected)
-    )
+    norm = _first_step(found.gradient_norm, expected.gradient_norm, tolerance, _skipped(found, expected))
     hashes = found.sample_hash, expected.sample_hash
     if hashes[0] is not None and hashes[1] is not None and hashes[0] != hashes[1]:
         return Departure(kind=Kind.SAMPLES, step=loss or 0, found=hashes[0], expected=hashes[1])
@@ -172,36 +166,22 @@ def depart(found: Measured, expected: Measured, tolerance: float) -> Departure |
     counts = [(len(run.loss), len(run.gradient_norm)) for run in (found, expected)]
     if counts[0] != counts[1] or not all(counts[0]):
         return Departure(
-            kind=Kind.STEPS,
-            found=" and ".join(map(str, counts[0])),
-            expected=" and ".join(map(str, counts[1])),
+            kind=Kind.STEPS, found=" and ".join(map(str, counts[0])), expected=" and ".join(map(str, counts[1]))
         )
     return None
 
 
 def _at(
-    kind: Kind,
-    step: int,
-    found: Sequence[float],
-    expected: Sequence[float],
-    factor: float | None = None,
+    kind: Kind, step: int, found: Sequence[float], expected: Sequence[float], factor: float | None = None
 ) -> Departure:
     value, other = found[step - 1], expected[step - 1]
     return Departure(
-        kind=kind,
-        step=step,
-        found=value,
-        expected=other,
-        relative=relative_difference(value, other),
-        factor=factor,
+        kind=kind, step=step, found=value, expected=other, relative=relative_difference(value, other), factor=factor
     )
 
 
 def _first_step(
-    found: Sequence[float],
-    expected: Sequence[float],
-    tolerance: float,
-    skipped: Collection[int] = (),
+    found: Sequence[float], expected: Sequence[float], tolerance: float, skipped: Collection[int] = ()
 ) -> int | None:
     """Return the first step, from 1, that differs by more than the tolerance or is not finite."""
     for step, (value, other) in enumerate(zip(found, expected, strict=False), 1):
@@ -217,9 +197,7 @@ def _skipped(found: Measured, expected: Measured) -> set[int]:
     """
     return {
         step
-        for step, norms in enumerate(
-            zip(found.gradient_norm, expected.gradient_norm, strict=False), 1
-        )
+        for step, norms in enumerate(zip(found.gradient_norm, expected.gradient_norm, strict=False), 1)
         if not any(map(math.isfinite, norms))
         and all(run.loss[step:] and math.isfinite(run.loss[step]) for run in (found, expected))
     }

@@ -93,12 +93,7 @@ def launches(planned: PlannedCell, folder: Path, where: Where) -> list[Launch]:
     meet = ("--master", f"{LOOPBACK}:{free_port()}", "--nnodes", str(cell.hosts), "--node_rank")
     return [
         Launch(
-            command=(
-                *start,
-                *meet,
-                str(node),
-                *_positional(base, range(node * each, (node + 1) * each), words),
-            ),
+            command=(*start, *meet, str(node), *_positional(base, range(node * each, (node + 1) * each), words)),
             cores=cores,
         )
         for node, cores in enumerate(cores_of_ranks(cell.hosts))

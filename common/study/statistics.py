@@ -82,9 +82,7 @@ def summarize(study: Study) -> dict[str, Summary]:
 
 
 def _measured(result: CellResult) -> Summary:
-    runs = tuple(
-        run for run in result.repeats if run.state is State.FINISHED and run.measured is not None
-    )
+    runs = tuple(run for run in result.repeats if run.state is State.FINISHED and run.measured is not None)
     measured = {run.index: run.measured for run in runs if run.measured is not None}
     found = list(measured.values())
     seconds = {n: median(each.step_seconds) for n, each in measured.items() if each.step_seconds}
@@ -100,8 +98,7 @@ def _measured(result: CellResult) -> Summary:
         step_seconds=_median(seconds.values()),
         split=_medians([each.split for each in found]),
         peak_memory=tuple(
-            max(each.peak_memory[rank] for each in found if rank < len(each.peak_memory))
-            for rank in range(ranks)
+            max(each.peak_memory[rank] for each in found if rank < len(each.peak_memory)) for rank in range(ranks)
         ),
         mfu=_median([each.mfu for each in found if each.mfu is not None]),
     )
@@ -186,18 +183,14 @@ def noise_of(cells: Sequence[Summary]) -> tuple[float, int]:
     return math.sqrt(2 * squares / freedom), freedom
 
 
-def compare(
-    one: Summary, other: Summary, *, noise: tuple[float, int] = (0.0, 0), comparisons: int = 1
-) -> Comparison:
+def compare(one: Summary, other: Summary, *, noise: tuple[float, int] = (0.0, 0), comparisons: int = 1) -> Comparison:
     """Return how much faster ``one`` is than ``other``.
 
     noise: of ``noise_of``. comparisons: how many are made together; the margin of each grows, so
     that all of them hold together (Bonferroni). The margin is Student's interval of the mean paired
     difference, by the pair's own deviation or the pooled one, whichever is larger.
     """
-    differences = [
-        math.log(one.speeds[index] / other.speeds[index]) for index in _common([one, other])
-    ]
+    differences = [math.log(one.speeds[index] / other.speeds[index]) for index in _common([one, other])]
     if not differences:
         assert one.tokens_per_second and other.tokens_per_second
         ratio = one.tokens_per_second / other.tokens_per_second

@@ -50,9 +50,7 @@ def main_table(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> 
         return Word("yes") if cell.id in compared else None
 
     def runs(cell: Summary) -> str:
-        return (
-            f"{len(cell.runs)}/{study.repeats}" if cell.runs else Word(cell.state or "not run yet")
-        )
+        return f"{len(cell.runs)}/{study.repeats}" if cell.runs else Word(cell.state or "not run yet")
 
     def spread(cell: Summary) -> str | None:
         if len(cell.speeds) < 2:
@@ -71,17 +69,13 @@ def main_table(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> 
         "speed-up": _shown("{:.2f}".format, "speed_up"),
         "efficiency": _shown(percent, "efficiency"),
         "a step": _shown(seconds, "step_seconds"),
-        "memory a rank": lambda cell: (
-            size(max(cell.peak_memory)) if any(cell.peak_memory) else None
-        ),
+        "memory a rank": lambda cell: size(max(cell.peak_memory)) if any(cell.peak_memory) else None,
         "MFU": _shown(percent, "mfu"),
         "last loss": loss,
         "same losses": same,
         "memory of tensors": _shown(size, "counted_memory"),
         "planned memory": lambda cell: size(max(cell.planned.peak)) if cell.planned.peak else None,
-        "planned step": lambda cell: (
-            seconds(cell.planned.step_seconds) if cell.planned.step_seconds else None
-        ),
+        "planned step": lambda cell: seconds(cell.planned.step_seconds) if cell.planned.step_seconds else None,
         "repeats": runs,
     }
     marks = ["bad" if cell.id in different or not cell.speeds else "" for cell in cells.values()]
@@ -117,16 +111,12 @@ def parts_of(cells: Iterable[Summary]) -> list[str]:
     return [part for part in parts if any(split.get(part) for split in splits)]
 
 
-def _table(
-    columns: Mapping[str, Column], cells: Iterable[Summary], marks: Sequence[str] = ()
-) -> Table:
+def _table(columns: Mapping[str, Column], cells: Iterable[Summary], marks: Sequence[str] = ()) -> Table:
     rows = [[f"`{cell.id}`", *(value(cell) for value in columns.values())] for cell in cells]
     kept = [place for place in range(len(columns) + 1) if any(row[place] for row in rows)]
     head = ["cell", *columns]
     return Table(
-        head=[head[place] for place in kept],
-        rows=[[row[place] or "–" for place in kept] for row in rows],
-        marks=marks,
+        head=[head[place] for place in kept], rows=[[row[place] or "–" for place in kept] for row in rows], marks=marks
     )
 
 

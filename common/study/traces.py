@@ -24,9 +24,7 @@ _NAME = re.compile(r"steps_(\d+)_(\d+)_rank_(\d+)\.json\.gz")
 _MESSAGES = re.compile(r"(gloo|nccl|hccl):|ncclDevKernel|ncclKernel")
 """torch's annotations of collectives on a CPU, NCCL's kernels on a GPU."""
 _UPDATE = re.compile(r"Optimizer\.step#")
-_MINDSPORE_MESSAGES = re.compile(
-    r"(All(Reduce|Gather|ToAll)|ReduceScatter|Broadcast|Send|Receive)\w*-op\d+$"
-)
+_MINDSPORE_MESSAGES = re.compile(r"(All(Reduce|Gather|ToAll)|ReduceScatter|Broadcast|Send|Receive)\w*-op\d+$")
 _MINDSPORE_UPDATE = re.compile(r"(Adam|Apply|SGD|Momentum)\w*-op\d+$")
 
 Spans = list[tuple[float, float]]
@@ -140,11 +138,7 @@ def _done(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _spans(events: list[dict[str, Any]], kinds: set[str], names: re.Pattern[str]) -> Spans:
-    return [
-        _span(event)
-        for event in _done(events)
-        if event.get("cat") in kinds and names.match(str(event["name"]))
-    ]
+    return [_span(event) for event in _done(events) if event.get("cat") in kinds and names.match(str(event["name"]))]
 
 
 def _span(event: dict[str, Any]) -> tuple[float, float]:

@@ -115,14 +115,10 @@ def _rank(family: Sequence[Summary], families: Sequence[Sequence[Summary]]) -> R
         labels={
             axis: text
             for axis, text in axes[0].items()
-            if all(each.get(axis) == text for each in axes)
-            and any(each.get(axis) != text for each in others)
+            if all(each.get(axis) == text for each in axes) and any(each.get(axis) != text for each in others)
         },
         cells=tuple(cell.id for cell in ordered),
-        behind={
-            cell.id: compare(ordered[0], cell, noise=noise, comparisons=comparisons)
-            for cell in ordered[1:]
-        },
+        behind={cell.id: compare(ordered[0], cell, noise=noise, comparisons=comparisons) for cell in ordered[1:]},
     )
 
 
@@ -135,15 +131,9 @@ def _memory(cells: Mapping[str, Summary]) -> Iterator[MemoryCheck]:
         if not expected.peak or cell.first is None:
             continue
         planned = max(expected.peak)
-        state = max(
-            (each.get("weights", 0) + each.get("optimizer", 0) for each in expected.memory),
-            default=0,
-        )
+        state = max((each.get("weights", 0) + each.get("optimizer", 0) for each in expected.memory), default=0)
         if parts := cell.first.memory_parts:
-            pairs = {
-                "state": (state, parts.get("state")),
-                "step": (planned - state, parts.get("step")),
-            }
+            pairs = {"state": (state, parts.get("state")), "step": (planned - state, parts.get("step"))}
         elif cell.peak_memory:
             kind = "resident" if "resident" in cell.first.peak_memory_source else "peak"
             pairs = {kind: (planned, max(cell.peak_memory))}

@@ -93,19 +93,12 @@ def _remarks(system: str, ours: Translation) -> list[str]:
     for why, keys in reasons.items():
         text = f"{', '.join(keys)}: {why}"
         lines += textwrap.wrap(
-            text,
-            100,
-            initial_indent="#   ",
-            subsequent_indent="#     ",
-            break_on_hyphens=False,
-            break_long_words=False,
+            text, 100, initial_indent="#   ", subsequent_indent="#     ", break_on_hyphens=False, break_long_words=False
         )
     return lines
 
 
-def _lines(
-    system: str, ours: Translation, tree: Mapping[str, Any], path: tuple[str, ...]
-) -> Iterator[str]:
+def _lines(system: str, ours: Translation, tree: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
     indent = "  " * len(path)
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -132,9 +125,7 @@ COMMAND_LINES = {
 }
 """Systems with command lines, by the word of --from."""
 
-OTHER_PROGRAMS = {
-    name: why for dialect in COMMAND_LINES.values() for name, why in dialect.other_programs.items()
-}
+OTHER_PROGRAMS = {name: why for dialect in COMMAND_LINES.values() for name, why in dialect.other_programs.items()}
 """Programs of these systems that take other flags, and what to do instead."""
 
 FLAG_FILES = (".sh", ".txt", ".flags", ".args")
@@ -221,9 +212,7 @@ def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
 def _has_parts(tree: Mapping[str, Any]) -> bool:
     """Tell whether a file of ours has sections of MindFormers'."""
     context = tree.get("context")
-    return not PARTS.isdisjoint(tree) or (
-        isinstance(context, Mapping) and "device_target" in context
-    )
+    return not PARTS.isdisjoint(tree) or (isinstance(context, Mapping) and "device_target" in context)
 
 
 def _is_theirs(dialect: Dialect, word: str) -> bool:
@@ -247,15 +236,8 @@ def find_command_line(flags: Sequence[str], program: str = "") -> str:
     for system, dialect in COMMAND_LINES.items():
         if program in dialect.programs:
             return system
-    names = {
-        word.lstrip("-").partition("=")[0].replace("-", "_")
-        for word in flags
-        if word.startswith("--")
-    }
-    return max(
-        COMMAND_LINES,
-        key=lambda system: sum(has_rule(name, COMMAND_LINES[system].table) for name in names),
-    )
+    names = {word.lstrip("-").partition("=")[0].replace("-", "_") for word in flags if word.startswith("--")}
+    return max(COMMAND_LINES, key=lambda system: sum(has_rule(name, COMMAND_LINES[system].table) for name in names))
 
 
 def open_flags(
@@ -286,12 +268,7 @@ def open_flags(
 
 
 def _finish(
-    dialect: Dialect,
-    origin: str,
-    tree: dict[str, Any],
-    sources: Sources,
-    overrides: Sequence[str],
-    fill: Fill | None,
+    dialect: Dialect, origin: str, tree: dict[str, Any], sources: Sources, overrides: Sequence[str], fill: Fill | None
 ) -> Opened:
     ours = dialect.translate(tree, sources)
     ours.join_dropout()
@@ -311,8 +288,7 @@ def find_dialect(path: Path, tree: Mapping[str, Any], sources: Sources) -> Diale
         return None
     if len(found) > 1:
         places = "; ".join(
-            f"{sources.get((marks[0],), path)}: {marks[0]} is {dialect.system}'s"
-            for dialect, marks in found
+            f"{sources.get((marks[0],), path)}: {marks[0]} is {dialect.system}'s" for dialect, marks in found
         )
         raise ConfigError(f"{path}: mixes the words of several systems: {places}; keep one")
     dialect, marks = found[0]
@@ -328,11 +304,7 @@ def find_dialect(path: Path, tree: Mapping[str, Any], sources: Sources) -> Diale
 
 def _marks(tree: Mapping[str, Any], dialect: Dialect) -> set[str]:
     marks = set(dialect.marks & tree.keys())
-    if (
-        dialect is mindformers.DIALECT
-        and isinstance(model := tree.get("model"), Mapping)
-        and "model_config" in model
-    ):
+    if dialect is mindformers.DIALECT and isinstance(model := tree.get("model"), Mapping) and "model_config" in model:
         marks.add("model")
     return marks
 
@@ -353,8 +325,7 @@ def _override(tree: dict[str, Any], sources: Sources, word: str, table: Table) -
                 raise ConfigError(f"command line: {word}: the list has places 0 to {len(at) - 1}")
         elif not isinstance(at, dict):
             raise ConfigError(
-                f"command line: {word}: {'.'.join(keys[: depth - 1])} is not a section of the file;"
-                " check the path"
+                f"command line: {word}: {'.'.join(keys[: depth - 1])} is not a section of the file; check the path"
             )
         if depth == len(keys):
             at[key] = value

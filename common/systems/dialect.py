@@ -130,10 +130,7 @@ class Translation:
         if size > token:
             self.set_left_out("data.eod_id", token)
         elif self.get("data.eod_id") is None and self.get("data.tokenizer") is None:
-            self.drop(
-                "data.eod_mask_loss",
-                f"the vocabulary has {size} tokens, and its end of text is {token}",
-            )
+            self.drop("data.eod_mask_loss", f"the vocabulary has {size} tokens, and its end of text is {token}")
 
     def drop(self, key: str, why: str) -> None:
         """Remove a key or a section that has no effect. Values of the command line stay."""
@@ -141,11 +138,7 @@ class Translation:
         at: Any = self.tree
         for section in sections:
             at = at.get(section) if isinstance(at, dict) else None
-        if (
-            not isinstance(at, dict)
-            or name not in at
-            or self.sources.get(tuple(key.split("."))) == "command line"
-        ):
+        if not isinstance(at, dict) or name not in at or self.sources.get(tuple(key.split("."))) == "command line":
             return
         at.pop(name)
         for own, theirs in self.origins.items():
@@ -187,9 +180,7 @@ class ForeignKeys:
         self._sources = sources
         self._left = dict(flatten(tree))
         self.names = tuple(self._left)
-        self._given = {
-            key for key, value in self._left.items() if value is not None and value != ""
-        }
+        self._given = {key for key, value in self._left.items() if value is not None and value != ""}
 
     def peek(self, key: str, default: Any = None) -> Any:
         """Return the value of a key. Where it is absent, null or an empty text, it is their
@@ -237,8 +228,7 @@ class ForeignKeys:
         """Return ``file:line`` of a key, or of its section."""
         path = tuple(key.split("."))
         return next(
-            (self._sources[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self._sources),
-            self.system,
+            (self._sources[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self._sources), self.system
         )
 
     def refuse(self, key: str, value: Any, instead: str) -> NoReturn:
@@ -290,11 +280,7 @@ def _obey(rule: Rule, key: str, value: Any, theirs: ForeignKeys, ours: Translati
             try:
                 changed = change(value)
             except (ValueError, TypeError) as error:
-                theirs.refuse(
-                    key,
-                    value,
-                    str(error) if isinstance(error, ValueError) else f"found {kind_of(value)}",
-                )
+                theirs.refuse(key, value, str(error) if isinstance(error, ValueError) else f"found {kind_of(value)}")
             ours.set(name, changed, theirs.where(key), key)
         case Ignored(why):
             ours.note(key, why)
@@ -316,10 +302,7 @@ def require_all_taken(theirs: ForeignKeys, known: Iterable[str]) -> None:
             lines.append(f"{theirs.where(key)}: {key}: expected keys and values, found {found}")
             continue
         near = difflib.get_close_matches(
-            key,
-            [name for name in names if not (name.endswith("*") or key.startswith(f"{name}."))],
-            n=1,
-            cutoff=0.75,
+            key, [name for name in names if not (name.endswith("*") or key.startswith(f"{name}."))], n=1, cutoff=0.75
         )
         hint = (
             f"did you mean {near[0]}?"

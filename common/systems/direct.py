@@ -60,9 +60,7 @@ def open_foreign(
         opened = system.open_to_compute or system.open
         assert opened is not None
         with reading(path, CheckpointError):
-            weights = stack.enter_context(
-                system.open_as(path, model) if system.open_as else opened(path)
-            )
+            weights = stack.enter_context(system.open_as(path, model) if system.open_as else opened(path))
             weights = _without_padding(weights, model)
         files = {MODEL_FILE: ForeignTensors(path, weights.tensors)}
         if weights.run is not None:
@@ -99,10 +97,7 @@ def _without_padding(weights: Weights, model: ResolvedModel) -> Weights:
         return replace(weight, shape=shape, load=lambda: weight.load()[:size])
 
     def cut(tensors: Mapping[str, Weight]) -> dict[str, Weight]:
-        return {
-            name: first_rows(each) if name.startswith(EMBEDDING) else each
-            for name, each in tensors.items()
-        }
+        return {name: first_rows(each) if name.startswith(EMBEDDING) else each for name, each in tensors.items()}
 
     return replace(
         weights,

@@ -39,10 +39,7 @@ def read_flags(
     while number < len(words):
         word = words[number]
         if not _is_flag(word):
-            raise ConfigError(
-                f"{_place(where, word)}: {word!r} stands where a flag is expected; flags begin with"
-                " --"
-            )
+            raise ConfigError(f"{_place(where, word)}: {word!r} stands where a flag is expected; flags begin with --")
         name, equals, text = word.lstrip("-").partition("=")
         number += 1
         values = [text] if equals else []
@@ -61,9 +58,7 @@ def read_flags(
     return tree, sources, replaced
 
 
-def check_values(
-    tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str], table: Table
-) -> None:
+def check_values(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str], table: Table) -> None:
     """Check that flags have their values and switches have none. Raises ConfigError."""
     for key, value in tree.items():
         rule = table.get(key)
@@ -79,10 +74,7 @@ def check_values(
         if value is True and takes:
             raise ConfigError(f"{sources[key,]}: needs a value; give one, or leave the flag out")
         if value is not True and isinstance(rule, ByHand) and not takes:
-            raise ConfigError(
-                f"{sources[key,]}: takes no value, found {value!r}; leave the value out, or the"
-                " flag"
-            )
+            raise ConfigError(f"{sources[key,]}: takes no value, found {value!r}; leave the value out, or the flag")
 
 
 def _place(where: str, word: str) -> str:
@@ -174,9 +166,7 @@ def _find_flags(commands: Iterable[Command], path: Path) -> tuple[str, list[Word
         return "", []
     program, flags, depth = max(found, key=lambda each: sum(map(_is_flag, each[1])))
     if depth and sum(each[0] == program for each in found) > 1:
-        raise ConfigError(
-            f"{path}: a condition says which of several commands starts {program}; keep one of them"
-        )
+        raise ConfigError(f"{path}: a condition says which of several commands starts {program}; keep one of them")
     return program, flags
 
 

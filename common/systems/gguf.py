@@ -77,15 +77,11 @@ def write_gguf(folder: Path, weights: Weights, dtype: str | None) -> dict[str, i
     tensors = export_names(NAME_MAP, weights.tensors, model, "float32")
     matrices = [name for name in tensors if name.endswith(".weight") and "norm" not in name]
     matrices.remove("position_embd.weight")
-    types = {
-        name: gguf.GGMLQuantizationType[kind if name in matrices else "F32"] for name in tensors
-    }
+    types = {name: gguf.GGMLQuantizationType[kind if name in matrices else "F32"] for name in tensors}
     for name, tensor in tensors.items():
         block, size = gguf.GGML_QUANT_SIZES[types[name]]
         bytes_stored = tensor.nbytes // 4 // block * size
-        writer.add_tensor_info(
-            name, tensor.shape, np.dtype("float32"), bytes_stored, raw_dtype=types[name]
-        )
+        writer.add_tensor_info(name, tensor.shape, np.dtype("float32"), bytes_stored, raw_dtype=types[name])
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

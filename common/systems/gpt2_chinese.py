@@ -114,9 +114,7 @@ def _evaluate(theirs: ForeignKeys, ours: Translation) -> None:
     batch. Its writing of result.txt fails.
     """
     if theirs.peek("pretrained_model") is None:
-        raise ConfigError(
-            "--pretrained_model is not given; name the trained model, such as model/final_model"
-        )
+        raise ConfigError("--pretrained_model is not given; name the trained model, such as model/final_model")
     _take_model(Path(str(theirs.take("model_config"))), theirs.where("model_config"), ours)
     _take_tokenizer(theirs, ours)
     _take_data(theirs, ours, "data.validation")
@@ -186,10 +184,7 @@ def _take_titles(theirs: ForeignKeys, ours: Translation) -> None:
         ours.note_given(theirs, "titles", "--titles_file has the titles")
     else:
         ours.set("predict.prompt", str(titles).split(), theirs.where("titles"), "titles")
-    for flag, key in (
-        ("articles_per_title", "predict.num_sequences"),
-        ("save_path", "predict.output_folder"),
-    ):
+    for flag, key in (("articles_per_title", "predict.num_sequences"), ("save_path", "predict.output_folder")):
         value = theirs.take(flag)
         ours.set(key, value if flag != "save_path" else str(Path(value)), theirs.where(flag), flag)
 
@@ -212,9 +207,7 @@ def _take_model(path: Path, where: str, ours: Translation) -> None:
 
 def _take_sizes(fields: Mapping[str, Any], path: str, ours: Translation) -> None:
     """Take the model from the fields of a model_config.json or config.json."""
-    theirs = ForeignKeys(
-        SYSTEM, fields, dict.fromkeys(((name,) for name in fields), path), DEFAULTS
-    )
+    theirs = ForeignKeys(SYSTEM, fields, dict.fromkeys(((name,) for name in fields), path), DEFAULTS)
     positions = theirs.peek("n_positions")
     if theirs.is_left_out("n_ctx") and isinstance(positions, int):
         ours.set("model.seq_length", min(positions, DEFAULTS["n_ctx"]))

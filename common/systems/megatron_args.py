@@ -17,13 +17,7 @@ from common.config.resolved import ResolvedModel
 from common.errors import ConfigError
 from common.systems.name_map import Fusion, NameMap, name_map
 from common.systems.rank_parts import Ranks, join_ranks, read_joined
-from common.systems.run_state import (
-    MODEL_YAML,
-    checked_run,
-    read_model_yaml,
-    require_moments,
-    require_one_run,
-)
+from common.systems.run_state import MODEL_YAML, checked_run, read_model_yaml, require_moments, require_one_run
 from common.systems.weights import Weight, Weights, checked_model, import_names, weights_from
 from common.tensor_files.arrays import TensorFile
 from common.weights.names import EMBEDDING, POSITIONS
@@ -50,20 +44,13 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
 them.
 """
 _GPT2_VOCABULARY = 50257
-_ORDERS: dict[float, Fusion] = {
-    0: Fusion.BLOCKS,
-    1: Fusion.OUTPUTS,
-    2: Fusion.HEADS,
-    3: Fusion.HEADS,
-}
+_ORDERS: dict[float, Fusion] = {0: Fusion.BLOCKS, 1: Fusion.OUTPUTS, 2: Fusion.HEADS, 3: Fusion.HEADS}
 """checkpoint_version -> the order of the rows of query, key and value
 (``fix_query_key_value_ordering`` in megatron/checkpointing.py).
 """
 
 
-def names_of_modules(
-    embedding: str = "", encoder: str = "", attention: str = "self_attention", **more: Any
-) -> NameMap:
+def names_of_modules(embedding: str = "", encoder: str = "", attention: str = "self_attention", **more: Any) -> NameMap:
     """Return the names in Megatron-LM's GPTModel. embedding, encoder: starts of names in these
     modules. more: as for ``name_map``.
     """
@@ -141,8 +128,7 @@ def weights_of_ranks(
             run = new_run()
         except (TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
             raise ConfigError(
-                f"{first.path}: its counters or its loss scale are not numbers ({error}); copy it"
-                " again"
+                f"{first.path}: its counters or its loss scale are not numbers ({error}); copy it again"
             ) from None
         run = checked_run(first.path, run)
     else:
@@ -169,8 +155,7 @@ def model_of_args(
     notes = {}
     if args.get("bias_gelu_fusion") is False and not args.get("openai_gelu"):
         notes["args.bias_gelu_fusion=False"] = (
-            "the exact gelu, which it was trained with: GPT-2's is the tanh formula, up to 5e-4"
-            " away"
+            "the exact gelu, which it was trained with: GPT-2's is the tanh formula, up to 5e-4 away"
         )
     file = next((file for folder in folders if (file := folder / MODEL_YAML).is_file()), None)
     if file is not None:
@@ -178,25 +163,16 @@ def model_of_args(
         for ours, theirs in _MODEL.items():
             if args.get(theirs) not in (None, getattr(model, ours)):
                 raise ConfigError(
-                    f"{file}: {ours} is {getattr(model, ours)}, and {path} says"
-                    f" {theirs}={args[theirs]}; fix the first"
+                    f"{file}: {ours} is {getattr(model, ours)}, and {path} says {theirs}={args[theirs]}; fix the first"
                 )
         return model, run, notes
-    missing = [
-        theirs
-        for ours, theirs in _MODEL.items()
-        if args.get(theirs) is None and ours != "ffn_hidden_size"
-    ]
+    missing = [theirs for ours, theirs in _MODEL.items() if args.get(theirs) is None and ours != "ffn_hidden_size"]
     if missing:
         raise ConfigError(
             f"{path}: its args lack {', '.join(missing)}; put the section model of the config"
             f" beside {folders[0].name} as {MODEL_YAML}"
         )
-    section = {
-        ours: args[theirs]
-        for ours, theirs in (_MODEL | _REST).items()
-        if args.get(theirs) is not None
-    }
+    section = {ours: args[theirs] for ours, theirs in (_MODEL | _REST).items() if args.get(theirs) is not None}
     # newer versions have the second name
     epsilon = args.get("layernorm_epsilon") or args.get("norm_epsilon")
     section |= {} if epsilon is None else {"layer_norm_epsilon": epsilon}
@@ -204,11 +180,7 @@ def model_of_args(
     # another type is refused below
     padding = multiple * tensor if type(multiple) is int else 0
     section["vocab_size"], note = _vocabulary(args, rows, padding)
-    return (
-        checked_model(path, {"seq_length": section["max_positions"], **section}),
-        None,
-        notes | note,
-    )
+    return (checked_model(path, {"seq_length": section["max_positions"], **section}), None, notes | note)
 
 
 def in_version(path: Path, version: Any, name_map: NameMap) -> NameMap:

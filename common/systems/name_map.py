@@ -44,9 +44,7 @@ class NameRow:
     def in_block(self, ours: int, theirs: int) -> NameRow:
         """Return the row of a block with these numbers here and there."""
         return replace(
-            self,
-            ours=tuple(name.format(layer=ours) for name in self.ours),
-            theirs=self.theirs.format(layer=theirs),
+            self, ours=tuple(name.format(layer=ours) for name in self.ours), theirs=self.theirs.format(layer=theirs)
         )
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -63,9 +61,7 @@ class NameRow:
         """
         if len(parts) == 1:
             return parts[0].T if self.transposed else parts[0]
-        fused: NDArray[Any] = np.empty(
-            (len(parts) * parts[0].shape[0], *parts[0].shape[1:]), parts[0].dtype
-        )
+        fused: NDArray[Any] = np.empty((len(parts) * parts[0].shape[0], *parts[0].shape[1:]), parts[0].dtype)
         for place, part in zip(self._apart(fused, heads), parts, strict=True):
             copy_array(place, part.reshape(place.shape))
         return fused.T if self.transposed else fused
@@ -129,9 +125,7 @@ class NameMap:
 
     def fused(self, fusion: Fusion) -> NameMap:
         """Return the map with another order of query, key and value."""
-        return replace(
-            self, layer_rows=tuple(replace(row, fusion=fusion) for row in self.layer_rows)
-        )
+        return replace(self, layer_rows=tuple(replace(row, fusion=fusion) for row in self.layer_rows))
 
 
 def name_map(
@@ -149,14 +143,9 @@ def name_map(
     bias. Other names of these two stand at its end: ``gamma|beta``. transposed: modules whose
     weight is (in, out).
     """
-    rows = [
-        row
-        for ours, theirs in table.items()
-        for row in _rows_of(ours, theirs, ours in transposed, fusion)
-    ]
+    rows = [row for ours, theirs in table.items() for row in _rows_of(ours, theirs, ours in transposed, fusion)]
     global_rows, layer_rows = (
-        tuple(row for row in rows if ("{layer}" in row.ours[0]) is in_block)
-        for in_block in (False, True)
+        tuple(row for row in rows if ("{layer}" in row.ours[0]) is in_block) for in_block in (False, True)
     )
     return NameMap(global_rows=global_rows, layer_rows=layer_rows, head=head, ignored=ignored)
 
@@ -168,22 +157,11 @@ def _rows_of(ours: str, theirs: str, transposed: bool, fusion: Fusion) -> Iterat
     block = "" if ours in _GLOBAL else "h.{layer}."
     modules = [block + ours.replace("qkv", part) for part in ("qkv" if "qkv" in ours else " ")]
     weight, bias = (theirs if "|" in theirs else f"{theirs}.weight|bias").split("|")
-    yield NameRow(
-        ours=tuple(f"{name}.weight" for name in modules),
-        theirs=weight,
-        transposed=transposed,
-        fusion=fusion,
-    )
-    yield NameRow(
-        ours=tuple(f"{name}.bias" for name in modules),
-        theirs=re.sub(r"\w+$", bias, weight),
-        fusion=fusion,
-    )
+    yield NameRow(ours=tuple(f"{name}.weight" for name in modules), theirs=weight, transposed=transposed, fusion=fusion)
+    yield NameRow(ours=tuple(f"{name}.bias" for name in modules), theirs=re.sub(r"\w+$", bias, weight), fusion=fusion)
 
 
-def match_name_map(
-    where: object, format: str, name_maps: Sequence[NameMap], names: Collection[str]
-) -> NameMap:
+def match_name_map(where: object, format: str, name_maps: Sequence[NameMap], names: Collection[str]) -> NameMap:
     """Return the variant of a format that matches most tensor names. Raises CheckpointError if none
     does.
     """
@@ -191,7 +169,6 @@ def match_name_map(
     if not any(row.theirs in names for row in best.rows(1)):
         shown = ", ".join(list(names)[:4]) or "nothing"
         raise CheckpointError(
-            f"{where}: holds no names of {format}, but {shown}; say --from FORMAT, or choose"
-            " another file"
+            f"{where}: holds no names of {format}, but {shown}; say --from FORMAT, or choose another file"
         )
     return best

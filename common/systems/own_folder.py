@@ -57,8 +57,7 @@ def open_project(path: Path, *, checksums: bool = True) -> Iterator[Weights]:
             yield weights
             return
         run = checked_run(
-            checkpoint / MANIFEST,
-            {key: value for key, value in manifest.items() if key not in _OF_THE_FOLDER},
+            checkpoint / MANIFEST, {key: value for key, value in manifest.items() if key not in _OF_THE_FOLDER}
         )
         run["config"] = {key: value for key, value in run["config"].items() if key != "model"}
         of_moments = moment_shapes(model, run["config"]["optimizer"]["name"]) if optimizer else {}
@@ -75,17 +74,11 @@ _OF_THE_FOLDER = ("format_version", "converted_from", "files")
 def _tokenizer_of(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
     data = manifest["config"].get("data")
     parts = (data.get("tokenizer") if isinstance(data, dict) else None, manifest.get("tokenizer"))
-    return {
-        key: value for part in parts if isinstance(part, dict) for key, value in part.items()
-    } or None
+    return {key: value for part in parts if isinstance(part, dict) for key, value in part.items()} or None
 
 
 def _weight(stored: ShardedReader, name: str, shape: tuple[int, ...]) -> Weight:
-    return Weight(
-        dtype="float32",
-        shape=shape,
-        load=lambda: stored.read(name, slice_of(parameter_of(name), shape)),
-    )
+    return Weight(dtype="float32", shape=shape, load=lambda: stored.read(name, slice_of(parameter_of(name), shape)))
 
 
 def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
@@ -100,9 +93,7 @@ def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str
     is_integer = dtype == "int8"
     if is_integer:
         weights = weights.without_run()
-    files = {MODEL_FILE: weights.tensors} | (
-        {} if weights.run is None else {OPTIMIZER_FILE: weights.moments}
-    )
+    files = {MODEL_FILE: weights.tensors} | ({} if weights.run is None else {OPTIMIZER_FILE: weights.moments})
     if is_integer:
         sums = {MODEL_FILE: _write_integers(folder / MODEL_FILE, weights)}
     else:
@@ -111,8 +102,7 @@ def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str
         **manifest_of(weights),
         "converted_from": {"format": weights.format, "path": str(weights.path.resolve())},
         "files": {
-            name: {"bytes": (folder / name).stat().st_size, "crc32": checksum}
-            for name, checksum in sums.items()
+            name: {"bytes": (folder / name).stat().st_size, "crc32": checksum} for name, checksum in sums.items()
         },
     }
     write_manifest(folder, manifest)

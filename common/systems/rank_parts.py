@@ -43,9 +43,7 @@ def by_ranks(paths: Iterable[Path], pattern: re.Pattern[str]) -> dict[tuple[int,
     return found
 
 
-def require_ranks(
-    folder: Path, found: Iterable[Any], expected: Iterable[Any], name: Callable[[Any], str]
-) -> None:
+def require_ranks(folder: Path, found: Iterable[Any], expected: Iterable[Any], name: Callable[[Any], str]) -> None:
     """Require that the files of exactly the expected ranks were found. Raises CheckpointError.
 
     name: returns the name of a rank's file.
@@ -54,8 +52,7 @@ def require_ranks(
     if absent := sorted(wanted - there):
         more = f" and {len(absent) - 4} more" if len(absent) > 4 else ""
         raise CheckpointError(
-            f"{folder}: missing {', '.join(map(name, absent[:4]))}{more}; copy the whole folder"
-            " again"
+            f"{folder}: missing {', '.join(map(name, absent[:4]))}{more}; copy the whole folder again"
         )
     if strange := sorted(there - wanted):
         raise CheckpointError(
@@ -89,8 +86,7 @@ def join_ranks(where: Path, ranks: Ranks, rows: Mapping[str, NameRow]) -> dict[s
         parts = [rank[name] for rank in ranks if name in rank]
         if len(parts) < len(ranks):
             raise CheckpointError(
-                f"{where}: {len(ranks) - len(parts)} of {len(ranks)} tensor ranks lack {name};"
-                " copy all files again"
+                f"{where}: {len(ranks) - len(parts)} of {len(ranks)} tensor ranks lack {name}; copy all files again"
             )
         joined[name] = _join(where, name, parts, rows.get(name))
     return joined
@@ -103,15 +99,13 @@ def _join(where: Path, name: str, parts: Sequence[FileTensor], row: NameRow | No
     if any((part.dtype, part.shape) != (first.dtype, first.shape) for part in parts):
         shown = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
         raise CheckpointError(
-            f"{where}: tensor ranks hold {name} as {shown}; these files are of several checkpoints:"
-            " copy one whole"
+            f"{where}: tensor ranks hold {name} as {shown}; these files are of several checkpoints: copy one whole"
         )
     dim = split_dim(row.ours[0])
     if dim is None or len(first.shape) <= dim:
         if not all(same_bytes(part, first) for part in parts[1:]):
             raise CheckpointError(
-                f"{where}: tensor ranks differ in {name}, of which each has a whole copy; use"
-                " another checkpoint"
+                f"{where}: tensor ranks differ in {name}, of which each has a whole copy; use another checkpoint"
             )
         return Joined(dtype=first.dtype, shape=first.shape, parts=(first,))
     theirs = len(first.shape) - 1 - dim if row.transposed else dim
@@ -127,9 +121,7 @@ def read_joined(tensor: Joined, row: NameRow, part: int, heads: int) -> NDArray[
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, tensor.dim)
 
 
-def name_in_order(
-    shapes: Mapping[str, tuple[int, ...]], values: Sequence[FileTensor]
-) -> dict[str, FileTensor]:
+def name_in_order(shapes: Mapping[str, tuple[int, ...]], values: Sequence[FileTensor]) -> dict[str, FileTensor]:
     """Name the tensors of an optimizer with one group, or with one of matrices and one of vectors.
 
     shapes: those of the parameters by name, in the order of the modules. Raises ValueError where
@@ -141,8 +133,7 @@ def name_in_order(
         there = [tensor for tensor in values if len(tensor.shape) == dims]
         if [*named.values()] != [tensor.shape for tensor in there]:
             raise ValueError(
-                "the state of the optimizer is not of these weights: other shapes, or another"
-                " number of them"
+                "the state of the optimizer is not of these weights: other shapes, or another number of them"
             )
         found.update(zip(named, there, strict=True))
     return {name: found[name] for name in shapes if name in found}

@@ -73,9 +73,7 @@ def _checker(name: str, types: Mapping[str, Any]) -> type[BaseModel]:
         )
         for key, kind in types.items()
     }
-    return create_model(
-        name, __config__=ConfigDict(strict=True, extra="ignore", allow_inf_nan=False), **fields
-    )
+    return create_model(name, __config__=ConfigDict(strict=True, extra="ignore", allow_inf_nan=False), **fields)
 
 
 _RUN = _checker("run", _TYPES)
@@ -130,11 +128,7 @@ def checked_run(path: Path, record: Any) -> dict[str, Any]:
         json.dumps(record, allow_nan=False)
     except ValidationError as error:
         first = error.errors()[0]
-        found = (
-            "is missing"
-            if first["type"] == "missing"
-            else f"is {shown(first['input'])}: {first['msg']}"
-        )
+        found = "is missing" if first["type"] == "missing" else f"is {shown(first['input'])}: {first['msg']}"
         problem = f"{'.'.join(map(str, first['loc'])) or 'it'} {found}"
     except (TypeError, ValueError) as error:
         problem = str(error)
@@ -162,9 +156,7 @@ def require_one_run(path: Path, name: str, found: Any, told: Any) -> None:
 def moment_shapes(model: ResolvedModel, optimizer: RuleName) -> dict[str, tuple[int, ...]]:
     """Return the shapes of ``Weights.moments``."""
     return {
-        f"{name}.{part}": shape
-        for name, shape in parameter_shapes(model).items()
-        for part in RULES[optimizer].parts
+        f"{name}.{part}": shape for name, shape in parameter_shapes(model).items() for part in RULES[optimizer].parts
     }
 
 

@@ -40,9 +40,7 @@ _TOKEN = re.compile(
     rf"|{_EXPANSION}|(?P<plain>[^\s;|()&<>\\'\"$`#]+|.)",
     re.DOTALL,
 )
-_IN_QUOTES = re.compile(
-    rf"\\(?P<continued>\n)|\\(?P<escaped>[$`\"\\])|{_EXPANSION}|(?P<plain>[^\\$`]+|.)", re.DOTALL
-)
+_IN_QUOTES = re.compile(rf"\\(?P<continued>\n)|\\(?P<escaped>[$`\"\\])|{_EXPANSION}|(?P<plain>[^\\$`]+|.)", re.DOTALL)
 _EXPORTS = ("export", "local", "declare", "readonly", "typeset")
 _OPENS = ("if", "case", "for", "while", "until", "select", "{", "function")
 _CLOSES = ("fi", "esac", "done", "}")
@@ -207,9 +205,7 @@ class _Reader:
         name, more, value = match.groups()
         known, values = self.variables.get(name, []), self.lists.pop(name, None)
         old = known if more else []
-        is_mixed = len(known) > 1 or any(
-            f"{name} is assigned {_MIXED}" in each.unknown for each in known
-        )
+        is_mixed = len(known) > 1 or any(f"{name} is assigned {_MIXED}" in each.unknown for each in known)
         where = "inside a condition, loop or function" if self.depth else ""
         where = _MIXED if is_mixed and values is None else where
         if where:
@@ -257,9 +253,7 @@ class _Reader:
     def _put(self, value: Word, *, is_quoted: bool) -> None:
         self.put += len(value) + 1
         if self.put > _MAX_CHARACTERS:
-            raise ValueError(
-                f"{self.line}: the values of variables are longer than {_MAX_CHARACTERS}"
-            )
+            raise ValueError(f"{self.line}: the values of variables are longer than {_MAX_CHARACTERS}")
         self.unknown = self.unknown or value.unknown
         for text in [value] if is_quoted or value.unknown else re.findall(r"\s+|\S+", value):
             if text.isspace() and not is_quoted:

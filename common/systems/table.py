@@ -130,7 +130,6 @@ def detect(path: Path) -> str:
         if format.detects(path):
             return name
     reason = stranger_at(path) or (
-        f"no weights of a known format here; say --from, one of {', '.join(FORMATS)}, or give"
-        " another path"
+        f"no weights of a known format here; say --from, one of {', '.join(FORMATS)}, or give another path"
     )
     raise ConfigError(f"{path}: {reason}")

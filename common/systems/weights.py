@@ -76,9 +76,7 @@ class Weights:
         """Return the weights without the state of a run."""
         if self.run is None:
             return self
-        left_out = dict.fromkeys(self.moments, "state of the optimizer") | {
-            "run": "where training stood"
-        }
+        left_out = dict.fromkeys(self.moments, "state of the optimizer") | {"run": "where training stood"}
         return replace(self, moments={}, run=None, ignored={**self.ignored, **left_out})
 
     def with_progress(self, add: Callable[[int], object]) -> Weights:
@@ -93,8 +91,7 @@ class Weights:
             return replace(weight, load=load)
 
         tensors, moments = (
-            {name: counted(weight) for name, weight in group.items()}
-            for group in (self.tensors, self.moments)
+            {name: counted(weight) for name, weight in group.items()} for group in (self.tensors, self.moments)
         )
         return replace(self, tensors=tensors, moments=moments)
 
@@ -109,18 +106,11 @@ def checked_model(path: Path, section: Mapping[str, Any]) -> ResolvedModel:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "section"
         found = "" if first["type"] == "missing" else f"={shown(first['input'])}"
-        raise ConfigError(
-            f"{path}: {where}{found} of the model: {first['msg']}; fix the file"
-        ) from None
+        raise ConfigError(f"{path}: {where}{found} of the model: {first['msg']}; fix the file") from None
     if model.num_layers > MAX_LAYERS:
-        raise ConfigError(
-            f"{path}: {model.num_layers} blocks; expected {MAX_LAYERS} at most; fix the file"
-        )
+        raise ConfigError(f"{path}: {model.num_layers} blocks; expected {MAX_LAYERS} at most; fix the file")
     if model.hidden_size % model.num_heads:
-        raise ConfigError(
-            f"{path}: {model.num_heads} heads do not divide a width of {model.hidden_size}; fix"
-            " the file"
-        )
+        raise ConfigError(f"{path}: {model.num_heads} heads do not divide a width of {model.hidden_size}; fix the file")
     return resolve_model(model)
 
 
@@ -140,8 +130,7 @@ def check_tied(path: Path, name: str, head: FileTensor, table: FileTensor) -> No
     """
     if not same_bytes(head, table):
         raise CheckpointError(
-            f"{path}: {name} differs from the embedding; our head is the embedding, so this model"
-            " has no place here"
+            f"{path}: {name} differs from the embedding; our head is the embedding, so this model has no place here"
         )
 
 
@@ -171,15 +160,9 @@ def weights_from(
     """
     table = name_map.table
     rows = stored[table].shape[0] if table in stored and stored[table].shape else 0
-    padding = (
-        {f"{table}[{model.vocab_size}:{rows}]": "rows that pad the vocabulary"}
-        if rows > model.vocab_size
-        else {}
-    )
+    padding = {f"{table}[{model.vocab_size}:{rows}]": "rows that pad the vocabulary"} if rows > model.vocab_size else {}
     tensors = import_names(file, name_map, stored, model, read=read)
-    return Weights(
-        path=path, format=format, model=model, tensors=tensors, ignored={**ignored, **padding}
-    )
+    return Weights(path=path, format=format, model=model, tensors=tensors, ignored={**ignored, **padding})
 
 
 def import_names(
@@ -201,9 +184,7 @@ def import_names(
     have rows of padding.
     """
     shapes = parameter_shapes(model)
-    rows = [
-        replace(row, theirs=f"{prefix}{row.theirs}{end}") for row in name_map.rows(model.num_layers)
-    ]
+    rows = [replace(row, theirs=f"{prefix}{row.theirs}{end}") for row in name_map.rows(model.num_layers)]
     expected = {row.theirs: row.shape(shapes) for row in rows}
     found = {name: tensor.shape for name, tensor in stored.items()}
     table = f"{prefix}{name_map.table}{end}"
@@ -220,9 +201,7 @@ def import_names(
     def weight(row: NameRow, part: int, shape: tuple[int, ...]) -> Weight:
         tensor = stored[row.theirs]
         return Weight(
-            dtype=tensor.dtype,
-            shape=shape,
-            load=lambda: read(tensor, row, part, model.num_heads)[: shape[0]],
+            dtype=tensor.dtype, shape=shape, load=lambda: read(tensor, row, part, model.num_heads)[: shape[0]]
         )
 
     places = {name: (row, part) for row in rows for part, name in enumerate(row.ours)}
@@ -248,9 +227,7 @@ def export_names(
         wanted = dtype or parts[0].dtype
         shape = row.shape({name: part.shape for name, part in zip(row.ours, parts, strict=True)})
         return Weight(
-            dtype=wanted,
-            shape=shape,
-            load=lambda: row.pack([part.load_as(wanted) for part in parts], model.num_heads),
+            dtype=wanted, shape=shape, load=lambda: row.pack([part.load_as(wanted) for part in parts], model.num_heads)
         )
 
     return {prefix + row.theirs: packed(row) for row in name_map.rows(model.num_layers)}

@@ -218,7 +218,5 @@ def round_to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
         upper = bits >> 16
         # a NaN with all its payload in the lower half would become infinity: set its quiet bit
         # instead
-        words[first : first + _BLOCK] = np.where(
-            np.isnan(block), upper | 0x40, (bits + (0x7FFF + (upper & 1))) >> 16
-        )
+        words[first : first + _BLOCK] = np.where(np.isnan(block), upper | 0x40, (bits + (0x7FFF + (upper & 1))) >> 16)
     return words.reshape(np.shape(values))

@@ -100,9 +100,7 @@ class ChecksummedFile:
             return
         if self._is_direct is None:
             self._is_direct = _set_direct(self._file.fileno(), True)
-        self._written[self._current] = self._writing.submit(
-            self._write_out, buffer, self.position - _BUFFER
-        )
+        self._written[self._current] = self._writing.submit(self._write_out, buffer, self.position - _BUFFER)
         self._current, self._filled = (self._current + 1) % _BUFFERS, 0
 
     def _write_out(self, buffer: Bytes, offset: int) -> None:
@@ -134,10 +132,7 @@ class ChecksummedFile:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._file:
             try:

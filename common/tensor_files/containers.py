@@ -25,9 +25,7 @@ class _Container:
     remedy: str = "copy it again or use another one"
 
 
-_SAFETENSORS = _Container(
-    title="safetensors file", read=read_safetensors, endings=(".safetensors",)
-)
+_SAFETENSORS = _Container(title="safetensors file", read=read_safetensors, endings=(".safetensors",))
 _TORCH = _Container(title="file of torch.save", read=read_torch, endings=(".bin", ".pt", ".pth"))
 _CONTAINERS = (
     _SAFETENSORS,
@@ -62,9 +60,7 @@ def _read(path: Path) -> TensorFile:
         raise
     except Exception as error:  # a broken file may raise anything
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise CheckpointError(
-            f"{path}: not a whole {container.title}: {reason}; {container.remedy}"
-        ) from None
+        raise CheckpointError(f"{path}: not a whole {container.title}: {reason}; {container.remedy}") from None
 
 
 def _container_of(path: Path, content: Bytes) -> _Container:
@@ -90,24 +86,16 @@ def _is_beside(shard: str) -> bool:
     """Whether this is the plain name of a file that is not an index: indices that name each other
     would recurse without end.
     """
-    return (
-        shard != ""
-        and Path(shard).name == shard
-        and shard.isprintable()
-        and not shard.endswith(".index.json")
-    )
+    return shard != "" and Path(shard).name == shard and shard.isprintable() and not shard.endswith(".index.json")
 
 
 def _read_shards(path: Path) -> TensorFile:
     places = read_json_mapping(path, error=CheckpointError).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
-        raise CheckpointError(
-            f"{path}: not an index of shards; expected weight_map, from tensors to files beside it"
-        )
+        raise CheckpointError(f"{path}: not an index of shards; expected weight_map, from tensors to files beside it")
     if strange := [shard for shard in places.values() if not _is_beside(shard)]:
         raise CheckpointError(
-            f"{path}: the shard {strange[0][:60]!r} is in another folder or not a file; copy the"
-            " whole folder again"
+            f"{path}: the shard {strange[0][:60]!r} is in another folder or not a file; copy the whole folder again"
         )
     files = {shard: _read(path.with_name(shard)) for shard in sorted(set(places.values()))}
     found = {name: shard for shard, file in files.items() for name in file}

@@ -19,14 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.tensor_files.arrays import (
-    NUMPY_TYPES,
-    Bytes,
-    FileTensor,
-    TensorFile,
-    TensorKind,
-    bytes_of,
-)
+from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorKind, bytes_of
 from common.tensor_files.checksummed import ChecksummedFile
 from common.tensor_files.protobuf import bytes_field, bytes_key, read_fields, read_packed, to_varint
 
@@ -98,9 +91,7 @@ def _tensor(slices: list[_Value]) -> FileTensor:
         raise ValueError(f"the slices of {last.tag} differ in shape or type")
     if min(shape, default=0) < 0 or math.prod(shape) * NUMPY_TYPES[dtype].itemsize != size:
         raise ValueError(f"{last.tag} has {size} bytes, and its shape is {dtype} {list(shape)}")
-    return FileTensor(
-        name=last.tag, dtype=dtype, shape=shape, segments=tuple(part.data for part in slices)
-    )
+    return FileTensor(name=last.tag, dtype=dtype, shape=shape, segments=tuple(part.data for part in slices))
 
 
 def _value(message: Bytes) -> _Value:
@@ -132,18 +123,13 @@ def _without_seal(content: Bytes) -> Bytes:
     seal = content[-_SEAL_SIZE:].tobytes()
     if not seal.startswith(_SEAL) or len(seal) < _SEAL_SIZE:
         return content
-    found, expected = (
-        zlib.crc32(content[:-_SEAL_SIZE].data),
-        int.from_bytes(seal[len(_SEAL) :], "big"),
-    )
+    found, expected = (zlib.crc32(content[:-_SEAL_SIZE].data), int.from_bytes(seal[len(_SEAL) :], "big"))
     if found != expected:
         raise ValueError(f"its checksum is {found}, and the file says {expected}")
     return content[:-_SEAL_SIZE]
 
 
-def stream_mindspore(
-    path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]
-) -> int:
+def stream_mindspore(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]) -> int:
     """Write and fsync a file of ``arrays``, made one at a time in the order of ``kinds``. bfloat16
     comes as uint16 words.
 

@@ -103,10 +103,7 @@ class Layout:
 
     def spans(self, rank: int, part: tuple[int, ...]) -> Spans:
         """Return the rectangle that a rank holds; its shape is ``part``."""
-        return tuple(
-            (place * size, (place + 1) * size)
-            for place, size in zip(self.place(rank), part, strict=True)
-        )
+        return tuple((place * size, (place + 1) * size) for place, size in zip(self.place(rank), part, strict=True))
 
 
 @cache

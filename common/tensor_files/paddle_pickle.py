@@ -48,18 +48,11 @@ def read_paddle(path: Path, content: Bytes) -> TensorFile:
 
 
 def _tensor(name: Any, array: Any) -> FileTensor:
-    if (
-        not isinstance(name, str)
-        or not isinstance(array, np.ndarray)
-        or array.dtype.name not in _TYPES
-    ):
+    if not isinstance(name, str) or not isinstance(array, np.ndarray) or array.dtype.name not in _TYPES:
         raise ValueError(f"{name} is not an array of numbers")
     ordered = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     return FileTensor(
-        name=name,
-        dtype=_TYPES[array.dtype.name],
-        shape=array.shape,
-        segments=(ordered.reshape(-1).view(np.uint8),),
+        name=name, dtype=_TYPES[array.dtype.name], shape=array.shape, segments=(ordered.reshape(-1).view(np.uint8),)
     )
 
 
@@ -111,9 +104,7 @@ def _without_arrays(path: Path) -> bytes:
             if opcode.name == "FRAME":
                 frame_end = end + int(argument or 0)
             elif (position or 0) < frame_end < end or (opcode.name == "STOP" and end < frame_end):
-                raise ValueError(
-                    "bytes of it are missing or too many: it does not end where its frames do"
-                )
+                raise ValueError("bytes of it are missing or too many: it does not end where its frames do")
             # frames give the size of what follows; they are checked above and left out
             if size < _LONG and opcode.name != "FRAME":
                 continue

@@ -114,9 +114,7 @@ class PlainTree:
     Raises ValueError for a value that is neither, and RecursionError for one that contains itself.
     """
 
-    def __init__(
-        self, content: Any, leaf_of: Callable[[str, Any], Any] = lambda name, value: value
-    ) -> None:
+    def __init__(self, content: Any, leaf_of: Callable[[str, Any], Any] = lambda name, value: value) -> None:
         self.tensors: dict[str, FileTensor] = {}
         self.values: dict[str, Any] = {}
         self._leaf_of, self._count = leaf_of, 0
@@ -130,16 +128,10 @@ class PlainTree:
             return argparse.Namespace(**self._plain(vars(value), path, is_leaf))
         if isinstance(value, dict):
             names = {key: self._plain(key, (), is_leaf=False) for key in value}
-            return {
-                names[key]: self._plain(part, (*path, str(names[key])), is_leaf)
-                for key, part in value.items()
-            }
+            return {names[key]: self._plain(part, (*path, str(names[key])), is_leaf) for key, part in value.items()}
         if isinstance(value, list | tuple | set):
             kind = next(kind for kind in (list, tuple, set) if isinstance(value, kind))
-            return kind(
-                self._plain(part, (*path, str(number)), is_leaf)
-                for number, part in enumerate(value)
-            )
+            return kind(self._plain(part, (*path, str(number)), is_leaf) for number, part in enumerate(value))
         name = ".".join(path)
         if isinstance(value, _Array):
             _, shape, dtype, by_columns, data = value.state
@@ -157,9 +149,7 @@ class PlainTree:
             value = value.name
         leaf = self._leaf_of(name, value)
         if not isinstance(leaf, (*_PLAIN, FileTensor, Foreign)):
-            raise ValueError(
-                f"{name} is a {type(leaf).__name__}, neither a tensor nor a plain value"
-            )
+            raise ValueError(f"{name} is a {type(leaf).__name__}, neither a tensor nor a plain value")
         if is_leaf:
             if name in self.tensors or name in self.values:
                 raise ValueError(f"{name} is there twice")

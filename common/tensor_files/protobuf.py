@@ -28,18 +28,10 @@ def read_fields(message: Bytes) -> Iterator[tuple[int, Any]]:
             yield number, value
             continue
         if wire not in (_FIXED64, BYTES, _FIXED32) or not number:
-            raise ValueError(
-                f"no protobuf field begins {position} bytes into a message of {message.size}"
-            )
-        size, position = (
-            read_varint(message, position)
-            if wire == BYTES
-            else (8 if wire == _FIXED64 else 4, position)
-        )
+            raise ValueError(f"no protobuf field begins {position} bytes into a message of {message.size}")
+        size, position = read_varint(message, position) if wire == BYTES else (8 if wire == _FIXED64 else 4, position)
         if position + size > message.size:
-            raise ValueError(
-                f"a field of {size} bytes begins at byte {position} of a message of {message.size}"
-            )
+            raise ValueError(f"a field of {size} bytes begins at byte {position} of a message of {message.size}")
         yield number, message[position : position + size]
         position += size
 

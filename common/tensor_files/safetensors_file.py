@@ -50,8 +50,7 @@ def read_safetensors(path: Path, content: Bytes) -> TensorFile:
     metadata = header.pop("__metadata__", None) or {}
     if strange := [name for name in header if header[name]["dtype"] not in _WORDS]:
         raise ValueError(
-            f"{strange[0]} is of type {shown(header[strange[0]]['dtype'])}, and"
-            f" {', '.join(_WORDS)} are known"
+            f"{strange[0]} is of type {shown(header[strange[0]]['dtype'])}, and {', '.join(_WORDS)} are known"
         )
     tensors = {
         name: FileTensor(
@@ -71,16 +70,11 @@ def write_safetensors(path: Path, tensors: Tensors) -> int:
 
     OSError is left to the caller, who owns the folder.
     """
-    kinds = {
-        name: TensorKind(dtype=array.dtype.name, shape=array.shape)
-        for name, array in tensors.items()
-    }
+    kinds = {name: TensorKind(dtype=array.dtype.name, shape=array.shape) for name, array in tensors.items()}
     return stream_safetensors(path, kinds, tensors.values())
 
 
-def stream_safetensors(
-    path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]
-) -> int:
+def stream_safetensors(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]) -> int:
     """Write ``arrays``, made one at a time in the order of ``kinds``. No array is kept while the
     next is made. Returns the CRC-32.
     """
@@ -119,13 +113,8 @@ def stream_shards(
             shards.append({})
         shards[-1][name] = kind
     if len(shards) == 1:
-        return {
-            "model.safetensors": stream_safetensors(folder / "model.safetensors", kinds, arrays)
-        }
-    files = [
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        for number in range(1, len(shards) + 1)
-    ]
+        return {"model.safetensors": stream_safetensors(folder / "model.safetensors", kinds, arrays)}
+    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     source = iter(arrays)
     sums = {
         file: stream_safetensors(folder / file, shard, islice(source, len(shard)))
@@ -133,9 +122,7 @@ def stream_shards(
     }
     index = {
         "metadata": {"total_size": sum(kind.nbytes for kind in kinds.values())},
-        "weight_map": {
-            name: file for file, shard in zip(files, shards, strict=True) for name in shard
-        },
+        "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
     }
     with atomic_write(folder / INDEX, "w") as file:
         json.dump(index, file, indent=2)
@@ -155,9 +142,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="numpy") as reader:
             yield reader
     except SafetensorError as error:
-        raise CheckpointError(
-            f"{path}: not a whole safetensors file ({error}); use another checkpoint"
-        ) from None
+        raise CheckpointError(f"{path}: not a whole safetensors file ({error}); use another checkpoint") from None
 
 
 def shapes_of(reader: Any) -> dict[str, tuple[int, ...]]:

@@ -25,13 +25,7 @@ from numpy.typing import NDArray
 from common.errors import CheckpointError
 from common.interrupts import ending_at_interrupts
 from common.paths import require_package
-from common.tensor_files.arrays import (
-    NUMPY_TYPES,
-    Bytes,
-    FileTensor,
-    TensorFile,
-    TensorKind,
-)
+from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorKind
 from common.tensor_files.checksummed import ChecksummedFile
 from common.tensor_files.pickled_values import KNOWN, PlainTree, foreign_class
 
@@ -104,9 +98,7 @@ def read_torch(path: Path, content: Bytes) -> TensorFile:
 
 
 @contextmanager
-def _allowing_only(
-    torch_serialization: Any, stand_ins: dict[str, Callable[..., Any]]
-) -> Iterator[None]:
+def _allowing_only(torch_serialization: Any, stand_ins: dict[str, Callable[..., Any]]) -> Iterator[None]:
     """Let pickles name these, beside torch's own, and not what other packages have allowed."""
     others = torch_serialization.get_safe_globals()
     torch_serialization.clear_safe_globals()
@@ -212,9 +204,7 @@ class _Records:
     CRC-32, which torch would take ten times as long to compute.
     """
 
-    def __init__(
-        self, file: ChecksummedFile, places: set[int], arrays: Iterable[NDArray[Any] | Parts]
-    ) -> None:
+    def __init__(self, file: ChecksummedFile, places: set[int], arrays: Iterable[NDArray[Any] | Parts]) -> None:
         """places: addresses of the tensors. arrays: in the order in which torch saves those."""
         parts = ((each,) if isinstance(each, np.ndarray) else each for each in arrays)
         self.arrays = (each for each in parts if any(part.size for part in each))

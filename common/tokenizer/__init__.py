@@ -18,15 +18,7 @@ from common.tokenizer.folder import Folder
 from common.tokenizer.recognise import file_in, kind_of_files
 from common.tokenizer.text_tokenizer import TextTokenizer, Tokenizer
 
-__all__ = [
-    "TOKENIZERS",
-    "Framing",
-    "PackedIds",
-    "TextStream",
-    "Tokenizer",
-    "load_tokenizer",
-    "require_files",
-]
+__all__ = ["TOKENIZERS", "Framing", "PackedIds", "TextStream", "Tokenizer", "load_tokenizer", "require_files"]
 
 
 def _load_gpt2_bpe(vocab_file: Path, merge_file: Path | None, backend: str) -> Tokenizer:
@@ -35,14 +27,11 @@ def _load_gpt2_bpe(vocab_file: Path, merge_file: Path | None, backend: str) -> T
     return GPT2BPETokenizer(vocab_file, merge_file, backend)
 
 
-def _load_file(
-    kind: str, class_name: str, vocab_file: Path, merge_file: Path | None, backend: str
-) -> Tokenizer:
+def _load_file(kind: str, class_name: str, vocab_file: Path, merge_file: Path | None, backend: str) -> Tokenizer:
     """Load a tokenizer of a single file by the class ``module.name`` of this package."""
     if merge_file is not None:
         raise TokenizerError(
-            f"{merge_file}: {kind} has no merges; leave the merge file out, or choose"
-            " GPT2BPETokenizer"
+            f"{merge_file}: {kind} has no merges; leave the merge file out, or choose GPT2BPETokenizer"
         )
     module, _, name = class_name.partition(".")
     loader: type[TextTokenizer] = getattr(import_module(f"{__name__}.{module}"), name)
@@ -104,8 +93,7 @@ def load_tokenizer(
         near = get_close_matches(known, TOKENIZERS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         raise TokenizerError(
-            f"tokenizer kind {kind!r} is not known; {hint}choose one of:"
-            f" {', '.join(sorted(TOKENIZERS))}"
+            f"tokenizer kind {kind!r} is not known; {hint}choose one of: {', '.join(sorted(TOKENIZERS))}"
         )
     tokenizer = loader(vocab_file, merge_file, backend)
     if model is not None:

@@ -17,13 +17,7 @@ from common.tokenizer.characters import CharacterEncoder, is_chinese
 from common.tokenizer.folder import Folder
 from common.tokenizer.marks import framing_of, read_marks
 from common.tokenizer.text_tokenizer import TextTokenizer, checked_ids
-from common.tokenizer.words import (
-    CONTINUES,
-    SPECIAL,
-    BertVocabulary,
-    WordLevelEncoder,
-    read_bert_vocabulary,
-)
+from common.tokenizer.words import CONTINUES, SPECIAL, BertVocabulary, WordLevelEncoder, read_bert_vocabulary
 
 _SPOKEN = {"[MASK]": "", "[PAD]": "", "[CLS]": "\n\n", "[SEP]": "\n"}
 
@@ -53,10 +47,7 @@ class BertTokenizer(TextTokenizer):
         self.vocabulary = vocabulary
         later = {number: text for text, number in self.added.items()}
         first = len(vocabulary.tokens)
-        self.tokens = (
-            *vocabulary.tokens,
-            *(later.get(number, "") for number in range(first, self.vocab_size)),
-        )
+        self.tokens = (*vocabulary.tokens, *(later.get(number, "") for number in range(first, self.vocab_size)))
         self._run = encode_many
 
     @classmethod

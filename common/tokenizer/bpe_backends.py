@@ -58,9 +58,7 @@ def _load_library(name: str, install: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise _PassedOver(
-            f"{name} is not installed ({error}); install it with: pip install {install}"
-        ) from None
+        raise _PassedOver(f"{name} is not installed ({error}); install it with: pip install {install}") from None
 
 
 def pack(rows: Sequence[Sequence[int]] | Sequence[Ids]) -> PackedIds:
@@ -82,9 +80,7 @@ class _Tokenizers:
         library = _load_library("tokenizers", "tokenizers")
         merges = list(vocabulary.merges)
         self.model = library.Tokenizer(library.models.BPE(vocab=vocabulary.ids, merges=merges))
-        self.model.pre_tokenizer = library.pre_tokenizers.ByteLevel(
-            add_prefix_space=False, use_regex=True
-        )
+        self.model.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
     def encode_one(self, text: str) -> Ids:
         return np.array(self.model.encode(text).ids, dtype=np.int32)
@@ -122,10 +118,7 @@ class _Tiktoken:
         }
         self._border = len(vocabulary.token_bytes)  # an id that no text has
         self._encoding = library.Encoding(
-            "gpt2-local",
-            pat_str=_PATTERN,
-            mergeable_ranks=ranks,
-            special_tokens={_BORDER: self._border},
+            "gpt2-local", pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens={_BORDER: self._border}
         )
 
     def encode_one(self, text: str) -> Ids:
@@ -150,9 +143,7 @@ class _Tiktoken:
     def _encode(self, text: str, allowed: frozenset[str]) -> Ids:
         if not text.isascii():
             text.encode()  # raises for a lone surrogate, which tiktoken would replace silently
-        return _as_int32(
-            self._encoding.encode_to_numpy(text, allowed_special=allowed, disallowed_special=())
-        )
+        return _as_int32(self._encoding.encode_to_numpy(text, allowed_special=allowed, disallowed_special=()))
 
 
 def _check_ranks(vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
@@ -170,13 +161,11 @@ def _check_ranks(vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
         token, token_id = left + right, vocabulary.ids[left + right]
         if token in rank or token_id <= before:
             raise _PassedOver(
-                f"the ids do not follow the order of the merges at {left + ' ' + right!r} (id"
-                f" {token_id}); {advice}"
+                f"the ids do not follow the order of the merges at {left + ' ' + right!r} (id {token_id}); {advice}"
             )
         if left not in rank or right not in rank:
             raise _PassedOver(
-                f"the merge {left + ' ' + right!r} comes before a merge that makes one of its"
-                f" parts; {advice}"
+                f"the merge {left + ' ' + right!r} comes before a merge that makes one of its parts; {advice}"
             )
         rank[token] = before = token_id
     exact_pre_tokenizer = exact.model.pre_tokenizer
@@ -185,9 +174,7 @@ def _check_ranks(vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
     try:
         for token in (token for token, token_id in rank.items() if token_id >= 0):
             if exact.model.encode(token).ids != [rank[token]]:
-                raise _PassedOver(
-                    f"the merges never make the token {token!r} (id {rank[token]}); {advice}"
-                )
+                raise _PassedOver(f"the merges never make the token {token!r} (id {rank[token]}); {advice}")
     finally:
         exact.model.pre_tokenizer = exact_pre_tokenizer
 
@@ -214,10 +201,7 @@ class _Gigatoken:
         # The result is an array of the package awkward. Its two buffers are used directly, so no
         # rows are built. In a worker process gigatoken uses one thread.
         layout = self._model.encode_batch(texts).layout
-        return PackedIds(
-            ids=_as_int32(layout.content.data),
-            offsets=np.asarray(layout.offsets.data, dtype=np.int64),
-        )
+        return PackedIds(ids=_as_int32(layout.content.data), offsets=np.asarray(layout.offsets.data, dtype=np.int64))
 
 
 class _Guarded:
@@ -235,14 +219,8 @@ class _Guarded:
         # Search the whole batch at once: disputed characters are rare.
         if not is_disputed("".join([text for text in texts if not text.isascii()])):
             return self._fast.encode_many(texts)
-        exact = {
-            number: self._exact.encode_one(text)
-            for number, text in enumerate(texts)
-            if is_disputed(text)
-        }
-        rows = self._fast.encode_many(
-            ["" if number in exact else text for number, text in enumerate(texts)]
-        ).rows()
+        exact = {number: self._exact.encode_one(text) for number, text in enumerate(texts) if is_disputed(text)}
+        rows = self._fast.encode_many(["" if number in exact else text for number, text in enumerate(texts)]).rows()
         return pack([exact.get(number, row) for number, row in enumerate(rows)])
 
 
@@ -264,9 +242,7 @@ def _prove_equal(backend: Backend, exact: Backend, vocabulary: BPEVocabulary) ->
     for text, found in zip(texts, backend.encode_many(texts).rows(), strict=True):
         # one by one: tokenizers warns in every forked child once its batch calls were used
         expected = exact.encode_one(text)
-        if not np.array_equal(found, expected) or not np.array_equal(
-            backend.encode_one(text), expected
-        ):
+        if not np.array_equal(found, expected) or not np.array_equal(backend.encode_one(text), expected):
             raise _PassedOver(
                 f"{backend.name} {'.'.join(map(str, _version(backend.name)))} gives other ids than"
                 f" tokenizers in the self-check for {text[:40]!r}; use backend='tokenizers' and"
@@ -274,10 +250,7 @@ def _prove_equal(backend: Backend, exact: Backend, vocabulary: BPEVocabulary) ->
             )
 
 
-_FAST: dict[str, Callable[[BPEVocabulary, _Tokenizers], Backend]] = {
-    "gigatoken": _Gigatoken,
-    "tiktoken": _Tiktoken,
-}
+_FAST: dict[str, Callable[[BPEVocabulary, _Tokenizers], Backend]] = {"gigatoken": _Gigatoken, "tiktoken": _Tiktoken}
 BACKENDS = ("auto", *_FAST, "tokenizers")
 
 
@@ -289,9 +262,7 @@ def choose_backend(vocabulary: BPEVocabulary, wanted: str) -> tuple[Backend, tup
     Raises TokenizerError for an unknown name, or when ``wanted`` is missing or fails its check.
     """
     if wanted not in BACKENDS:
-        raise TokenizerError(
-            f"tokenizer backend {wanted!r} is not known; choose one of: {', '.join(BACKENDS)}"
-        )
+        raise TokenizerError(f"tokenizer backend {wanted!r} is not known; choose one of: {', '.join(BACKENDS)}")
     try:
         exact = _Tokenizers(vocabulary)
     except _PassedOver as reason:
@@ -308,8 +279,6 @@ def choose_backend(vocabulary: BPEVocabulary, wanted: str) -> tuple[Backend, tup
             return backend, tuple(reasons)
         except Exception as error:  # try the next library, whatever error this one raises
             if wanted == name:
-                raise TokenizerError(
-                    f"tokenizer backend {wanted!r} cannot be used: {error}"
-                ) from error
+                raise TokenizerError(f"tokenizer backend {wanted!r} cannot be used: {error}") from error
             reasons.append(f"{name}: {error}")
     return exact, tuple(reasons)

@@ -17,14 +17,7 @@ from pathlib import Path
 from common.errors import TokenizerError
 from common.structured_files import MalformedError, parse_json
 from common.tokenizer.base import Framing
-from common.tokenizer.folder import (
-    Folder,
-    added_in,
-    begin_of,
-    read_tokenizer_json,
-    read_vocabulary_text,
-    version_of,
-)
+from common.tokenizer.folder import Folder, added_in, begin_of, read_tokenizer_json, read_vocabulary_text, version_of
 from common.tokenizer.marks import Marks, framing_of, read_marks
 
 END_OF_TEXT = "<|endoftext|>"
@@ -124,10 +117,7 @@ def read_vocabulary(vocab_file: Path, merge_file: Path | None) -> BPEVocabulary:
         ids=ids,
         merges=merges,
         marks=marks,
-        token_bytes=(
-            *token_bytes,
-            *(spelled.get(number, b"") for number in range(len(ids), marks.size)),
-        ),
+        token_bytes=(*token_bytes, *(spelled.get(number, b"") for number in range(len(ids), marks.size))),
         framing=framing,
         prefix_space=prefix_space,
         content_sha256=_content_hash(tokens, merges),
@@ -150,9 +140,7 @@ def byte_level_parts(file: Path) -> tuple[dict[str, int], Pairs, str | None, boo
 
 
 @lru_cache(maxsize=1)
-def _byte_level_parts(
-    file: Path, version: object
-) -> tuple[dict[str, int], Pairs, str | None, bool] | None:
+def _byte_level_parts(file: Path, version: object) -> tuple[dict[str, int], Pairs, str | None, bool] | None:
     content = read_tokenizer_json(file)
     model, cut = content.get("model"), content.get("pre_tokenizer")
     if not (isinstance(model, dict) and isinstance(cut, dict)):
@@ -171,8 +159,7 @@ def _byte_level_parts(
     # a pair is one text in files before tokenizers 0.20
     pairs = [each.split(" ") if isinstance(each, str) else each for each in listed]
     if not all(
-        isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) for part in pair)
-        for pair in pairs
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) for part in pair) for pair in pairs
     ):
         return None
     made = {left + right for left, right in pairs}
@@ -210,10 +197,7 @@ def _read_ids(path: Path) -> dict[str, int]:
             " files are not swapped"
         ) from None
     if isinstance(table, dict) and isinstance(table.get("model"), dict):
-        raise TokenizerError(
-            f"{path}: looks like a tokenizer.json; expected vocab.json, that is its part"
-            " model.vocab"
-        )
+        raise TokenizerError(f"{path}: looks like a tokenizer.json; expected vocab.json, that is its part model.vocab")
     if not (table and isinstance(table, dict) and set(map(type, table.values())) == {int}):
         raise TokenizerError(
             f"{path}: expected one object of token -> id with at least the 256 bytes and"
@@ -242,15 +226,11 @@ def _spell(path: Path, tokens: list[str], marks: Mapping[str, int]) -> tuple[byt
     alphabet = byte_alphabet()
     try:
         spelled = tuple(
-            token.encode() if token in marks else bytes([alphabet[char] for char in token])
-            for token in tokens
+            token.encode() if token in marks else bytes([alphabet[char] for char in token]) for token in tokens
         )
     except KeyError:
         token, char = next(
-            (token, char)
-            for token in tokens
-            for char in token
-            if char not in alphabet and token not in marks
+            (token, char) for token in tokens for char in token if char not in alphabet and token not in marks
         )
         raise TokenizerError(
             f"{path}: the token {token!r} holds {char!r} (U+{ord(char):04X}), which is not in the"

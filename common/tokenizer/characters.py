@@ -21,10 +21,7 @@ _CHINESE = (
 """First and last code point of the ranges that BERT treats as Chinese."""
 _UNCHANGED = _CHINESE[:2]
 """Ranges of Chinese that normalization does not change."""
-_SIGNS = (
-    "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
-    "‐–—―‘’“”…·、。〈〉《》「」『』【】〔〕〖〗！（），．：；？［］｛｝"
-)
+_SIGNS = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~‐–—―‘’“”…·、。〈〉《》「」『』【】〔〕〖〗！（），．：；？［］｛｝"
 """Frequent punctuation."""
 SPACES = " \t\n\r\u3000\xa0"
 ALONE = "".join(f"{chr(first)}-{chr(last)}" for first, last in _UNCHANGED) + re.escape(_SIGNS)
@@ -49,9 +46,7 @@ class CharacterEncoder:
         unknown = vocabulary.ids["[UNK]"]
         self._table = np.full(0x110000, _IN_WORD, dtype=np.int32)
         for first, last in _UNCHANGED:
-            self._table[first : last + 1] = [
-                vocabulary.ids.get(chr(code), unknown) for code in range(first, last + 1)
-            ]
+            self._table[first : last + 1] = [vocabulary.ids.get(chr(code), unknown) for code in range(first, last + 1)]
         for sign in _SIGNS:
             self._table[ord(sign)] = vocabulary.ids.get(sign, unknown)
         for space in SPACES:
@@ -67,10 +62,7 @@ class CharacterEncoder:
             jumps = np.flatnonzero(np.diff(in_word) > 1)
             starts = in_word[np.concatenate([[0], jumps + 1])]
             stops = in_word[np.concatenate([jumps, [-1]])] + 1
-            words = [
-                joined[start:stop]
-                for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
-            ]
+            words = [joined[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
             pieces, counts[starts] = self._words.encode(words)
             ends = np.cumsum(counts)
             ids = np.empty(ends[-1], dtype=np.int32)

@@ -22,11 +22,7 @@ def vocabulary_in(folder: Path) -> dict[str, bytes]:
     """Return the content of the vocabulary's files in a folder, by their names in a copy. Raises
     TokenizerError.
     """
-    return {
-        _NAMES.get(name, name): _read(folder / name)
-        for name in VOCABULARIES
-        if (folder / name).is_file()
-    }
+    return {_NAMES.get(name, name): _read(folder / name) for name in VOCABULARIES if (folder / name).is_file()}
 
 
 def companions_in(folder: Path) -> dict[str, bytes]:

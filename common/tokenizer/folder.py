@@ -230,9 +230,7 @@ def read_vocabulary_text(path: Path, what: str) -> str:
     except TokenizerError as error:
         raise TokenizerError(f"{error}; expected the {what}") from None
     if not raw.strip():
-        raise TokenizerError(
-            f"{path}: is empty ({len(raw)} bytes); expected the {what}; fetch the file again"
-        )
+        raise TokenizerError(f"{path}: is empty ({len(raw)} bytes); expected the {what}; fetch the file again")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -68,9 +68,7 @@ class GPT2BPETokenizer(Tokenizer):
         exact.
         """
         self.vocab_file, self.merge_file = (
-            files_in(Path(vocab_file))
-            if merge_file is None
-            else (Path(vocab_file), Path(merge_file))
+            files_in(Path(vocab_file)) if merge_file is None else (Path(vocab_file), Path(merge_file))
         )
         self.vocabulary = vocabulary = read_vocabulary(self.vocab_file, self.merge_file)
         self._token_bytes = vocabulary.token_bytes

@@ -14,9 +14,7 @@ from common.tokenizer.text_tokenizer import Tokenizer
 _LINE_END = re.compile("\n")
 
 
-def encode_documents(
-    tokenizer: Tokenizer, texts: Sequence[str], *, special: bool | None = None
-) -> PackedIds:
+def encode_documents(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool | None = None) -> PackedIds:
     """Return the ids of each text, with the tokenizer's newline mark between its lines.
 
     special: special tokens in a text are these tokens, else ordinary text; left out, it is the
@@ -26,9 +24,7 @@ def encode_documents(
     mark = tokenizer.framing.newline
     if mark is None:
         return tokenizer.encode_packed(texts, special)
-    return encode_around(
-        _LINE_END, lambda _: mark, lambda lines: tokenizer.encode_packed(lines, special), texts
-    )
+    return encode_around(_LINE_END, lambda _: mark, lambda lines: tokenizer.encode_packed(lines, special), texts)
 
 
 def encode_words(tokenizer: Tokenizer, text: str) -> Ids:

@@ -134,9 +134,7 @@ def read_marks(
                 f"{folder.path}: the added token {text!r} has the id {number}, which is"
                 f" {taken[number]!r} in the vocabulary; take all files of one tokenizer"
             )
-        marks[text] = Mark(
-            **{**fields, "id": number, "special": fields["special"] or text in listed}
-        )
+        marks[text] = Mark(**{**fields, "id": number, "special": fields["special"] or text in listed})
     for text in dict.fromkeys(listed):
         if text in marks:
             continue

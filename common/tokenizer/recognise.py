@@ -8,11 +8,7 @@ from common.errors import TokenizerError
 from common.tokenizer.bpe_files import byte_level_parts
 from common.tokenizer.folder import TOKENIZER_JSON, Folder
 
-BPE_FILES = (
-    ("vocab.json", "merges.txt"),
-    ("encoder.json", "vocab.bpe"),
-    ("gpt2-vocab.json", "gpt2-merges.txt"),
-)
+BPE_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"), ("gpt2-vocab.json", "gpt2-merges.txt"))
 """Names of a GPT-2 vocabulary and its merges: Hugging Face's, OpenAI's and Megatron-LM's."""
 _FILE_OF = {
     "BertWordPieceLowerCase": "vocab.txt",
@@ -23,8 +19,7 @@ _FILE_OF = {
 }
 """File name in a folder, for each kind with a single file."""
 _EXPECTED = (
-    f"{', '.join(' with '.join(pair) for pair in BPE_FILES)}, vocab.txt, one SentencePiece .model"
-    " or tokenizer.json"
+    f"{', '.join(' with '.join(pair) for pair in BPE_FILES)}, vocab.txt, one SentencePiece .model or tokenizer.json"
 )
 
 WORDS = {"word_segmenter": "jieba"}
@@ -52,8 +47,7 @@ def kind_of_files(kind: str | None, source: Path, merge_file: object) -> str:
         file = next(filter(None, (_only(source, name) for name in _NAMES)), None)
         if file is None:
             raise TokenizerError(
-                f"{source}: no vocabulary: looked for {_EXPECTED}; copy the missing file there, or"
-                " name the files"
+                f"{source}: no vocabulary: looked for {_EXPECTED}; copy the missing file there, or name the files"
             )
         source = file
     if source.suffix == ".model":

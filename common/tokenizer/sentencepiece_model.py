@@ -87,8 +87,7 @@ class SentencePieceTokenizer(TextTokenizer):
             return text
         runs = groupby(found, key=lambda number: number < self._size)
         return "".join(
-            self._processor.decode(list(run)) if known else "".join(map(self.piece, run))
-            for known, run in runs
+            self._processor.decode(list(run)) if known else "".join(map(self.piece, run)) for known, run in runs
         )
 
     def stream(self, after: Sequence[int] = ()) -> WindowStream:
@@ -103,7 +102,6 @@ def import_sentencepiece(purpose: str) -> Any:
         import sentencepiece
     except ImportError as error:
         raise TokenizerError(
-            f"{purpose} needs sentencepiece, which is not installed ({error}); install it with:"
-            f" {install('chinese')}"
+            f"{purpose} needs sentencepiece, which is not installed ({error}); install it with: {install('chinese')}"
         ) from None
     return sentencepiece

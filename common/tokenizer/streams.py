@@ -15,9 +15,7 @@ _CONTEXT = 16
 class ByteStream:
     """Decoder of ids that stand for bytes."""
 
-    def __init__(
-        self, decode_bytes: Callable[[Sequence[int]], bytes], after: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, decode_bytes: Callable[[Sequence[int]], bytes], after: Sequence[int] = ()) -> None:
         self._decode_bytes = decode_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.push(after[-_CONTEXT:])

@@ -26,8 +26,7 @@ def checked_ids(ids: TokenIds, vocab_size: int) -> list[int]:
         return []
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise TokenizerError(
-            f"decode: found shape {array.shape} of {array.dtype}; expected a flat sequence of"
-            " integer ids"
+            f"decode: found shape {array.shape} of {array.dtype}; expected a flat sequence of integer ids"
         )
     wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
     if wrong.size:
@@ -65,14 +64,7 @@ class Tokenizer(ABC):
     """The id that fills rows, if a file names one."""
 
     def __init__(
-        self,
-        *,
-        kind: str,
-        backend: str,
-        sha256: str,
-        marks: Marks,
-        framing: Framing,
-        unknown_id: int | None = None,
+        self, *, kind: str, backend: str, sha256: str, marks: Marks, framing: Framing, unknown_id: int | None = None
     ) -> None:
         self.kind = kind
         self.backend = backend
@@ -104,9 +96,7 @@ class Tokenizer(ABC):
         the filling of a text.
         """
         beyond = self.special.keys() - self.marks.implied
-        return self.framing.newline is not None or any(
-            self._ids[text] != self.eod_id for text in beyond
-        )
+        return self.framing.newline is not None or any(self._ids[text] != self.eod_id for text in beyond)
 
     @abstractmethod
     def _encode_many(self, texts: list[str]) -> PackedIds:
@@ -116,9 +106,7 @@ class Tokenizer(ABC):
         pattern = self._patterns[allow_special]
         if pattern is None:
             return self._encode_many(texts)
-        return encode_around(
-            pattern, lambda match: self._ids[match[match.lastindex or 0]], self._encode_many, texts
-        )
+        return encode_around(pattern, lambda match: self._ids[match[match.lastindex or 0]], self._encode_many, texts)
 
     def encode(self, text: str, allow_special: bool = False) -> Ids:
         """Return the ids of ``text``, int32 (n,).

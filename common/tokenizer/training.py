@@ -64,9 +64,7 @@ def count_words(texts: Iterable[str]) -> Counter[str]:
     return counts
 
 
-def _words(
-    runs: Counter[str], *, lower_case: bool, split_chinese: bool
-) -> Iterable[tuple[str, int]]:
+def _words(runs: Counter[str], *, lower_case: bool, split_chinese: bool) -> Iterable[tuple[str, int]]:
     split = bert_words(lower_case=lower_case, split_chinese=split_chinese)
     for run, number in runs.items():
         for word in split(run):
@@ -90,10 +88,7 @@ def _train_bpe(texts: Texts, size: int) -> dict[str, bytes]:
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=size - 1,
-        initial_alphabet=alphabet,
-        min_frequency=2,
-        show_progress=sys.stderr.isatty(),
+        vocab_size=size - 1, initial_alphabet=alphabet, min_frequency=2, show_progress=sys.stderr.isatty()
     )
     model.train_from_iterator(texts(), trainer)
     content = parse_json(model.to_str())["model"]

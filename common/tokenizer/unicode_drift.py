@@ -19,15 +19,11 @@ _RANGES = """
 18D09-18D1E 18D80-18DF2 1E6C0-1E6DE 1E6E0-1E6E2 1E6E4-1E6E5 1E6E7-1E6ED 1E6F0-1E6F4 1E6FE-1E6FF
 2B73A-2B73F 2CEA2-2CEAD 323B0-33479
 """
-_BEYOND = [
-    (int(first, 16), int(last, 16)) for first, last in (each.split("-") for each in _RANGES.split())
-]
+_BEYOND = [(int(first, 16), int(last, 16)) for first, last in (each.split("-") for each in _RANGES.split())]
 DISPUTED = (*((ord(char), ord(char)) for char in _BMP), *_BEYOND)
 """First and last code point of each range."""
 
-_BORDERS = np.array(
-    [border for first, last in _BEYOND for border in (first, last + 1)], dtype=np.uint32
-)
+_BORDERS = np.array([border for first, last in _BEYOND for border in (first, last + 1)], dtype=np.uint32)
 
 
 SELF_CHECK = "\n".join(
@@ -37,8 +33,7 @@ SELF_CHECK = "\n".join(
         "0 12 345 6789 1e-9 3.14159 ½ ² Ⅷ ٣٤٥ ४५६ 一二三 x1y2 1a 2 b",
         "!? ... --- *** === ///// «quotes» “curly” ‘single’ it’s — – … • § © ™ € £ ¥ ₿",
         "naïve café Ångström e\u0301 Straße ŒUVRE İstanbul ıi ǅ ﬁ ǆ",
-        "Ελληνικά Русский Українська עִבְרִית العربية فارسی हिन्दी বাংলা தமிழ் ไทย ລາວ မြန်မာ"
-        " ქართული Հայերեն አማርኛ",
+        "Ελληνικά Русский Українська עִבְרִית العربية فارسی हिन्दी বাংলা தமிழ் ไทย ລາວ မြန်မာ ქართული Հայերեն አማርኛ",
         "中文字符,日本語ひらがなカタカナ한국어 𠀀𠮷 ﾊﾝｶｸ 全角　スペース 。、「」",
         "😀😃🏽👩‍👩‍👧‍👦🇬🇧🏳️‍🌈❤️ 1️⃣ 𝒜𝓑 𝟘𝟙 ☃ a😀b",
         "".join(map(chr, range(0x21))) + "\x7f\x80\x85x\x85 \x9f\xa0x\xa0 \xad",
@@ -46,8 +41,7 @@ SELF_CHECK = "\n".join(
         " \ufeff\ufffd\uffff\U0010ffff \ue000",
         f"{END_OF_TEXT} x{END_OF_TEXT}{END_OF_TEXT} <|endoftext |>",
         "a" * 300 + " " * 300 + "x" + "-" * 300 + "中" * 100 + "\n" * 300 + "8" * 300 + " ",
-        "internationalization Antidisestablishmentarianism supercalifragilisticexpialidocious"
-        " qzxjkvbw ZQXJKVBW",
+        "internationalization Antidisestablishmentarianism supercalifragilisticexpialidocious qzxjkvbw ZQXJKVBW",
         "def f(x):\n    return {'a': [1, 2], \"b\": x**2}  # note\n\n\tif x!=None:\r\n\t\tpass",
     ]
 )

@@ -81,9 +81,7 @@ class WordEncoder:
     split_chinese: make a word of each Chinese character, as BERT does.
     """
 
-    def __init__(
-        self, vocabulary: BertVocabulary, *, lower_case: bool, split_chinese: bool
-    ) -> None:
+    def __init__(self, vocabulary: BertVocabulary, *, lower_case: bool, split_chinese: bool) -> None:
         self.model = build_wordpiece(vocabulary, lower_case=lower_case, split_chinese=split_chinese)
         self._cache: dict[str, list[int]] = {}
 
@@ -121,9 +119,7 @@ def build_wordpiece(vocabulary: BertVocabulary, *, lower_case: bool, split_chine
 def bert_words(*, lower_case: bool, split_chinese: bool) -> Callable[[str], list[str]]:
     """Return a function that cuts text into the words that BERT's tokenizer cuts into pieces."""
     normalizer, pre_tokenizer = bert_steps(lower_case, split_chinese)
-    return lambda text: [
-        word for word, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text))
-    ]
+    return lambda text: [word for word, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text))]
 
 
 def bert_steps(lower_case: bool, split_chinese: bool) -> tuple[Any, Any]:
@@ -131,10 +127,7 @@ def bert_steps(lower_case: bool, split_chinese: bool) -> tuple[Any, Any]:
     from tokenizers import normalizers, pre_tokenizers
 
     return normalizers.BertNormalizer(
-        clean_text=True,
-        handle_chinese_chars=split_chinese,
-        strip_accents=None,
-        lowercase=lower_case,
+        clean_text=True, handle_chinese_chars=split_chinese, strip_accents=None, lowercase=lower_case
     ), pre_tokenizers.BertPreTokenizer()
 
 

@@ -66,6 +66,5 @@ def _view_of(checkpoint: Path) -> Any:
     except OSError:
         return uuid.uuid4().hex  # reads by itself, and fails then
     return host, sorted(
-        (name, file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns)
-        for name, file in files.items()
+        (name, file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns) for name, file in files.items()
     )

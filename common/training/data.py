@@ -126,9 +126,7 @@ def open_corpus(config: Run, *, training: bool = True) -> Corpus:
     records = _metadata(config)
     made_with = _tokenizer_record(records)
     given, remarks = (
-        _given_tokenizer(config, is_known=made_with is not None)
-        if training or made_with is None
-        else (None, [])
+        _given_tokenizer(config, is_known=made_with is not None) if training or made_with is None else (None, [])
     )
     record, model = made_with or given, config.model
     name = "the tokenizer of the data" if made_with is not None else "data.tokenizer"
@@ -150,12 +148,7 @@ def open_corpus(config: Run, *, training: bool = True) -> Corpus:
 
 
 def open_data(
-    config: Run,
-    corpus: Corpus,
-    *,
-    rank: int = 0,
-    ranks: int | None = None,
-    whole_validation: bool = False,
+    config: Run, corpus: Corpus, *, rank: int = 0, ranks: int | None = None, whole_validation: bool = False
 ) -> TrainingData:
     """Open the share of a rank.
 
@@ -180,9 +173,7 @@ def open_data(
         validation, without = _validation(config)
         reason = None if validation else next(iter(without.values()))
         if validation and without:
-            remarks.append(
-                f"no validation of {listed(list(without))}: {next(iter(without.values()))}"
-            )
+            remarks.append(f"no validation of {listed(list(without))}: {next(iter(without.values()))}")
     if samples is None and LOG.isEnabledFor(logging.INFO):  # a training reports them
         for remark in remarks:
             LOG.warning(remark)
@@ -211,9 +202,7 @@ def _why_no_validation(config: Run, *, training: bool) -> str | None:
     return None
 
 
-def count_text_bytes(
-    windows: Passes, config: Run, made_with: dict[str, Any] | None
-) -> dict[str, int]:
+def count_text_bytes(windows: Passes, config: Run, made_with: dict[str, Any] | None) -> dict[str, int]:
     """Return the bytes of the text of the tokens that windows predict, by data set.
 
     An end-of-text token has none. Empty unless data.tokenizer is the byte-level BPE that made the
@@ -262,11 +251,7 @@ def _validation(config: Run) -> tuple[Passes, dict[str, str]]:
     limits = windows_by_part(windows, config.validation.max_samples or sum(windows))
     passes = {
         name: partial(
-            ordered_batches,
-            part,
-            config.validation.micro_batch_size,
-            limit,
-            vocab_size=config.model.vocab_size,
+            ordered_batches, part, config.validation.micro_batch_size, limit, vocab_size=config.model.vocab_size
         )
         for (name, part), limit in zip(parts.items(), limits, strict=True)
         if limit
@@ -285,9 +270,7 @@ def _open(
     return open_samples(
         [str(entry) for entry in require_entries(entries)],
         split=split,
-        split_weights=(1.0, 0.0, 0.0)
-        if config.data.validation is not None
-        else parse_split(config.data.split),
+        split_weights=(1.0, 0.0, 0.0) if config.data.validation is not None else parse_split(config.data.split),
         seq_length=config.model.seq_length,
         seed=config.seed,
         stride=stride,
@@ -400,9 +383,7 @@ def _eod_of_tokenizer(config: Run, named: str) -> int:
 def open_tokenizer(config: Run) -> tuple[Tokenizer, dict[str, int]]:
     """Load data.tokenizer, with warnings for mismatches. Returns the keys of model that follow."""
     tokenizer, source = load_given_tokenizer(config)
-    vocabulary = fitting_vocabulary(
-        config.model, tokenizer.vocab_size, f"the tokenizer in {source}"
-    )
+    vocabulary = fitting_vocabulary(config.model, tokenizer.vocab_size, f"the tokenizer in {source}")
     size = vocabulary.get("vocab_size", config.model.vocab_size)
     for remark in vocabulary_remarks([], describe_tokenizer(tokenizer), size):
         LOG.warning(remark)
@@ -454,6 +435,4 @@ def _given_tokenizer(config: Run, *, is_known: bool) -> tuple[dict[str, Any] | N
     except TokenizerError as error:
         if not is_known:
             raise
-        return None, [
-            f"data.tokenizer cannot be used, which predict needs, but not training: {error}"
-        ]
+        return None, [f"data.tokenizer cannot be used, which predict needs, but not training: {error}"]

@@ -36,10 +36,7 @@ class Schedule:
     def rates(self, count: int, samples: int = 0) -> list[float]:
         """Return the rates of the next ``count`` updates, each with so many samples."""
         step = samples if self._by_samples else 1
-        return [
-            learning_rate(self._optimizer, self._position + number * step)
-            for number in range(count)
-        ]
+        return [learning_rate(self._optimizer, self._position + number * step) for number in range(count)]
 
     def advance(self, samples: int) -> None:
         """Move on after an update with so many samples."""
@@ -109,9 +106,7 @@ class Engine(ABC):
         return batch
 
     @abstractmethod
-    def run(
-        self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
-    ) -> list[StepResult]:
+    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
         """Take ``steps`` batches and start as many optimizer steps.
 
         Returns the results that are known, in the order of the steps. An engine may keep those of

@@ -72,9 +72,7 @@ def export(config: Run, checkpoint: Checkpoint) -> None:
         checksum = stream_safetensors(file, kinds, arrays)
         size = file.stat().st_size
         files = {MODEL_FILE: {"bytes": size, "crc32": checksum}}
-        write_manifest(
-            temporary, {**manifest, "exported_from": str(checkpoint.path.resolve()), "files": files}
-        )
+        write_manifest(temporary, {**manifest, "exported_from": str(checkpoint.path.resolve()), "files": files})
         _put_settings(temporary, config)
     LOG.info(
         f"{folder / MODEL_FILE}: {len(kinds)} tensors, {size / 1e6:.1f} MB, of {checkpoint}, step"
@@ -158,10 +156,7 @@ def export_folder(folder: Path) -> Iterator[Path]:
     Nothing is left if a signal ends the process. Raises StorageError if the disk fails; an older
     one then stays.
     """
-    remedy = (
-        "an older export is untouched; make room there, or choose another output_dir and say"
-        " checkpoint.load"
-    )
+    remedy = "an older export is untouched; make room there, or choose another output_dir and say checkpoint.load"
     filled = whole_folder(folder, what="the export", remedy=remedy)
     with exiting_at_sigterm(), filled as temporary:
         yield temporary

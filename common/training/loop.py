@@ -99,10 +99,7 @@ def train(run: TrainingParts, state: TrainState) -> dict[str, Any]:
                 if row:
                     report.validation(row)
                     saver.validation(row)
-                    best = min(
-                        summary.get("best_validation_perplexity", math.inf),
-                        row["validation_perplexity"],
-                    )
+                    best = min(summary.get("best_validation_perplexity", math.inf), row["validation_perplexity"])
                     summary |= row | {"best_validation_perplexity": best}
         if state.step >= last_step and not math.isfinite(saver.loss_of(state.step)):
             raise DivergedError(
@@ -192,9 +189,7 @@ def _validation_due(config: Run, step: int) -> bool:
     return _due(config.validation.steps_between, step) or step == config.train.steps
 
 
-def validation_figures(
-    sums: Mapping[str, tuple[float, int]], sizes: Mapping[str, int]
-) -> dict[str, Any]:
+def validation_figures(sums: Mapping[str, tuple[float, int]], sizes: Mapping[str, int]) -> dict[str, Any]:
     """Return the mean loss over all tokens, its perplexity, the number of tokens, and the bits a
     byte where the bytes are known.
 

@@ -65,20 +65,13 @@ class MetricsWriter:
                 f"{path}: cannot be read and appended to: {error.strerror}; make it a file that"
                 " this user can write, or choose another output_dir"
             ) from None
-        rows = [
-            (line, row)
-            for line in text.splitlines()
-            if (row := _parse(line)) is not None and row["step"] <= step
-        ]
+        rows = [(line, row) for line in text.splitlines() if (row := _parse(line)) is not None and row["step"] <= step]
         self._validated = {row["step"] for _, row in rows if "validation_loss" in row}
         self._earlier = [row for _, row in rows] if trackers else []
         kept = "".join(line + "\n" for line, _ in rows)
         self._kept = kept if kept != text else None
         if not step and any(map(_parse, text.splitlines())):
-            LOG.warning(
-                f"{path}: holds rows of a run that left no checkpoint; this run starts over, and"
-                " replaces them"
-            )
+            LOG.warning(f"{path}: holds rows of a run that left no checkpoint; this run starts over, and replaces them")
         self._board = EventFile(folder / "tensorboard", step=step) if tensorboard else None
 
     def lacks_validation(self, step: int) -> bool:
@@ -94,23 +87,16 @@ class MetricsWriter:
             return
         try:
             self._drop_later_rows()
-            self._file.write(
-                json.dumps({name: _finite(value) for name, value in row.items()}) + "\n"
-            )
+            self._file.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
             self._file.flush()
         except OSError as error:
-            with suppress(
-                OSError
-            ):  # its buffer holds the unwritten row, and flushing it would fail again
+            with suppress(OSError):  # its buffer holds the unwritten row, and flushing it would fail again
                 self._file.close()
             raise StorageError(
                 f"{self._file.name}: could not be written: {error.strerror}; checkpoints are whole"
             ) from error
         if self._board is not None:
-            self._board.write(
-                row["step"],
-                {name: value for name, value in row.items() if isinstance(value, float)},
-            )
+            self._board.write(row["step"], {name: value for name, value in row.items() if isinstance(value, float)})
         if self._trackers is not None:
             self._trackers.write(row, self._earlier)
             self._earlier = []
@@ -121,8 +107,7 @@ class MetricsWriter:
             return
         if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
             raise StorageError(
-                f"{self._path}: was replaced by another run; this one stops, and writes nothing"
-                " more there"
+                f"{self._path}: was replaced by another run; this one stops, and writes nothing more there"
             )
         with atomic_write(self._path, "w") as file:
             file.write(kept)
@@ -187,11 +172,7 @@ class EventFile:
             self._writer = EventsWriter(str(folder / "events"))
             if step:
                 self._writer.write_event(
-                    Event(
-                        step=step + 1,
-                        wall_time=time.time(),
-                        session_log=SessionLog(status=SessionLog.START),
-                    )
+                    Event(step=step + 1, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
                 )
         except OSError as error:
             self._give_up(error)

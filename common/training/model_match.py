@@ -29,13 +29,7 @@ max_positions.
 """
 
 
-def require_same_model(
-    manifest: Mapping[str, Any],
-    config: Run,
-    checkpoint: Path,
-    *,
-    may_move: bool = False,
-) -> None:
+def require_same_model(manifest: Mapping[str, Any], config: Run, checkpoint: Path, *, may_move: bool = False) -> None:
     """Raise CheckpointError if the models of checkpoint and config differ, listing the keys to set.
 
     may_move: the message offers another output_dir.
@@ -46,13 +40,11 @@ def require_same_model(
     if not differ:
         return
     found = ", ".join(
-        f"{key} is {value} there and {getattr(model, key)} in the config"
-        for key, value in differ.items()
+        f"{key} is {value} there and {getattr(model, key)} in the config" for key, value in differ.items()
     )
     words = " ".join(f"model.{key}={value}" for key, value in _overrides(differ, model).items())
     say = (
-        f"{checkpoint}: holds another model than the config: {found}. To use it, add:"
-        f" model=from_checkpoint, or {words}"
+        f"{checkpoint}: holds another model than the config: {found}. To use it, add: model=from_checkpoint, or {words}"
     )
     if may_move:
         say += (
@@ -72,9 +64,7 @@ def _sizes(section: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
         sizes["ffn_hidden_size"] = 4 * sizes["hidden_size"]
     wrong = [key for key in _DECISIVE if type(sizes.get(key)) not in (int, float)]
     if wrong:
-        raise CheckpointError(
-            f"{checkpoint / MANIFEST}: has no number for model.{wrong[0]}; use another checkpoint"
-        )
+        raise CheckpointError(f"{checkpoint / MANIFEST}: has no number for model.{wrong[0]}; use another checkpoint")
     return sizes
 
 
@@ -100,8 +90,4 @@ def multiple_that_keeps(vocabulary: int) -> int:
 
 
 def _free_folder(folder: str) -> str:
-    return next(
-        name
-        for number in range(2, 10_000)
-        if not Path(name := f"{folder.rstrip('/')}_{number}").exists()
-    )
+    return next(name for number in range(2, 10_000) if not Path(name := f"{folder.rstrip('/')}_{number}").exists())

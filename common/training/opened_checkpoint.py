@@ -15,11 +15,7 @@ from numpy.typing import NDArray
 from common.checkpoint.folders import find_checkpoint, read_or_name_older, require_checkpoint
 from common.checkpoint.integers import holds_integers, load_scales, open_integers, scheme_of
 from common.checkpoint.manifest import MANIFEST, read_manifest
-from common.checkpoint.snapshot import (
-    MODEL_FILE,
-    OPTIMIZER_FILE,
-    EngineState,
-)
+from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE, EngineState
 from common.checkpoint.state import TrainState
 from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError
@@ -31,10 +27,7 @@ from common.tensor_files.safetensors_file import shapes_of
 from common.training.loss_scale import LossScale
 from common.weights.names import check_tensors, parameter_shapes
 from common.weights.pieces import ShardedReader, TensorSlice, open_stored
-from common.weights.quantized import (
-    QuantizedWeight,
-    Scheme,
-)
+from common.weights.quantized import QuantizedWeight, Scheme
 
 Array = NDArray[np.float32]
 Pieces = Mapping[str, TensorSlice]
@@ -134,9 +127,7 @@ class Checkpoint:
         """
         load_scales(self.path, self._own_manifest(), scales)
 
-    def weights(
-        self, model: ResolvedModel, pieces: Pieces | None = None
-    ) -> Iterator[tuple[str, Array]]:
+    def weights(self, model: ResolvedModel, pieces: Pieces | None = None) -> Iterator[tuple[str, Array]]:
         """Yield names and values of all weights, or of ``pieces`` of them.
 
         Raises CheckpointError unless every tensor is there with the model's shape.
@@ -188,9 +179,7 @@ class Checkpoint:
         with self._open(config.model, OPTIMIZER_FILE) as stored:
             if not stored and (config.optimizer.rule.takes_momentum or not optimizer_steps):
                 return
-            stored.require(
-                {f"{name}.{part}": shape for name, shape in shapes.items() for part in parts}
-            )
+            stored.require({f"{name}.{part}": shape for name, shape in shapes.items() for part in parts})
             for name, piece in (pieces or _whole(shapes)).items():
                 for part in parts:
                     yield name, part, stored.read(f"{name}.{part}", piece)

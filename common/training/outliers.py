@@ -30,11 +30,7 @@ class Limits:
         """Return whether a finite value is above its limit. Other values are left to the loss
         scale.
         """
-        return (
-            math.isfinite(loss)
-            and math.isfinite(grad_norm)
-            and (loss > self.loss or grad_norm > self.grad_norm)
-        )
+        return math.isfinite(loss) and math.isfinite(grad_norm) and (loss > self.loss or grad_norm > self.grad_norm)
 
 
 NO_LIMITS = Limits()
@@ -53,9 +49,7 @@ def limits_of(state: TrainState, config: LoggingConfig) -> Limits:
     )
 
 
-def record_outlier(
-    state: TrainState, config: LoggingConfig, loss: float, grad_norm: float, *, skipped: bool
-) -> bool:
+def record_outlier(state: TrainState, config: LoggingConfig, loss: float, grad_norm: float, *, skipped: bool) -> bool:
     """Warn if the last step is an outlier, and add it to the history if it was finite.
 
     Outliers are added too, as in OLMo-core. The limits then follow a lasting change of level within
@@ -73,14 +67,11 @@ def record_outlier(
     if outlier:
         values = (("loss", loss, limits.loss), ("gradient norm", grad_norm, limits.grad_norm))
         found = " and ".join(
-            f"{name} {value:.4g} is above {limit:.4g}"
-            for name, value, limit in values
-            if value > limit
+            f"{name} {value:.4g} is above {limit:.4g}" for name, value, limit in values if value > limit
         )
         LOG.warning(
             f"step {state.step}: {found}, the mean and {config.outlier_deviations:g} x the"
-            f" deviation of {len(state.losses)} steps before"
-            + ("; the update is skipped" if skipped else "")
+            f" deviation of {len(state.losses)} steps before" + ("; the update is skipped" if skipped else "")
         )
     state.losses = [*state.losses, loss][-config.outlier_window :]
     state.grad_norms = [*state.grad_norms, grad_norm][-config.outlier_window :]

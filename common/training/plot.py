@@ -39,10 +39,7 @@ def plot_loss(folder: Path) -> Path:
 
 
 def plot_runs(
-    folders: Sequence[Path],
-    output: Path,
-    metrics: Sequence[str] = ("loss", "tokens_per_second"),
-    smoothing: int = 0,
+    folders: Sequence[Path], output: Path, metrics: Sequence[str] = ("loss", "tokens_per_second"), smoothing: int = 0
 ) -> None:
     """Draw the runs into ``output``, with one panel a metric and one colour a run.
 
@@ -52,9 +49,7 @@ def plot_runs(
     """
     if output.suffix != ".png":
         raise ConfigError(f"--output {output}: expected a name that ends with .png")
-    refuse_to_overwrite(
-        (_metrics_of(folder) for folder in folders), [output], "choose another --output"
-    )
+    refuse_to_overwrite((_metrics_of(folder) for folder in folders), [output], "choose another --output")
     runs = {name: _read(folder) for name, folder in zip(_names(folders), folders, strict=True)}
     known = sorted(
         {
@@ -73,11 +68,7 @@ def plot_runs(
             )
     pyplot = open_pyplot()
     figure, panels = pyplot.subplots(
-        len(metrics),
-        figsize=(9, 1 + 3.2 * len(metrics)),
-        sharex=True,
-        squeeze=False,
-        layout="constrained",
+        len(metrics), figsize=(9, 1 + 3.2 * len(metrics)), sharex=True, squeeze=False, layout="constrained"
     )
     for (axes,), metric in zip(panels, metrics, strict=True):
         for number, (name, rows) in enumerate(runs.items()):
@@ -134,8 +125,7 @@ def _read(folder: Path) -> list[dict[str, Any]]:
         return read_metrics(path)
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be read: {error.strerror}; expected the folder of a run, which holds"
-            f" {METRICS_FILE}"
+            f"{path}: cannot be read: {error.strerror}; expected the folder of a run, which holds {METRICS_FILE}"
         ) from None
 
 

@@ -37,8 +37,7 @@ class ProfileWindow:
             return
         if start > last:
             raise ConfigError(
-                f"profile.start={start} is beyond the last step, {last}: nothing would be traced;"
-                " lower it"
+                f"profile.start={start} is beyond the last step, {last}: nothing would be traced; lower it"
             )
         stop = min(config.profile.stop or start, last)
         self._steps = range(max(start, state.step + 1), stop + 1)

@@ -55,9 +55,7 @@ class RecordRequest:
 
     def variables(self) -> dict[str, str]:
         """Return the environment that lets a run record."""
-        text = json.dumps(
-            {"step": self.step, "samples": self.samples, "folder": str(self.folder.absolute())}
-        )
+        text = json.dumps({"step": self.step, "samples": self.samples, "folder": str(self.folder.absolute())})
         return {VARIABLE: text}
 
 
@@ -108,9 +106,7 @@ class RecorderBase(ABC):
 
     @staticmethod
     @abstractmethod
-    def pieces_on_host(
-        tensors: Mapping[str, Any], pieces: Mapping[str, TensorSlice]
-    ) -> Mapping[str, Array]:
+    def pieces_on_host(tensors: Mapping[str, Any], pieces: Mapping[str, TensorSlice]) -> Mapping[str, Array]:
         """Return pieces of tensors as float32 of the host."""
 
     @abstractmethod
@@ -122,17 +118,14 @@ class RecorderBase(ABC):
         if self._at.tensor == 0 and self._at.pipeline == 0:
             rows = np.asarray(tokens)
             self._found[TOKENS] = {
-                number: rows[row].astype(np.float32)[:, None]
-                for number, row in self._rows(0, len(rows))
+                number: rows[row].astype(np.float32)[:, None] for number, row in self._rows(0, len(rows))
             }
         self._scale = scale
         for part in parts:
             for name, layer in self.layers(part):
                 if name == "h.0":
                     hook = self._hook_for(EMBEDDINGS)
-                    self._hooks.append(
-                        layer.register_forward_pre_hook(lambda _, given, hook=hook: hook(given[0]))
-                    )
+                    self._hooks.append(layer.register_forward_pre_hook(lambda _, given, hook=hook: hook(given[0])))
                 for inner in PARTS if name != LAST_NORM else ():
                     self._watch(getattr(layer, inner), f"{name}.{inner}")
                 self._watch(layer, name)
@@ -172,11 +165,7 @@ class RecorderBase(ABC):
                 found[number] = self.on_host(values[row]) * factor
 
     def end(
-        self,
-        loss: Any,
-        weights: Mapping[str, Any],
-        gradients: Mapping[str, Any],
-        pieces: Mapping[str, TensorSlice],
+        self, loss: Any, weights: Mapping[str, Any], gradients: Mapping[str, Any], pieces: Mapping[str, TensorSlice]
     ) -> None:
         """Remove the hooks and write the record, before the update. pieces: those that this rank
         writes. Raises StorageError.
@@ -205,9 +194,7 @@ class RecorderBase(ABC):
             ]  # fmt: skip
         self._write(float(loss), tensors, rectangles)
 
-    def _write(
-        self, loss: float, tensors: Mapping[str, Array], pieces: Mapping[str, Rectangle]
-    ) -> None:
+    def _write(self, loss: float, tensors: Mapping[str, Array], pieces: Mapping[str, Rectangle]) -> None:
         stem, model = self._folder / f"rank_{self._rank:05d}", self._config.model
         facts = {
             "step": self.step,
@@ -230,8 +217,7 @@ class RecorderBase(ABC):
                 json.dump(facts, file)
         except OSError as error:
             raise StorageError(
-                f"{stem}.safetensors: the record of step {self.step} could not be written:"
-                f" {error.strerror or error}"
+                f"{stem}.safetensors: the record of step {self.step} could not be written: {error.strerror or error}"
             ) from None
 
     def _rank_of(self, sample: int) -> int:
@@ -250,10 +236,7 @@ class RecorderBase(ABC):
 
 
 def open_recorder(
-    recorder: Callable[[RecordRequest, Run, Topology, int], R],
-    config: Run,
-    topology: Topology,
-    rank: int,
+    recorder: Callable[[RecordRequest, Run, Topology, int], R], config: Run, topology: Topology, rank: int
 ) -> R | None:
     """Return the recorder that the environment asks for."""
     text = os.environ.get(VARIABLE)

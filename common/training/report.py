@@ -62,16 +62,13 @@ class Style:
 
 
 STYLES = {
-    "gpt2": Style(
-        prefix="%(asctime)s %(message)s", time="%H:%M:%S", step=("{own}",), more_lines=True
-    ),
+    "gpt2": Style(prefix="%(asctime)s %(message)s", time="%H:%M:%S", step=("{own}",), more_lines=True),
     # training_log, evaluate_and_print_results, and "steps:" of DeepSpeed's pipeline engine. The
     # ModelZoo scripts read word 10 of lines with samples/sec and word 15 of lines with validation
     # loss, so nothing may be written in front of them.
     "megatron": Style(
         step=(
-            "steps: {step} loss: {loss:0.4f} iter time (s): {seconds:0.3f} samples/sec:"
-            " {rate:0.3f}",
+            "steps: {step} loss: {loss:0.4f} iter time (s): {seconds:0.3f} samples/sec: {rate:0.3f}",
             " iteration {step:8d}/{last_step:8d} | consumed samples: {consumed_samples:12d} |"
             " consumed tokens: {consumed_tokens:12d} | elapsed time per iteration (ms): {ms:.1f} |"
             " learning rate: {learning_rate:.3E} | global batch size: {global_batch_size:5d} |"
@@ -112,10 +109,8 @@ STYLES = {
             " {seconds:<10.5f} | {mean_loss:<10.5f} |",
         ),
         title=(
-            "| step     | micro_batches   | samples         "
-            "| throughput | latency    | loss       |",
-            "| -------- | --------------- | --------------- "
-            "| ---------- | ---------- | ---------- |",
+            "| step     | micro_batches   | samples         | throughput | latency    | loss       |",
+            "| -------- | --------------- | --------------- | ---------- | ---------- | ---------- |",
         ),
     ),
     "oneflow-normal": Style(
@@ -131,8 +126,7 @@ STYLES = {
             "now time: {now.hour}:{now.minute}. Step {step_from_1} of piece 0 of epoch"
             " {epoch_from_1}, loss {mean_loss}",
         ),
-        validation="now time: {now.hour}:{now.minute}. Step {step_from_1} of piece 0, ppl"
-        " {validation_perplexity}",
+        validation="now time: {now.hour}:{now.minute}. Step {step_from_1} of piece 0, ppl {validation_perplexity}",
         counts_samples=True,
     ),
 }
@@ -195,10 +189,7 @@ class Report:
         hashes = self.config.logging.hash_interval
         # the summary of a run has that of its last step
         if hashes and row["step"] % hashes == 0 and row["step"] != self.last_step:
-            LOG.info(
-                f"data: {row['consumed_samples']} samples up to step {row['step']}, hash"
-                f" {row['sample_hash']}"
-            )
+            LOG.info(f"data: {row['consumed_samples']} samples up to step {row['step']}, hash {row['sample_hash']}")
 
     def validation(self, row: Row) -> None:
         self._titled = False
@@ -312,10 +303,7 @@ def part_lines(row: Row) -> list[str]:
     """Return a line about the data sets of a blend, from the figures of a validation."""
     prefix = "validation_loss/"
     names = [key.removeprefix(prefix) for key in row if key.startswith(prefix)]
-    parts = [
-        f"{name} loss {row[prefix + name]:.4f} over {row[f'validation_tokens/{name}']} tokens"
-        for name in names
-    ]
+    parts = [f"{name} loss {row[prefix + name]:.4f} over {row[f'validation_tokens/{name}']} tokens" for name in names]
     return [f"validation by data set: {listed(parts)}"] if parts else []
 
 

@@ -90,9 +90,7 @@ class Session:
             if config.checkpoint.epoch_models and checkpoint:  # an earlier run may have been killed
                 write_epoch_models(checkpoint, missing=True)
 
-    def _train_from(
-        self, state: TrainState, engine: Engine, device: Device, trace: Trace
-    ) -> dict[str, Any]:
+    def _train_from(self, state: TrainState, engine: Engine, device: Device, trace: Trace) -> dict[str, Any]:
         """Train from ``state``, which the engine holds. Raises the errors of ``loop.train``."""
         config, folder, is_first = self.config, Path(self.config.output_dir), self.world.rank == 0
         profile = ProfileWindow(config, state, trace, rank=self.world.rank)
@@ -152,9 +150,7 @@ class Session:
         self.world.require_equal(settings | facts | engine.identity())
 
 
-def agree_on_start(
-    config: Run, data: TrainingData, world: WorldBase, named: Checkpoint | None = None
-) -> Session:
+def agree_on_start(config: Run, data: TrainingData, world: WorldBase, named: Checkpoint | None = None) -> Session:
     """Let rank 0 choose where to start, and make sure that every rank finds the same checkpoint.
 
     named: see ``where_to_start``. Raises ConfigError and CheckpointError.
@@ -164,20 +160,11 @@ def agree_on_start(
     folder = Path(config.output_dir)
     holders = world.gather(run_folder.holder(folder))
     if len(set(holders)) > 1 and world.rank == 0:
-        LOG.warning(
-            f"output_dir={folder} is another folder on some hosts: share it, or they cannot resume"
-            " the run"
-        )
+        LOG.warning(f"output_dir={folder} is another folder on some hosts: share it, or they cannot resume the run")
     return Session(config=config, data=data, world=world, start=start, holders=holders)
 
 
-def announce(
-    config: Run,
-    data: TrainingData,
-    device_name: str,
-    start: Start,
-    state: TrainState,
-) -> None:
+def announce(config: Run, data: TrainingData, device_name: str, start: Start, state: TrainState) -> None:
     """Log the arithmetic of the run before its first step, in the style of its log."""
     use_style(config)
     model, train = config.model, config.train
@@ -198,27 +185,20 @@ def announce(
     stride = config.data.stride or model.seq_length
     overlap = f", one every {stride} tokens" if stride != model.seq_length else ""
     epochs = config.batch_sizes.samples_after(train.steps) / data.samples_per_epoch
-    LOG.info(
-        f"length: {train.steps} steps = {epochs:.2f} epochs of {data.samples_per_epoch:,}"
-        f" samples{overlap}"
-    )
+    LOG.info(f"length: {train.steps} steps = {epochs:.2f} epochs of {data.samples_per_epoch:,} samples{overlap}")
     blend = _describe_blend(config, data)
     if blend is not None:
         LOG.info(f"blend: {blend}")
     LOG.info(f"schedule: {describe_schedule(config.optimizer)}")
     for warning in schedule_warnings(config):
         LOG.warning(warning)
-    LOG.info(
-        f"device: {device_name}; compute {config.precision.compute}; run folder {config.output_dir}"
-    )
+    LOG.info(f"device: {device_name}; compute {config.precision.compute}; run folder {config.output_dir}")
     for remark in data.remarks if LOG.isEnabledFor(logging.INFO) else ():  # known only on rank 0
         LOG.warning(remark)
     if data.no_validation is not None:
         LOG.info(f"no validation: {data.no_validation}")
     if start.resume is not None:
-        LOG.info(
-            f"resuming {start.resume} after step {state.step}, {state.consumed_samples:,} samples"
-        )
+        LOG.info(f"resuming {start.resume} after step {state.step}, {state.consumed_samples:,} samples")
     elif start.weights is not None:
         LOG.info(f"starting from the weights of {start.weights}")
     else:
@@ -232,9 +212,7 @@ def _describe_blend(config: Run, data: TrainingData) -> str | None:
         return None
     samples = config.batch_sizes.samples_after(config.train.steps)
     parts = []
-    for name, weight, part in zip(
-        named_parts(config.data.train), blend.weights, blend.datasets, strict=True
-    ):
+    for name, weight, part in zip(named_parts(config.data.train), blend.weights, blend.datasets, strict=True):
         epochs = float(f"{samples * weight / part.samples_per_epoch:.3g}")
         parts.append(f"{name} {weight:.4g} -> {epochs:g} epochs")
     return listed(parts)
@@ -253,9 +231,7 @@ def finish(config: Run, state: TrainState, summary: dict[str, Any], *, peak_memo
             f" {summary['validation_perplexity']:.2f}{bits_a_byte(summary)}"
         )
     if "seconds" in summary:
-        parts.append(
-            f"{summary['seconds']:.0f} s, median {summary['median_tokens_per_second']:.0f} tokens/s"
-        )
+        parts.append(f"{summary['seconds']:.0f} s, median {summary['median_tokens_per_second']:.0f} tokens/s")
     parts.append(f"{state.skipped_steps} skipped steps, peak memory {peak_memory / 2**30:.2f} GiB")
     LOG.info("; ".join(parts))
     try:

@@ -41,10 +41,7 @@ class Start:
 
     def in_folder(self, folder: Path) -> bool:
         """Return whether a checkpoint of this run itself is resumed."""
-        return (
-            self.resume is not None
-            and self.resume.path.parent.resolve() == (folder / "checkpoints").resolve()
-        )
+        return self.resume is not None and self.resume.path.parent.resolve() == (folder / "checkpoints").resolve()
 
 
 def require_writable(checkpoints: Path) -> None:
@@ -56,9 +53,7 @@ def require_writable(checkpoints: Path) -> None:
         with tempfile.TemporaryFile(dir=checkpoints):
             pass
         with os.scandir(checkpoints) as entries:
-            wrong = [
-                entry.path for entry in entries if step_of(entry.name) >= 0 and not entry.is_dir()
-            ]
+            wrong = [entry.path for entry in entries if step_of(entry.name) >= 0 and not entry.is_dir()]
     except OSError as error:
         raise ConfigError(
             f"{checkpoints}: checkpoints cannot be written there: {error.strerror}; make it a"
@@ -66,8 +61,7 @@ def require_writable(checkpoints: Path) -> None:
         ) from None
     if wrong:  # a checkpoint would take its place
         raise ConfigError(
-            f"{wrong[0]}: is not a folder, and has the name of a checkpoint; move it away, or"
-            " choose another output_dir"
+            f"{wrong[0]}: is not a folder, and has the name of a checkpoint; move it away, or choose another output_dir"
         )
 
 
@@ -102,9 +96,7 @@ def _choose(config: Run, data: TrainingData, named: Checkpoint | None) -> Start:
     if resume is not None:
         _refuse_integers("checkpoint.resume", resume, config)
         may_move = config.checkpoint.resume == "auto"
-        require_fitting(
-            resume, "checkpoint.resume", config, data.tokenizer_record, may_move=may_move
-        )
+        require_fitting(resume, "checkpoint.resume", config, data.tokenizer_record, may_move=may_move)
         _log_changes(resume.manifest(config.model), config, data)
         return Start(resume=resume)
     key, init_from = "checkpoint.init_from", config.checkpoint.init_from
@@ -211,9 +203,7 @@ def trained_multiple(model: ResolvedModel, checkpoint: Checkpoint) -> dict[str, 
     return {}
 
 
-def weights_to_use(
-    config: Run, checkpoint: Checkpoint, tokenizer: dict[str, Any] | None
-) -> Checkpoint:
+def weights_to_use(config: Run, checkpoint: Checkpoint, tokenizer: dict[str, Any] | None) -> Checkpoint:
     """Return the checkpoint to evaluate, generate with or export.
 
     Raises CheckpointError unless it has the tokenizer and the model of the config.
@@ -229,12 +219,7 @@ def weights_to_use(
 
 
 def require_fitting(
-    checkpoint: Checkpoint,
-    key: str,
-    config: Run,
-    tokenizer: dict[str, Any] | None,
-    *,
-    may_move: bool = False,
+    checkpoint: Checkpoint, key: str, config: Run, tokenizer: dict[str, Any] | None, *, may_move: bool = False
 ) -> None:
     """Raise CheckpointError unless a checkpoint is whole and of the config's model and tokenizer.
 
@@ -245,10 +230,7 @@ def require_fitting(
     left_out = manifest.get("left_out", {})
     for reason, count in Counter(left_out.values()).items():
         name = next(name for name, why in left_out.items() if why == reason)
-        LOG.info(
-            f"{checkpoint}: left out: "
-            + (f"{count} x {reason}" if count > 1 else f"{name} ({reason})")
-        )
+        LOG.info(f"{checkpoint}: left out: " + (f"{count} x {reason}" if count > 1 else f"{name} ({reason})"))
     _check_tokenizer(manifest, tokenizer, checkpoint.path)
     require_same_model(manifest, config, checkpoint.path, may_move=may_move)
 
@@ -262,21 +244,13 @@ def _log_changes(manifest: dict[str, Any], config: Run, data: TrainingData) -> N
         )
     before, now = dict(flatten(manifest["config"])), dict(flatten(config.model_dump()))
     silent = {"predict", "evaluation", "serve", "logging", "profile", "checkpoint"}
-    decisive = (
-        {"logging.outlier_deviations", "logging.outlier_window"}
-        if config.train.on_outlier == "skip"
-        else set()
-    )
+    decisive = {"logging.outlier_deviations", "logging.outlier_window"} if config.train.on_outlier == "skip" else set()
     for key, value in now.items():
-        if (key in decisive or key.partition(".")[0] not in silent) and before.get(
-            key, value
-        ) != value:
+        if (key in decisive or key.partition(".")[0] not in silent) and before.get(key, value) != value:
             LOG.info(f"changed since the checkpoint: {key} {before[key]} -> {value}")
 
 
-def _check_tokenizer(
-    manifest: dict[str, Any], tokenizer: dict[str, Any] | None, checkpoint: Path
-) -> None:
+def _check_tokenizer(manifest: dict[str, Any], tokenizer: dict[str, Any] | None, checkpoint: Path) -> None:
     trained = manifest.get("tokenizer")
     if trained and tokenizer and trained.get("sha256", "") != tokenizer["sha256"]:
         raise CheckpointError(

@@ -72,9 +72,7 @@ class Steps:
             run.profile.begin(self._asked + 1)
             self._since = time.perf_counter()
         results = run.engine.run(
-            self._batches,
-            count,
-            limits_of(state, config.logging) if config.train.on_outlier == "skip" else NO_LIMITS,
+            self._batches, count, limits_of(state, config.logging) if config.train.on_outlier == "skip" else NO_LIMITS
         )
         self._asked += count
         if self.under_way > len(results):
@@ -136,9 +134,7 @@ class Steps:
             state.updated_samples += 0 if result.skipped else batch.samples
             state.skipped_steps += result.skipped
             state.skipped_in_a_row = state.skipped_in_a_row + 1 if result.skipped else 0
-            outlier = record_outlier(
-                state, config.logging, result.loss, result.grad_norm, skipped=result.skipped
-            )
+            outlier = record_outlier(state, config.logging, result.loss, result.grad_norm, skipped=result.skipped)
             seconds = result.seconds or seen
             speed = batch.samples / seconds
             yield {
@@ -174,11 +170,7 @@ class _Read(NamedTuple):
 def _steps_to_boundary(run: TrainingParts, step: int, last_step: int) -> int:
     """Return the number of steps up to the next one with an event."""
     config = run.config
-    intervals = (
-        config.validation.steps_between,
-        config.checkpoint.interval,
-        config.train.exit_interval,
-    )
+    intervals = (config.validation.steps_between, config.checkpoint.interval, config.train.exit_interval)
     stops = [
         last_step,
         *((step // n + 1) * n for n in intervals if n),

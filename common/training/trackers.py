@@ -47,9 +47,7 @@ class InitStore:
         package = import_module(name)
         own: dict[str, Any] = {"log_dir": str(folder)}
         if name == "wandb":
-            settings = package.Settings(
-                console="off", silent=True, disable_git=True, disable_code=True
-            )
+            settings = package.Settings(console="off", silent=True, disable_git=True, disable_code=True)
             own = {"dir": str(folder), "settings": settings}
         self.run = run or uuid.uuid4().hex[:16]
         mode = os.environ.get(f"{name.upper()}_MODE", "offline")
@@ -77,9 +75,7 @@ class MLflow:
             known = client.get_experiment_by_name(job["project"])
             place = str(folder / "artifacts") if uri == offline else None
             experiment = (
-                known.experiment_id
-                if known
-                else client.create_experiment(job["project"], artifact_location=place)
+                known.experiment_id if known else client.create_experiment(job["project"], artifact_location=place)
             )
             run = str(client.create_run(experiment, run_name=job["name"]).info.run_id)
             params = [Param(key, str(value)) for key, value in flatten(job["config"])]
@@ -93,9 +89,7 @@ class MLflow:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [
-            Metric(name, value, now, step) for step, row in rows for name, value in row.items()
-        ]
+        metrics = [Metric(name, value, now, step) for step, row in rows for name, value in row.items()]
         for start in range(0, len(metrics), 1000):  # as many as one call takes
             self._client.log_batch(self.run, metrics=metrics[start : start + 1000])
 
@@ -110,9 +104,7 @@ STORES = {"wandb": InitStore, "mlflow": MLflow, "swanlab": InitStore}
 class Trackers:
     """The trackers in ``names``. They begin with the first row, and end within a time limit."""
 
-    def __init__(
-        self, folder: Path, names: Sequence[str], *, project: str, config: dict[str, Any]
-    ) -> None:
+    def __init__(self, folder: Path, names: Sequence[str], *, project: str, config: dict[str, Any]) -> None:
         """folder: run folder, which holds metrics.jsonl. config: settings to record."""
         self._names = [name for name in dict.fromkeys(names) if name != "tensorboard"]
         self._folder = folder.absolute()
@@ -124,8 +116,7 @@ class Trackers:
         if self._running is None:
             before = [figures_of(each) for each in earlier] if self._names else []
             self._running = [
-                _Tracker(name, self._folder / "trackers" / name, self._job, before)
-                for name in self._names
+                _Tracker(name, self._folder / "trackers" / name, self._job, before) for name in self._names
             ]
             for tracker in self._running:
                 tracker.start()
@@ -154,10 +145,7 @@ class Trackers:
     def _give_up(self, tracker: _Tracker) -> None:
         assert self._running is not None
         self._running.remove(tracker)
-        LOG.warning(
-            f"tracker {tracker.name} is off: {tracker.fault}; the run continues, metrics.jsonl has"
-            " every step"
-        )
+        LOG.warning(f"tracker {tracker.name} is off: {tracker.fault}; the run continues, metrics.jsonl has every step")
 
 
 class _Tracker(threading.Thread):

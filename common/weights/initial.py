@@ -47,13 +47,9 @@ def initial_rows(
     rows = np.empty((stop - start, len(range(*width.indices(shape[1])))), np.float32)
     for block in range(start // ROWS_PER_BLOCK, -(-stop // ROWS_PER_BLOCK)):
         first = block * ROWS_PER_BLOCK
-        made = _generator(seed, name, block).standard_normal(
-            (ROWS_PER_BLOCK, *shape[1:]), np.float32
-        )
+        made = _generator(seed, name, block).standard_normal((ROWS_PER_BLOCK, *shape[1:]), np.float32)
         here = slice(max(first, start), min(first + ROWS_PER_BLOCK, stop))
-        rows[here.start - start : here.stop - start] = (
-            made[here.start - first : here.stop - first, width] * deviation
-        )
+        rows[here.start - start : here.stop - start] = made[here.start - first : here.stop - first, width] * deviation
     if name == EMBEDDING and stop > model.vocab_size:
         rows[max(model.vocab_size - start, 0) :] = 0.0
     return rows

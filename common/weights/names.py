@@ -24,18 +24,13 @@ def parameter_shapes(model: ResolvedModel, layers: int | None = None) -> dict[st
     pass. layers: count only the first ones.
     """
     hidden, ffn, positions = model.hidden_size, model.ffn_hidden_size, model.max_positions
-    shapes: dict[str, tuple[int, ...]] = {
-        EMBEDDING: (model.vocab_size, hidden),
-        POSITIONS: (positions, hidden),
-    }
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (model.vocab_size, hidden), POSITIONS: (positions, hidden)}
 
     def norm(name: str) -> None:
         shapes.update({f"{name}.weight": (hidden,), f"{name}.bias": (hidden,)})
 
     def linear(name: str, out_features: int, in_features: int) -> None:
-        shapes.update(
-            {f"{name}.weight": (out_features, in_features), f"{name}.bias": (out_features,)}
-        )
+        shapes.update({f"{name}.weight": (out_features, in_features), f"{name}.bias": (out_features,)})
 
     for layer in range(model.num_layers if layers is None else layers):
         norm(f"h.{layer}.ln_1")
@@ -53,8 +48,7 @@ def count_parameters(model: ResolvedModel) -> int:
     h^2 + 13 h) + 2 h for an MLP of 4 h.
     """
     outside, with_a_block = (
-        sum(math.prod(shape) for shape in parameter_shapes(model, layers).values())
-        for layers in (0, 1)
+        sum(math.prod(shape) for shape in parameter_shapes(model, layers).values()) for layers in (0, 1)
     )
     return outside + model.num_layers * (with_a_block - outside)
 
@@ -66,10 +60,7 @@ def flops_per_token(model: ResolvedModel) -> float:
     attention. Recomputation is not counted (PaLM, Chowdhery et al. 2022, appendix B).
     """
     positions = (model.max_positions or model.seq_length) * model.hidden_size
-    return (
-        6.0 * (count_parameters(model) - positions)
-        + 12.0 * model.num_layers * model.hidden_size * model.seq_length
-    )
+    return 6.0 * (count_parameters(model) - positions) + 12.0 * model.num_layers * model.hidden_size * model.seq_length
 
 
 def decays(name: str) -> bool:
@@ -96,16 +87,9 @@ def check_tensors(
     incomplete. partial: elements present of each incomplete tensor.
     """
     partial = partial or {}
-    faults = [
-        f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found
-    ]
-    faults += [
-        f"unexpected {name} {list(shape)}" for name, shape in found.items() if name not in expected
-    ]
-    faults += [
-        f"of {name} {list(expected[name])} only {there} elements are there"
-        for name, there in partial.items()
-    ]
+    faults = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
+    faults += [f"unexpected {name} {list(shape)}" for name, shape in found.items() if name not in expected]
+    faults += [f"of {name} {list(expected[name])} only {there} elements are there" for name, there in partial.items()]
     faults += [
         f"{name} is {list(found[name])}, the model's is {list(shape)}"
         for name, shape in expected.items()
@@ -117,10 +101,6 @@ def check_tensors(
             "Use another checkpoint: a rank's part is lost"
             if partial
             else "Give the model section that the checkpoint was trained with"
-            + (
-                ", or save it without what a GPT-2 has not"
-                if found.keys() > expected.keys()
-                else ""
-            )
+            + (", or save it without what a GPT-2 has not" if found.keys() > expected.keys() else "")
         )
         raise CheckpointError(f"{path}: does not fit the model: {shown}. {remedy}")

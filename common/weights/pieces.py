@@ -33,9 +33,7 @@ class TensorSlice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(
-            end - start for start, end in (self.rows, *([self.columns] if self.columns else []))
-        )
+        return tuple(end - start for start, end in (self.rows, *([self.columns] if self.columns else [])))
 
 
 Array = NDArray[np.float32]
@@ -81,26 +79,15 @@ class ShardedReader:
         shapes.
         """
         found = {
-            name: tuple(
-                max(spans[dim].stop for _, spans in parts) for dim in range(len(parts[0][1]))
-            )
+            name: tuple(max(spans[dim].stop for _, spans in parts) for dim in range(len(parts[0][1])))
             for name, parts in self._parts.items()
         }
         there = {
-            name: sum(
-                math.prod(span.stop - span.start for span in spans)
-                for _, spans in self._parts[name]
-            )
+            name: sum(math.prod(span.stop - span.start for span in spans) for _, spans in self._parts[name])
             for name, shape in expected.items()
-            if name in self._split
-            and len(shape) == len(found[name])
-            and all(map(operator.le, found[name], shape))
+            if name in self._split and len(shape) == len(found[name]) and all(map(operator.le, found[name], shape))
         }
-        partial = {
-            name: elements
-            for name, elements in there.items()
-            if elements != math.prod(expected[name])
-        }
+        partial = {name: elements for name, elements in there.items() if elements != math.prod(expected[name])}
         check_tensors(self._path, found, expected, partial)
 
     def read(self, name: str, piece: TensorSlice) -> Array:
@@ -113,13 +100,11 @@ class ShardedReader:
         values = np.zeros(piece.shape, np.float32)
         for reader, spans in parts:
             common = [
-                (max(first, span.start), min(end, span.stop))
-                for (first, end), span in zip(wanted, spans, strict=True)
+                (max(first, span.start), min(end, span.stop)) for (first, end), span in zip(wanted, spans, strict=True)
             ]
             if all(first < end for first, end in common):
                 target = tuple(
-                    slice(first - start, end - start)
-                    for (first, end), (start, _) in zip(common, wanted, strict=True)
+                    slice(first - start, end - start) for (first, end), (start, _) in zip(common, wanted, strict=True)
                 )
                 source = tuple(
                     slice(first - span.start, end - span.start)
@@ -130,9 +115,7 @@ class ShardedReader:
 
 
 @contextmanager
-def open_stored(
-    checkpoint: Path, file: str, manifest: Mapping[str, Any]
-) -> Iterator[ShardedReader]:
+def open_stored(checkpoint: Path, file: str, manifest: Mapping[str, Any]) -> Iterator[ShardedReader]:
     """Return the tensors of ``file`` (model.safetensors), written by one rank or in parts by each
     rank. Raises CheckpointError.
     """
@@ -140,9 +123,7 @@ def open_stored(
     with ExitStack() as stack:
         for name, record in manifest["files"].items():
             if name == file or name.startswith(f"{Path(file).stem}.rank_"):
-                stored.add(
-                    stack.enter_context(open_parameters(checkpoint / name)), record.get("pieces")
-                )
+                stored.add(stack.enter_context(open_parameters(checkpoint / name)), record.get("pieces"))
         yield stored
 
 

@@ -75,15 +75,11 @@ class QuantizedReader:
         """
         self._path = path
         self._reader = reader
-        self.say_once = cache(
-            lambda: LOG.info(f"{path}: its weights of 8 bits are taken as float32")
-        )
+        self.say_once = cache(lambda: LOG.info(f"{path}: its weights of 8 bits are taken as float32"))
         names = list(reader.keys())  # safe_open is not a mapping
         self._stored = set(names)
         integers = [name for name in names if reader.get_slice(name).get_dtype() == "I8"]
-        of_scales = {name + WEIGHT_SCALE for name in integers} | {
-            name for name in names if name.endswith(_INPUT_SCALE)
-        }
+        of_scales = {name + WEIGHT_SCALE for name in integers} | {name for name in names if name.endswith(_INPUT_SCALE)}
         self._names = [name for name in names if name not in of_scales]
         self.scheme = {name: self._read_layer(name) for name in integers}
 
@@ -98,9 +94,7 @@ class QuantizedReader:
             yield (
                 name,
                 QuantizedWeight(
-                    integers=self._reader.get_tensor(name),
-                    scales=layer.scales,
-                    input_scale=layer.input_scale,
+                    integers=self._reader.get_tensor(name), scales=layer.scales, input_scale=layer.input_scale
                 ),
             )
 
@@ -133,15 +127,10 @@ class QuantizedReader:
     def _read_scale(self, name: str, shape: list[int]) -> NDArray[np.float32]:
         absent: NDArray[np.float32] = np.empty(0, np.float32)
         scales = self._reader.get_tensor(name) if name in self._stored else absent
-        if (
-            list(scales.shape) != shape
-            or scales.dtype != np.float32
-            or not (np.isfinite(scales) & (scales > 0)).all()
-        ):
+        if list(scales.shape) != shape or scales.dtype != np.float32 or not (np.isfinite(scales) & (scales > 0)).all():
             found = f"{scales.dtype} {list(scales.shape)}" if scales.size else "not there"
             raise CheckpointError(
-                f"{self._path}: {name} is {found}; expected float32 {shape}, all finite and above"
-                f" 0; {_REMEDY}"
+                f"{self._path}: {name} is {found}; expected float32 {shape}, all finite and above 0; {_REMEDY}"
             )
         return scales
 

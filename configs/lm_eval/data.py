@@ -53,8 +53,7 @@ def chid(**metadata: Any) -> dict[str, Dataset]:
     for number, row in enumerate(rows, 1):
         if "#idiom#" not in row["content"] or not 0 <= row["answer"] < len(row["candidates"]):
             raise DataError(
-                f"{path}: row {number}: expected #idiom# in content, and answer below the number of"
-                " candidates"
+                f"{path}: row {number}: expected #idiom# in content, and answer below the number of candidates"
             )
         row["sentences"] = [row["content"].replace("#idiom#", each) for each in row["candidates"]]
     return _test(path, [{name: row[name] for name in ("sentences", "answer")} for row in rows])

@@ -67,8 +67,7 @@ class Figure:
     def arrow(self, x1: int, y1: int, x2: int, y2: int) -> None:
         """Draw an arrow from one point to another."""
         self._parts.append(
-            f"<line x1='{x1}' y1='{y1}' x2='{x2}' y2='{y2}' stroke='#666' stroke-width='1.6'"
-            " marker-end='url(#head)'/>"
+            f"<line x1='{x1}' y1='{y1}' x2='{x2}' y2='{y2}' stroke='#666' stroke-width='1.6' marker-end='url(#head)'/>"
         )
 
     def svg(self) -> str:
@@ -177,12 +176,8 @@ FIGURES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--run", type=Path, metavar="DIR", help="the run folder of a finished quick start"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, metavar="DIR", help="the run folder of a finished quick start")
     arguments = parser.parse_args()
     for name, draw in FIGURES.items():
         (FOLDER / name).write_text(draw().svg(), encoding="utf-8")

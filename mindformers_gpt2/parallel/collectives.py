@@ -115,10 +115,7 @@ def exchange(group: Group, data: bytes) -> list[bytes]:
     lengths = exchange_numbers(group, len(data))
     rows = np.zeros((group.size, max(lengths)), np.float32)
     rows[group.rank, : len(data)] = np.frombuffer(data, np.uint8)
-    return [
-        row[:size].astype(np.uint8).tobytes()
-        for row, size in zip(_sum(group, rows), lengths, strict=True)
-    ]
+    return [row[:size].astype(np.uint8).tobytes() for row, size in zip(_sum(group, rows), lengths, strict=True)]
 
 
 def exchange_numbers(group: Group, number: int) -> list[int]:

@@ -31,29 +31,20 @@ class DataParallel(nn.Cell):
         group = world.groups.get(GroupKind.DATA)
         self.splits = group is not None and config.parallel.zero_stage > 0
         self.ranks = world.topology.data if self.splits else 1
-        self.combine = (
-            None if group is None else ReduceScatter(group) if self.splits else all_reduce(group)
-        )
+        self.combine = None if group is None else ReduceScatter(group) if self.splits else all_reduce(group)
         self.all_gather = AllGather(group) if group is not None and self.splits else None
         self.sum_dtype = DTYPES[config.precision.reduction]
         self.sizes = tuple(math.prod(self.share_of(shape)) for shape in shapes)
         # Use primitives and HyperMap. Loops and the functions of ops would take longer to compile
         # than the rest of the update.
-        self.cast, self.reshape, self.concat, self.split = (
-            ops.Cast(),
-            ops.Reshape(),
-            ops.Concat(1),
-            SplitWithSize(),
-        )
+        self.cast, self.reshape, self.concat, self.split = (ops.Cast(), ops.Reshape(), ops.Concat(1), SplitWithSize())
 
     def construct(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the sums over the replicas, or this rank's shares of them."""
         if self.combine is None:
             return gradients
         summed = self.combine(self.concat(ops.HyperMap()(self._line, gradients)))
-        shares: Sequence[Tensor] = ops.HyperMap()(
-            self._share, self.split(summed, self.sizes, 1), gradients
-        )
+        shares: Sequence[Tensor] = ops.HyperMap()(self._share, self.split(summed, self.sizes, 1), gradients)
         return shares
 
     def whole(self, shares: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -62,9 +53,7 @@ class DataParallel(nn.Cell):
         """
         assert self.all_gather is not None
         gathered = self.all_gather(self.concat(ops.HyperMap()(self._flat, shares)))
-        whole: Sequence[Tensor] = ops.HyperMap()(
-            self._join, self.split(gathered, self.sizes, 1), parameters
-        )
+        whole: Sequence[Tensor] = ops.HyperMap()(self._join, self.split(gathered, self.sizes, 1), parameters)
         return whole
 
     def share_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -75,9 +64,7 @@ class DataParallel(nn.Cell):
         """Return (ranks, elements of a share), in the type in which it is summed."""
         missing = -gradient.shape[0] % self.ranks
         if missing:
-            gradient = ops.concat(
-                (gradient, ops.zeros((missing, *gradient.shape[1:]), gradient.dtype))
-            )
+            gradient = ops.concat((gradient, ops.zeros((missing, *gradient.shape[1:]), gradient.dtype)))
         return self.cast(self.reshape(gradient, (self.ranks, -1)), self.sum_dtype)
 
     def _share(self, line: Tensor, gradient: Tensor) -> Tensor:

@@ -33,9 +33,7 @@ def build_parts(config: Run, device: MindSporeDevice, world: World) -> list[GPT2
     """
     topology = world.topology
     with no_init_parameters():
-        model = GPT2(
-            config.model, config.precision, config.vocab_rows, native=device.native_kernels
-        )
+        model = GPT2(config.model, config.precision, config.vocab_rows, native=device.native_kernels)
         if topology.pipeline > 1:
             keep_stage(model, world.at.pipeline, topology)
         if topology.tensor > 1:
@@ -50,9 +48,7 @@ def build_parts(config: Run, device: MindSporeDevice, world: World) -> list[GPT2
     return [model]
 
 
-def own_dropout_keys(
-    config: Run, world: World, step: int, number: int, accumulation: int
-) -> NDArray[np.uint32]:
+def own_dropout_keys(config: Run, world: World, step: int, number: int, accumulation: int) -> NDArray[np.uint32]:
     """Return the dropout keys of a micro batch, for the layers of this rank.
 
     accumulation: micro batches of a rank in this step.
@@ -69,14 +65,7 @@ def own_dropout_keys(
 class GradientSync(nn.Cell):
     """Gradient reductions of a step, with the loss and the global gradient norm."""
 
-    def __init__(
-        self,
-        config: Run,
-        world: World,
-        shapes: Mapping[str, tuple[int, ...]],
-        *,
-        has_loss: bool,
-    ) -> None:
+    def __init__(self, config: Run, world: World, shapes: Mapping[str, tuple[int, ...]], *, has_loss: bool) -> None:
         """Create the reductions. shapes: of this rank's parameters.
 
         has_loss: whether its loss counts. Other ranks may have the same loss, or none.
@@ -94,9 +83,7 @@ class GradientSync(nn.Cell):
         self.reshape, self.concat, self.sum = ops.Reshape(), ops.Concat(), ops.ReduceSum()
         self.has_loss = has_loss
 
-    def construct(
-        self, loss: Tensor, gradients: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    def construct(self, loss: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         """Return the mean loss of the global batch, the global gradient norm, and this rank's
         gradients.
 
@@ -108,10 +95,7 @@ class GradientSync(nn.Cell):
         each = self.concat(ops.HyperMap()(self._squares, summed))
         mine = loss if self.has_loss else ops.zeros_like(loss)
         both = self.concat(
-            (
-                self.reshape(mine, (1,)),
-                self.reshape(self.sum(ops.select(self.owned, each, ops.zeros_like(each))), (1,)),
-            )
+            (self.reshape(mine, (1,)), self.reshape(self.sum(ops.select(self.owned, each, ops.zeros_like(each))), (1,)))
         )
         # MindSpore keeps the order of messages only if one depends on the other. The line above may
         # be a constant.

@@ -36,9 +36,7 @@ def keep_stage(model: GPT2, stage: int, topology: Topology) -> None:
     ``begin``.
     """
     names = {parameter.name: parameter for parameter in model.get_parameters()}
-    model.h = nn.CellList(
-        [model.h[layer] for layer in topology.layers_of_stage(stage, model.config.num_layers)]
-    )
+    model.h = nn.CellList([model.h[layer] for layer in topology.layers_of_stage(stage, model.config.num_layers)])
     for name, parameter in names.items():  # the list has renumbered the layers
         parameter.name = name
     first, last = stage == 0, stage == topology.stages - 1
@@ -68,12 +66,7 @@ class Pipeline:
     """
 
     def __init__(
-        self,
-        model: GPT2,
-        config: Run,
-        world: World,
-        device: MindSporeDevice,
-        loss_scale: DeviceLossScale,
+        self, model: GPT2, config: Run, world: World, device: MindSporeDevice, loss_scale: DeviceLossScale
     ) -> None:
         line, place = list(world.topology.group(GroupKind.PIPELINE, world.rank)), world.at.pipeline
         self._before = line[place - 1] if place > 0 else None
@@ -87,12 +80,8 @@ class Pipeline:
         self._model = model
         self._forward = device.compile(model)
         self._loss_sum = device.compile(model.loss_sum) if self.has_loss else None
-        self.loss_gradients = (
-            LossGradients(model, config, loss_scale, of_input=of_input) if self.has_loss else None
-        )
-        self._gradients = device.compile(
-            self.loss_gradients or StageGradients(model, config, of_input=of_input)
-        )
+        self.loss_gradients = LossGradients(model, config, loss_scale, of_input=of_input) if self.has_loss else None
+        self._gradients = device.compile(self.loss_gradients or StageGradients(model, config, of_input=of_input))
         self._add = device.compile(add_gradients)
         self._meet = world.meet
         self._new = True
@@ -101,10 +90,7 @@ class Pipeline:
         self._evaluated: set[tuple[int, ...]] = set()
 
     def step(
-        self,
-        batch: list[tuple[Tensor, Tensor]],
-        keys: Callable[[int], Keys],
-        watch: Callable[[int | None], None],
+        self, batch: list[tuple[Tensor, Tensor]], keys: Callable[[int], Keys], watch: Callable[[int | None], None]
     ) -> tuple[Tensor, ...]:
         """Return the loss (0 without the head) and the gradients of this stage's weights.
 
@@ -132,9 +118,7 @@ class Pipeline:
             found = list(self._gradients(inputs.pop(number), slope, *more))
             watch(None)
             if self._before is not None:
-                on_their_way.append(
-                    send(found.pop(0 if self._after is not None else 1), self._before)
-                )
+                on_their_way.append(send(found.pop(0 if self._after is not None else 1), self._before))
             summed = tuple(found) if summed is None else self._add(*summed, *found)
         for message in on_their_way:
             message.wait()

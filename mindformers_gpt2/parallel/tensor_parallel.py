@@ -58,9 +58,7 @@ class RowLinear(Linear):
     def construct(self, x: Tensor) -> Tensor:
         shape = x.shape
         product = self.leave(self.matmul(*self.operands(x)))
-        return self.add(product, ops.cast(self.bias, x.dtype)).reshape(
-            (*shape[:-1], self.out_features)
-        )
+        return self.add(product, ops.cast(self.bias, x.dtype)).reshape((*shape[:-1], self.out_features))
 
 
 class VocabularyEmbedding(Embedding):

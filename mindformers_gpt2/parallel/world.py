@@ -22,13 +22,7 @@ from common.parallel.tcp_barrier import BarrierServer, TcpBarrier, connect
 from common.parallel.topology import GroupKind, Topology
 from common.parallel.world import WorldBase, exit_barrier
 from mindformers_gpt2.device import MindSporeDevice
-from mindformers_gpt2.parallel.collectives import (
-    Group,
-    exchange,
-    exchange_numbers,
-    make_group,
-    prepare_messages,
-)
+from mindformers_gpt2.parallel.collectives import Group, exchange, exchange_numbers, make_group, prepare_messages
 
 T = TypeVar("T")
 _KINDS = (GroupKind.TENSOR, GroupKind.DATA, GroupKind.EMBEDDING)
@@ -108,10 +102,7 @@ def open_world(config: Run, process: Process, device: MindSporeDevice) -> Iterat
             )
         topology = config.topology
         everyone = make_group(
-            range(process.world_size),
-            process.rank,
-            process.world_size,
-            native=device.native_collectives,
+            range(process.world_size), process.rank, process.world_size, native=device.native_collectives
         )
         if topology.pipeline > 1:
             prepare_messages(process.world_size)
@@ -136,8 +127,7 @@ def open_world(config: Run, process: Process, device: MindSporeDevice) -> Iterat
             raise
         reason = next(line for line in str(error).splitlines() if line.strip(" -"))
         raise RunError(
-            f"rank {process.rank}: no contact with the other ranks ({reason}); see the log of the"
-            " one that failed first"
+            f"rank {process.rank}: no contact with the other ranks ({reason}); see the log of the one that failed first"
         ) from error
 
 

@@ -50,9 +50,7 @@ class SemiAutoEngine(BaseEngine):
         super().__init__(config, device, world, manifest_extra)
         world = self.world
         settings = semi_auto_settings(config, world.rank)
-        Path(settings["strategy_ckpt_config"]["save_file"]).parent.mkdir(
-            parents=True, exist_ok=True
-        )
+        Path(settings["strategy_ckpt_config"]["save_file"]).parent.mkdir(parents=True, exist_ok=True)
         ms.set_auto_parallel_context(**settings)
         if config.parallel.vocab_emb_dp and splits_vocabulary(config) and world.rank == 0:
             LOG.warning(
@@ -62,11 +60,7 @@ class SemiAutoEngine(BaseEngine):
         network = build_network(config, device)
         self._step = build_step(network, config, world.rank)
         self._evaluation, self._embedding = Evaluation(network), network.wte.weight
-        self.master, self.optimizer, self.loss_scale = (
-            self._step.master,
-            self._step.optimizer,
-            self._step.loss_scale,
-        )
+        self.master, self.optimizer, self.loss_scale = (self._step.master, self._step.optimizer, self._step.loss_scale)
         micro, accumulation = config.train.micro_batch_size, config.train.accumulation_steps
         self._rows = micro * (1 if config.parallel.full_batch is False else world.topology.data)
         self._step.compile(*_no_tokens(self._rows * accumulation, config))
@@ -119,9 +113,7 @@ class SemiAutoEngine(BaseEngine):
         if group is None:
             return
         first = self.world.topology.holds_embedding(self.world.rank)
-        shared = all_reduce(group)(
-            self._embedding * 1.0 if first else ops.zeros_like(self._embedding)
-        )
+        shared = all_reduce(group)(self._embedding * 1.0 if first else ops.zeros_like(self._embedding))
         if not first:
             ops.assign(self._embedding, shared)
 

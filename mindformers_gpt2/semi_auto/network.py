@@ -26,13 +26,7 @@ from common.parallel.operator_plan import (
 from common.parallel.run import Run
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.model import GPT2, set_fused_attention, takes_fused_attention
-from mindformers_gpt2.optimizer import (
-    DeviceLossScale,
-    MasterWeights,
-    Optimizer,
-    build_optimizer,
-    squares,
-)
+from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, Optimizer, build_optimizer, squares
 
 # Added to the logits of the rows that pad the vocabulary. Finite, because -inf times a zero of a
 # one-hot row is NaN.
@@ -72,10 +66,7 @@ class TokenEmbedding(nn.Cell):
     def construct(self, ids: Tensor, key: Any) -> Tensor:
         # Do not call the two as cells: they would become separate graphs. The compiler looks for
         # the first stage's parameters in this graph.
-        x = self.add(
-            self.wte.gather(self.wte.weight, ids, 0),
-            self.wpe.gather(self.wpe.weight, self.positions, 0),
-        )
+        x = self.add(self.wte.gather(self.wte.weight, ids, 0), self.wpe.gather(self.wpe.weight, self.positions, 0))
         return self.dropout(ops.cast(x, self.compute_dtype).reshape((-1, self.size)), key)
 
 
@@ -87,12 +78,7 @@ class SplitLoss(nn.Cell):
         self.vocab_rows = vocab_rows
         self.padding = Tensor(np.where(np.arange(vocab_rows) < vocab_size, 0.0, _NEVER), ms.float32)
         self.one, self.zero = Tensor(1.0, ms.float32), Tensor(0.0, ms.float32)
-        self.mask, self.subtract, self.multiply, self.difference = (
-            ops.Add(),
-            ops.Sub(),
-            ops.Mul(),
-            ops.Sub(),
-        )
+        self.mask, self.subtract, self.multiply, self.difference = (ops.Add(), ops.Sub(), ops.Mul(), ops.Sub())
         self.largest = ops.ReduceMax(keep_dims=True)
         self.exp, self.log, self.one_hot = ops.Exp(), ops.Log(), ops.OneHot()
         self.sum, self.total = ops.ReduceSum(), ops.ReduceSum()
@@ -105,9 +91,7 @@ class SplitLoss(nn.Cell):
         logits = self.mask(logits, self.padding)
         logits = self.subtract(logits, ops.stop_gradient(self.largest(logits, 1)))
         log_sum = self.log(self.sum(self.exp(logits), 1))
-        picked = self.sum(
-            self.multiply(logits, self.one_hot(targets, self.vocab_rows, self.one, self.zero)), 1
-        )
+        picked = self.sum(self.multiply(logits, self.one_hot(targets, self.vocab_rows, self.one, self.zero)), 1)
         return self.total(self.difference(log_sum, picked), 0)
 
 
@@ -143,9 +127,7 @@ class TrainingGraph(nn.Cell):
         self.embed = TokenEmbedding(model)
         self.h = model.h
         self.wte = model.wte
-        self.head = LossHead(
-            model, model.wte.weight.shape[0], config.train.global_batch_size * length
-        )
+        self.head = LossHead(model, model.wte.weight.shape[0], config.train.global_batch_size * length)
         self.mask = Tensor(np.triu(np.full((length, length), -np.inf), 1), model.softmax_dtype)
 
     def construct(self, ids: Tensor, targets: Tensor) -> Tensor:
@@ -161,9 +143,7 @@ def apply_plan(network: TrainingGraph, config: Run, *, fused: bool = False) -> N
     """Set the split of each operator. fused: attention is one operator."""
     for name, strategy in operator_strategies(config, fused=fused).items():
         for primitive in _primitives(network, name):
-            primitive.shard(
-                strategy.inputs, None if strategy.output is None else (strategy.output,)
-            )
+            primitive.shard(strategy.inputs, None if strategy.output is None else (strategy.output,))
 
 
 def _set_stages(network: TrainingGraph, config: Run) -> None:
@@ -190,15 +170,8 @@ def _primitives(network: TrainingGraph, name: str) -> Iterator[Any]:
             yield _find(block, name.removeprefix("h.*."))
         return
     first, _, rest = name.partition(".")
-    cells = {
-        "wte": network.wte,
-        "wpe": network.embed.wpe,
-        "embed": network.embed,
-        "ln_f": network.head.ln_f,
-    }
-    yield _find(
-        cells.get(first, network.head), rest if first in cells else name.removeprefix("head.")
-    )
+    cells = {"wte": network.wte, "wpe": network.embed.wpe, "embed": network.embed, "ln_f": network.head.ln_f}
+    yield _find(cells.get(first, network.head), rest if first in cells else name.removeprefix("head."))
 
 
 def _find(cell: nn.Cell, path: str) -> Any:
@@ -262,9 +235,7 @@ class SplitMaster(MasterWeights):
     alike.
     """
 
-    def zeros_like(
-        self, tensor: Parameter, name: str, shape: tuple[int, ...] | None = None
-    ) -> Parameter:
+    def zeros_like(self, tensor: Parameter, name: str, shape: tuple[int, ...] | None = None) -> Parameter:
         assert shape is None
         copy: Parameter = tensor.clone(init="zeros")
         copy.name, copy.requires_grad = name, False
@@ -290,9 +261,7 @@ class GradientNorm(nn.Cell):
         self.loss_share = 1.0 / (topology.data * topology.tensor)
         self.all_reduce = ops.AllReduce()
 
-    def construct(
-        self, loss: Tensor, gradients: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def construct(self, loss: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         total = Tensor(0.0, ms.float32)
         for index, gradient in enumerate(gradients):
             total = total + squares(gradient) * self.shares[index]
@@ -304,28 +273,14 @@ class GradientNorm(nn.Cell):
 class TrainingStep(nn.Cell):
     """Whole step: micro batches, gradients and update."""
 
-    def __init__(
-        self, network: TrainingGraph, config: Run, rank: int, loss_scale: DeviceLossScale
-    ) -> None:
+    def __init__(self, network: TrainingGraph, config: Run, rank: int, loss_scale: DeviceLossScale) -> None:
         super().__init__(auto_prefix=False)
         stage = config.topology.coordinates(rank).pipeline
         parameters = list(network.get_parameters())
-        stages = {
-            parameter.name: stages_of_parameter(parameter.name, config) for parameter in parameters
-        }
-        own = {
-            parameter.name: parameter
-            for parameter in parameters
-            if stages[parameter.name][0] == stage
-        }
-        self.own = tuple(
-            index for index, parameter in enumerate(parameters) if parameter.name in own
-        )
-        self.sent = tuple(
-            index
-            for index, parameter in enumerate(parameters)
-            if stage in stages[parameter.name][1:]
-        )
+        stages = {parameter.name: stages_of_parameter(parameter.name, config) for parameter in parameters}
+        own = {parameter.name: parameter for parameter in parameters if stages[parameter.name][0] == stage}
+        self.own = tuple(index for index, parameter in enumerate(parameters) if parameter.name in own)
+        self.sent = tuple(index for index, parameter in enumerate(parameters) if stage in stages[parameter.name][1:])
         self.master = SplitMaster(own)
         self.optimizer: Optimizer = build_optimizer(
             self.master,
@@ -342,9 +297,7 @@ class TrainingStep(nn.Cell):
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
         self.accumulates = config.train.accumulation_steps > 1
         self.is_sharded = config.parallel.zero_stage > 0
-        self.sums = (
-            self.weights.clone(prefix="accu_grads", init="zeros") if self.accumulates else ()
-        )
+        self.sums = self.weights.clone(prefix="accu_grads", init="zeros") if self.accumulates else ()
 
     def construct(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         limits = self.limits * 1.0
@@ -358,12 +311,7 @@ class TrainingStep(nn.Cell):
         found: tuple[Tensor, ...] = ()
         for index in self.own:
             gradient = gradients[index]
-            found = (
-                *found,
-                _take(self.is_sharded, gradient, self.sums[index])
-                if self.accumulates
-                else gradient,
-            )
+            found = (*found, _take(self.is_sharded, gradient, self.sums[index]) if self.accumulates else gradient)
         result: tuple[Tensor, Tensor, Tensor, Tensor] = self.optimizer(limits, loss, *found)
         return result
 

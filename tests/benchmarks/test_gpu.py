@@ -11,11 +11,7 @@ from tests.ranks import ROOT
 
 
 @pytest.mark.parametrize(
-    "mark",
-    [
-        pytest.param("not campaign", marks=pytest.mark.long),
-        pytest.param("campaign", marks=pytest.mark.campaign),
-    ],
+    "mark", [pytest.param("not campaign", marks=pytest.mark.long), pytest.param("campaign", marks=pytest.mark.campaign)]
 )
 def test_every_kernel(mark: str, cuda_variables: dict[str, str], tmp_path: Path) -> None:
     """Starts gpu_checks.py."""

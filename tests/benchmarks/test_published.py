@@ -55,9 +55,7 @@ def test_the_products_factor_is_what_the_fitted_half_gives(figures, monkeypatch)
         assert best < loss(fitted)
 
 
-@pytest.mark.parametrize(
-    ("source", "rows", "most"), [("Megatron SC21", 10, 0.15), ("this project", 4, 0.09)]
-)
+@pytest.mark.parametrize(("source", "rows", "most"), [("Megatron SC21", 10, 0.15), ("this project", 4, 0.09)])
 def test_rows_that_are_all_near(figures: list[Figure], source: str, rows: int, most: float) -> None:
     found = times(figures, lambda each: each.row["source"] == source)
     assert len(found) == rows
@@ -70,9 +68,7 @@ def test_the_first_layout_for_bloom_is_near_the_best(figures: list[Figure]) -> N
     found = times(
         figures,
         lambda each: (
-            each.row["note"].startswith("02-25")
-            and int(each.row["layers"]) == 72
-            and int(each.row["global"]) > 2000
+            each.row["note"].startswith("02-25") and int(each.row["layers"]) == 72 and int(each.row["global"]) > 2000
         ),
     )
     first = min(found, key=lambda each: each.planned)
@@ -81,8 +77,7 @@ def test_the_first_layout_for_bloom_is_near_the_best(figures: list[Figure]) -> N
 
 
 @pytest.mark.parametrize(
-    ("source", "rows", "most"),
-    [("BLOOM tuning", 32, 0.1), ("PaddleFleetX", 2, 0.1), ("this project", 3, 0.04)],
+    ("source", "rows", "most"), [("BLOOM tuning", 32, 0.1), ("PaddleFleetX", 2, 0.1), ("this project", 3, 0.04)]
 )
 def test_memory(figures: list[Figure], source: str, rows: int, most: float) -> None:
     found = [each for each in figures if each.is_memory and each.row["source"] == source]

@@ -47,8 +47,7 @@ def test_a_row_compares_a_cell_with_transformers() -> None:
         "scaled": [measured(speed, gradient_norm=[9.0] * 10) for speed in (30_000.0, 30_600.0)],
     }
     cells = [
-        cell(name, each, axes={"size": "a", "program": name}, baseline="transformers")
-        for name, each in runs.items()
+        cell(name, each, axes={"size": "a", "program": name}, baseline="transformers") for name, each in runs.items()
     ]
     ours, failed, scaled = rows_of(study(cells))
     what, own, peer, ratio, memory = ours

@@ -36,9 +36,7 @@ def test_devices_are_known_by_the_name_they_report(reported, name, half_tflops) 
     assert found.half_flops == half_tflops * 1e12
 
 
-@pytest.mark.parametrize(
-    "reported", ["NVIDIA GeForce RTX 9090", "NVIDIA RTX A1000", "NVIDIA H20", "Ascend310P3"]
-)
+@pytest.mark.parametrize("reported", ["NVIDIA GeForce RTX 9090", "NVIDIA RTX A1000", "NVIDIA H20", "Ascend310P3"])
 def test_unknown_devices_have_no_figures(reported: str) -> None:
     assert find_accelerator(reported) is None
 

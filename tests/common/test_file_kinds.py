@@ -233,8 +233,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("number", "remedy"),
-    [(errno.EACCES, "allow this user to read it"), (errno.EIO, "check the path and the disk")],
+    ("number", "remedy"), [(errno.EACCES, "allow this user to read it"), (errno.EIO, "check the path and the disk")]
 )
 @pytest.mark.parametrize("name", OPENED)
 def test_a_file_that_cannot_be_opened(folder, monkeypatch, name, number, remedy) -> None:

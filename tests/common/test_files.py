@@ -25,10 +25,7 @@ def test_the_last_of_two_writers_counts(tmp_path: Path) -> None:
     with whole_folder(out, what="it", remedy="mend") as ours:
         (ours / "a").touch()
         subprocess.run(
-            [sys.executable, "-c", writer],
-            check=True,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            [sys.executable, "-c", writer], check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
         )
         assert [path.name for path in out.iterdir()] == ["new"]
     assert [path.name for path in out.iterdir()] == ["a"] and [*tmp_path.iterdir()] == [out]

@@ -32,9 +32,7 @@ from tools.inference import main as inference
 from tools.preprocess_data import main as preprocess
 
 OF_TOKENIZER = {name: name.encode() for name in ("vocab.json", "merges.txt", "tokenizer.json")}
-READ = OF_TOKENIZER | {
-    name: name.encode() for name in ("config.json", "generation_config.json", "chat_template.jinja")
-}
+READ = OF_TOKENIZER | {name: name.encode() for name in ("config.json", "generation_config.json", "chat_template.jinja")}
 LARGE = np.random.default_rng(0).bytes(5000)
 NOT_READ = dict.fromkeys(
     (
@@ -239,9 +237,7 @@ def test_commands_take_names_as_they_take_folders(hub: Hub, tmp_path, capsys) ->
     from tests.reference import MERGES, save_model, write_vocabulary
 
     folder = save_model(tmp_path / "hf", write_vocabulary(tmp_path / "v", MERGES), size=262)
-    hub.repositories["me/small"] = Repository(
-        {path.name: path.read_bytes() for path in folder.iterdir()}
-    )
+    hub.repositories["me/small"] = Repository({path.name: path.read_bytes() for path in folder.iterdir()})
     commit = hub.repositories["me/small"].revisions["main"]
     Path("text.txt").write_text("hello, the hell there\n" * 60)
     Path("run.yaml").write_text(

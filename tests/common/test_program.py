@@ -47,10 +47,7 @@ def test_gpt2_is_installed_and_starts_every_program(monkeypatch, capsys) -> None
             gpt2()
         if name in TOOLS:
             assert sys.argv == [f"gpt2 {name}", "a.b=1"]
-    runs = [
-        ("run_gpt2.py", ["--run_mode", mode, "a.b=1"], ("program", f"gpt2 {mode}"))
-        for mode in RUN_MODES
-    ]
+    runs = [("run_gpt2.py", ["--run_mode", mode, "a.b=1"], ("program", f"gpt2 {mode}")) for mode in RUN_MODES]
     assert started == [*runs, *((f"{ROOT}/tools/{file}.py",) for file, _ in TOOLS.values())]
     assert all((ROOT / given[0]).is_file() for given in started)
     for words, code in ((["fly"], 2), (["--help"], 0)):
@@ -115,9 +112,7 @@ def test_output_that_is_lost_is_an_error_and_a_reader_that_leaves_is_not() -> No
         (f"DRY_RUN=1 {launch} > /dev/full", 1, "error: [Errno 28] No space left on device\n"),
         (f"{words} | head -1 > /dev/null; exit ${{PIPESTATUS[0]}}", 0, ""),
     ):
-        done = subprocess.run(
-            ["bash", "-c", line], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60
-        )
+        done = subprocess.run(["bash", "-c", line], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (code, message)
 
 

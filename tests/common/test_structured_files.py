@@ -168,9 +168,7 @@ def test_lines_of_keys_and_of_merged_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["[" + "x," * 2**19 + "]", "- " * 2**19, "{" * 2**20, '"' + "\\n" * 2**19 + '"'],
-    ids=len,
+    "text", ["[" + "x," * 2**19 + "]", "- " * 2**19, "{" * 2**20, '"' + "\\n" * 2**19 + '"'], ids=len
 )
 def test_a_mebibyte_of_yaml_is_given_up_early(text: str) -> None:
     began = time.process_time()

@@ -81,12 +81,7 @@ def h100() -> Iterator[None]:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False
 ) -> Tensor:
     """The kernels of a GPU: flash for half types without a mask, else memory-efficient.
 
@@ -120,9 +115,7 @@ class FakeDevice(TorchDispatchMode):
         super().__init__()
         self._fake = FakeTensorMode()
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), options: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         options = dict(options or {})
         if torch.is_inference_mode_enabled() and function.namespace == "aten":  # composed ones too
             with self:

@@ -178,11 +178,7 @@ def fused_bytes(graphs: list[Graph]) -> tuple[int, int]:
                 continue
             if type(node).__name__ == "NopKernelSchedulerNode":
                 continue
-            origins = {
-                str(origin.target)
-                for part in node.get_nodes()
-                for origin in part.node.get_origins()
-            }
+            origins = {str(origin.target) for part in node.get_nodes() for origin in part.node.get_origins()}
             # a gather reads one number a row, though torch counts the whole table
             moved += 0 if any("gather" in name for name in origins) else size
     return moved, products

@@ -30,12 +30,7 @@ SUITE = settings(
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=list(HealthCheck),
 )
-CAMPAIGN = settings(
-    SUITE,
-    max_examples=int(os.environ.get("FUZZ_COUNT", "3000")),
-    derandomize=False,
-    print_blob=True,
-)
+CAMPAIGN = settings(SUITE, max_examples=int(os.environ.get("FUZZ_COUNT", "3000")), derandomize=False, print_blob=True)
 ENOUGH = 40
 """So many inputs show every outcome that a test needs."""
 LIMIT_SECONDS = 10.0

@@ -192,9 +192,7 @@ def changed_json(content: bytes, fault: Fault) -> bytes:
     return to_json(changed_tree(json.loads(content), fault)).encode("utf-8", "surrogatepass")
 
 
-def spoil(
-    path: Path, fault: Fault | None, change: Callable[[bytes, Fault], bytes] = changed_json
-) -> None:
+def spoil(path: Path, fault: Fault | None, change: Callable[[bytes, Fault], bytes] = changed_json) -> None:
     """Put the fault into the file. change: what a fault of a tree does with the content."""
     if fault is None:
         return

@@ -20,17 +20,7 @@ from common.config.schema import RunConfig
 from common.planner.plan import describe_plan, make_plan
 from common.resolve.derive import resolve_mode, written_ranks
 from common.systems.config import open_config
-from tests.fuzz.faults import (
-    FAULTS,
-    YAML_FAULTS,
-    YAML_VALUES,
-    Fault,
-    Raw,
-    changed_tree,
-    spoil,
-    to_json,
-    to_yaml,
-)
+from tests.fuzz.faults import FAULTS, YAML_FAULTS, YAML_VALUES, Fault, Raw, changed_tree, spoil, to_json, to_yaml
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "gpt2"
 RUN_MODES = ("train", "finetune", "eval", "predict", "serve", "export", "plan")
@@ -129,9 +119,7 @@ WORDS = st.one_of(
     st.builds(str.format, st.sampled_from(BROKEN), st.sampled_from(LEAVES)),
 )
 MODE = "train", 1, False
-MODES = st.tuples(
-    st.sampled_from(RUN_MODES), st.sampled_from((None, None, None, 1, 2, 8, 64)), st.booleans()
-)
+MODES = st.tuples(st.sampled_from(RUN_MODES), st.sampled_from((None, None, None, 1, 2, 8, 64)), st.booleans())
 """Run mode, number of ranks, and whether a plan shows every rank."""
 
 

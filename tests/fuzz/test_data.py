@@ -17,16 +17,7 @@ from common.dataset import GPTDataset, IndexedDataset, IndexedWriter
 from common.dataset.blocks import DocumentRule
 from common.dataset.preprocess import PreprocessOptions, preprocess
 from common.dataset.workers import TokenizerChoice
-from tests.fuzz.faults import (
-    FAULTS,
-    NUMBERS,
-    TREE_FAULTS,
-    VALUES,
-    Fault,
-    changed_tree,
-    spoil,
-    to_json,
-)
+from tests.fuzz.faults import FAULTS, NUMBERS, TREE_FAULTS, VALUES, Fault, changed_tree, spoil, to_json
 from tests.reference import MERGES, write_vocabulary
 
 
@@ -161,9 +152,7 @@ def test_a_corpus_with_faults(judge, whole, name, items, fault, zipped, keys, ru
             if keys != ("text",):
                 return
             made, (sequences, _) = tokenizer.load(), read_pair(prefixes[0])
-            found = "".join(
-                made.decode([token for token in row if token != made.eod_id]) for row in sequences
-            )
+            found = "".join(made.decode([token for token in row if token != made.eod_id]) for row in sequences)
             data = path.read_bytes()
             data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
             expected = read_corpus(data, name)

@@ -83,9 +83,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     LOG.setLevel(level)
 
 
-def convert_or_refuse(
-    judge: Any, whole: Path, name: str, path: str, fault: Fault, change: Any, to: str = "hf"
-) -> None:
+def convert_or_refuse(judge: Any, whole: Path, name: str, path: str, fault: Fault, change: Any, to: str = "hf") -> None:
     """The target is whole or absent, and has the numbers of the source where they belong. path: of
     the file that gets the fault.
     """

@@ -83,11 +83,7 @@ def expected(folders: dict[str, Path]) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_every_folder_says_what_transformers_says(
-    folders: dict[str, Path],
-    expected: dict[str, Any],
-    name: str,
-    backend: Any,
-    request: pytest.FixtureRequest,
+    folders: dict[str, Path], expected: dict[str, Any], name: str, backend: Any, request: pytest.FixtureRequest
 ) -> None:
     if backend == "mindspore":
         request.getfixturevalue("mindspore")
@@ -353,10 +349,7 @@ def test_a_whole_section_is_not_changed(folders: dict[str, Path], tmp_path: Path
 
 
 def test_finetune_then_eval_and_predict_without_a_model(
-    folders: dict[str, Path],
-    tmp_path: Path,
-    corpus_prefix: Path,
-    capsys: pytest.CaptureFixture[str],
+    folders: dict[str, Path], tmp_path: Path, corpus_prefix: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run's own checkpoint is what eval and predict then take, with its tokenizer."""
     file = tmp_path / "run.yaml"

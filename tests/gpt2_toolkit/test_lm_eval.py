@@ -111,9 +111,7 @@ def of_hf(folders: dict[str, Path]) -> dict[str, Any]:
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize(
-    ("name", "backend"), [("hf", "torch"), ("hf", "mindspore"), ("onnx", "onnx")]
-)
+@pytest.mark.parametrize(("name", "backend"), [("hf", "torch"), ("hf", "mindspore"), ("onnx", "onnx")])
 def test_the_harnesses_own_model_says_the_same(folders, of_hf, name, backend, request) -> None:
     if backend == "mindspore":
         request.getfixturevalue("mindspore")
@@ -160,9 +158,7 @@ def test_bad_arguments(words: str, message: str, folders: dict[str, Path]) -> No
     start = f"tools/lm_eval.py --tasks lambada_local --include_path {TASKS} --model gpt2_toolkit"
     metadata = json.dumps({"lambada": str(folders["root"] / "lambada.jsonl")})
     command = [*start.split(), "--metadata", metadata, "--model_args", *given]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and message in done.stderr, done.stderr[-2000:]
     assert "Traceback" not in done.stderr
 

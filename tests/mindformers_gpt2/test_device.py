@@ -49,9 +49,7 @@ ASCEND = MindSporeDevice(kind="npu", index=0, name="Ascend910B3")
         ),
     ],
 )
-def test_refused_with_the_reason(
-    changes: dict[str, Any], error: type[GPT2Error], message: str
-) -> None:
+def test_refused_with_the_reason(changes: dict[str, Any], error: type[GPT2Error], message: str) -> None:
     with pytest.raises(error, match=message):
         open_device(make_config(**changes))
 
@@ -65,9 +63,7 @@ def test_numpy_2_and_cached_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) 
         select_device("cpu")
 
 
-def test_without_mindspore_the_front_door_says_how_to_install_it(
-    tmp_path: Path, corpus_prefix: Path
-) -> None:
+def test_without_mindspore_the_front_door_says_how_to_install_it(tmp_path: Path, corpus_prefix: Path) -> None:
     (tmp_path / "mindspore.py").write_text("raise ImportError('No module named mindspore')")
     preset = ROOT / "configs/gpt2/run_gpt2_tiny.yaml"
     command = [sys.executable, str(ROOT / "run_gpt2.py"), "--config", str(preset)]

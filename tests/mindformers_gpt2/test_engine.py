@@ -97,9 +97,7 @@ def test_resume_is_exact(tmp_path: Path) -> None:
     assert all(np.isfinite(row[0]) for row in first + rest)
     assert len({row[2] for row in first + rest}) > 1, "the scale never moved"
     for name, tensor in whole.master.tensors.items():
-        np.testing.assert_array_equal(
-            tensor.asnumpy(), resumed.master.tensors[name].asnumpy(), err_msg=name
-        )
+        np.testing.assert_array_equal(tensor.asnumpy(), resumed.master.tensors[name].asnumpy(), err_msg=name)
 
 
 def test_steps_in_flight_a_trace_and_pynative_change_nothing(tmp_path: Path) -> None:
@@ -162,14 +160,10 @@ def test_rates_follow_updates_that_the_host_does_not_know() -> None:
         optimizer.step()
     for name, tensor in reference.master.tensors.items():
         wanted = tensor.detach().numpy()
-        np.testing.assert_allclose(
-            engine.master.tensors[name].asnumpy(), wanted, rtol=0, atol=1e-5, err_msg=name
-        )
+        np.testing.assert_allclose(engine.master.tensors[name].asnumpy(), wanted, rtol=0, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "precision", ["fp16", HALF_WEIGHTS], ids=["float32 weights", "float16 weights"]
-)
+@pytest.mark.parametrize("precision", ["fp16", HALF_WEIGHTS], ids=["float32 weights", "float16 weights"])
 def test_float16_follows_torch(precision: Any) -> None:
     """Losses and gradient norms within float16's rounding, and the same steps skipped from a scale
     that first overflows.
@@ -180,9 +174,7 @@ def test_float16_follows_torch(precision: Any) -> None:
     """
     sgd = SGD | {"learning_rate": 0.3, "warmup_steps": 0}
     config = make_config(
-        precision=precision,
-        loss_scale={"initial": 2.0**40, "factor": 2.0**8, "window": 2},
-        optimizer=sgd,
+        precision=precision, loss_scale={"initial": 2.0**40, "factor": 2.0**8, "window": 2}, optimizer=sgd
     )
     engine, reference = make_engine(config), make_torch_engine(config)
     found, expected = engine.run(iter(batches(8)), 8), reference.run(iter(batches(8)), 8)
@@ -199,9 +191,7 @@ def test_float16_follows_torch(precision: Any) -> None:
     moved = 0.0
     for name, start in make_torch_engine(config).master.tensors.items():
         wanted = reference.master.tensors[name].detach()
-        np.testing.assert_allclose(
-            engine.master.tensors[name].asnumpy(), wanted.numpy(), atol=1e-2, err_msg=name
-        )
+        np.testing.assert_allclose(engine.master.tensors[name].asnumpy(), wanted.numpy(), atol=1e-2, err_msg=name)
         moved = max(moved, float((wanted - start.detach()).abs().max()))
     assert moved > 0.2, "the tolerance would hide weights that stayed where they were"
     for name, parameter in engine.master.model.items():

@@ -123,9 +123,7 @@ def random_ids(batch: int, length: int) -> Any:
     return np.random.default_rng(batch).integers(0, VOCABULARY, (batch, length)).astype(np.int32)
 
 
-def test_logits_are_those_of_torch_for_any_batch_and_length(
-    run_folder: Path, exported: Path
-) -> None:
+def test_logits_are_those_of_torch_for_any_batch_and_length(run_folder: Path, exported: Path) -> None:
     """float32: 1e-5 at logits of about 10."""
     loaded = ms.nn.GraphCell(ms.load(str(exported / "model.mindir")))
     for batch, length in ((1, WINDOW), (5, 3), (2, POSITIONS), (1, 1), (5, WINDOW)):
@@ -220,9 +218,7 @@ def test_float16_of_a_fixed_batch_in_two_parts_from_pynative(
     export(other, **words, precision=types, export__batch_size=2)
     record = json.loads((other / "export" / "export.json").read_text())
     assert set(record["files"]) == {
-        f"{name}_{part}"
-        for name in ("model", "decode")
-        for part in ("graph.mindir", "variables/data_0")
+        f"{name}_{part}" for name in ("model", "decode") for part in ("graph.mindir", "variables/data_0")
     }
     keys = {"name": "keys", "shape": [2, 2, 4, POSITIONS, 8], "dtype": "float16"}
     assert record["graphs"]["decode"]["inputs"][2] == keys
@@ -270,8 +266,6 @@ def test_a_file_that_differs_from_the_model_is_refused(
         ms.ops.assign(bias, ms.Tensor(before))
 
     monkeypatch.setattr(ms, "export", disturbed)
-    with pytest.raises(
-        RunError, match=r"model\.mindir: .*differs from the model by .*nothing was exported"
-    ):
+    with pytest.raises(RunError, match=r"model\.mindir: .*differs from the model by .*nothing was exported"):
         export(tmp_path, checkpoint__load=str(run_folder), context__mode="pynative")
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]

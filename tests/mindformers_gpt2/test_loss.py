@@ -41,15 +41,11 @@ def ours(
     def loss(hidden: ms.Tensor, weight: ms.Tensor, targets: ms.Tensor) -> ms.Tensor:
         return cross_entropy_sum(hidden, weight, targets)[0] * factor
 
-    value, gradients = ms.jit(ms.value_and_grad(loss, (0, 1)))(
-        ms.Tensor(hidden), ms.Tensor(weight), ms.Tensor(targets)
-    )
+    value, gradients = ms.jit(ms.value_and_grad(loss, (0, 1)))(ms.Tensor(hidden), ms.Tensor(weight), ms.Tensor(targets))
     return value.asnumpy(), *(gradient.asnumpy() for gradient in gradients)
 
 
-def reference(
-    hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray
-) -> tuple[np.ndarray, ...]:
+def reference(hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, ...]:
     """In float64."""
     h, w = (torch.from_numpy(array).double().requires_grad_() for array in (hidden, weight))
     loss = torch.nn.functional.cross_entropy(
@@ -60,9 +56,7 @@ def reference(
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(
-    ("rows", "width"), [(7, 1.0), (ROWS_AT_ONCE, 1.0), (2 * ROWS_AT_ONCE + 60, 1.0), (50, 60.0)]
-)
+@pytest.mark.parametrize(("rows", "width"), [(7, 1.0), (ROWS_AT_ONCE, 1.0), (2 * ROWS_AT_ONCE + 60, 1.0), (50, 60.0)])
 def test_loss_and_gradients(rows: int, width: float, masked: bool) -> None:
     """The last case has losses of hundreds of nats, where the logarithm of a softmax would be
     infinite. masked: targets of -1 add nothing.
@@ -123,7 +117,5 @@ def test_shards_of_the_vocabulary_add_up(monkeypatch: pytest.MonkeyPatch, uncoun
         loss, part, by_weight = ours(hidden, weight[first : first + width], targets, shard=shard)
         by_hidden += part
         np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
-        np.testing.assert_allclose(
-            by_weight, expected[2][first : first + width], atol=1e-5 * np.abs(expected[2]).max()
-        )
+        np.testing.assert_allclose(by_weight, expected[2][first : first + width], atol=1e-5 * np.abs(expected[2]).max())
     np.testing.assert_allclose(by_hidden, expected[1], atol=1e-5 * np.abs(expected[1]).max())

@@ -30,10 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def make_config(**changes: Any) -> Run:
-    usual: dict[str, Any] = {
-        "backend": "mindspore",
-        "optimizer": SGD | {"learning_rate": 0.3, "momentum": 0.0},
-    }
+    usual: dict[str, Any] = {"backend": "mindspore", "optimizer": SGD | {"learning_rate": 0.3, "momentum": 0.0}}
     return tiny_config(**(usual | changes))
 
 
@@ -52,9 +49,7 @@ def test_dropout_follows_from_key_and_place(rate: float) -> None:
     x = np.random.default_rng(0).standard_normal((3, 8, 64)).astype(np.float32)
     keys = dropout_keys(make_config(), 7, 1)
     found = dropout(ms.Tensor(x), ms.Tensor(keys[2])).asnumpy()
-    np.testing.assert_allclose(
-        found, x * keep_by_numpy(x.size, keys[2], rate).reshape(x.shape) / (1 - rate), rtol=1e-6
-    )
+    np.testing.assert_allclose(found, x * keep_by_numpy(x.size, keys[2], rate).reshape(x.shape) / (1 - rate), rtol=1e-6)
     assert np.array_equal(found, dropout(ms.Tensor(x), ms.Tensor(keys[2])).asnumpy())
     np.testing.assert_array_equal(dropout(ms.Tensor(x), None).asnumpy(), x)
 
@@ -83,9 +78,7 @@ def test_dropout_reaches_every_place_and_evaluation_none() -> None:
     ids = ms.Tensor(np.random.default_rng(0).integers(0, 101, (2, 16)).astype(np.int32))
     outputs = {}
     for name in (None, "embedding_dropout", "attention_dropout", "hidden_dropout"):
-        config = make_config(
-            model__num_layers=1, context__mode=1, **({f"model__{name}": 0.3} if name else {})
-        )
+        config = make_config(model__num_layers=1, context__mode=1, **({f"model__{name}": 0.3} if name else {}))
         model = build_model(config, open_device(config))
         tensors = {parameter.name: parameter for parameter in model.get_parameters()}
         fill_weights(tensors, initial_values(config))
@@ -98,9 +91,7 @@ def test_dropout_reaches_every_place_and_evaluation_none() -> None:
 
 def test_gelu_written_out_is_the_kernel() -> None:
     x = ms.Tensor(np.linspace(-12, 12, 4001, dtype=np.float32))
-    np.testing.assert_allclose(
-        GELU(native=False)(x).asnumpy(), GELU(native=True)(x).asnumpy(), atol=1e-6
-    )
+    np.testing.assert_allclose(GELU(native=False)(x).asnumpy(), GELU(native=True)(x).asnumpy(), atol=1e-6)
 
 
 def test_recomputation_changes_no_gradient() -> None:
@@ -114,9 +105,7 @@ def test_recomputation_changes_no_gradient() -> None:
         fill_weights(tensors, initial_values(config))
         function = ms.jit(ms.value_and_grad(model.loss_sum, None, list(tensors.values())))
         loss, gradients = function(
-            ms.Tensor(tokens[:, :-1]),
-            ms.Tensor(tokens[:, 1:]),
-            ms.Tensor(dropout_keys(config, 1, 0)),
+            ms.Tensor(tokens[:, :-1]), ms.Tensor(tokens[:, 1:]), ms.Tensor(dropout_keys(config, 1, 0))
         )
         found[recompute] = [loss.asnumpy(), *(gradient.asnumpy() for gradient in gradients)]
     for one, selective, full in zip(*found.values(), strict=True):
@@ -191,13 +180,9 @@ def test_recomputation_repeats_operators_in_the_compiled_graph(tmp_path: Path) -
     counts = {}
     for mode, blocks in (("none", 0), ("selective", 2), ("full", 1)):
         graph = next(
-            path
-            for path in (tmp_path / mode).rglob("*.ir")
-            if re.fullmatch(r"\d+_execute_\d+\.ir", path.name)
+            path for path in (tmp_path / mode).rglob("*.ir") if re.fullmatch(r"\d+_execute_\d+\.ir", path.name)
         ).read_text()
-        counts[mode] = {
-            name: graph.count(f"= PrimFunc_{name}(") for name in ("Softmax", "Sigmoid", "MatMul")
-        }
+        counts[mode] = {name: graph.count(f"= PrimFunc_{name}(") for name in ("Softmax", "Sigmoid", "MatMul")}
         # a block that keeps its activations has no general gradient of a softmax
         written = [graph.count(f"= PrimFunc_{name}(") for name in ("SoftmaxBackward", "BiasAdd")]
         assert written == [blocks, 2 - blocks], mode
@@ -209,16 +194,12 @@ def test_recomputation_repeats_operators_in_the_compiled_graph(tmp_path: Path) -
 class DocumentedKernel(nn.Cell):
     """FlashAttentionScore by the formula and the arguments of its documentation."""
 
-    def __init__(
-        self, *, head_num: int, scale_value: float, input_layout: str, sparse_mode: int
-    ) -> None:
+    def __init__(self, *, head_num: int, scale_value: float, input_layout: str, sparse_mode: int) -> None:
         super().__init__()
         assert input_layout == "BNSD"
         self.heads, self.scale, self.mode = head_num, scale_value, sparse_mode
 
-    def construct(
-        self, q: Any, k: Any, v: Any, shift: Any, drop: Any, pad: Any, attn_mask: Any
-    ) -> Any:
+    def construct(self, q: Any, k: Any, v: Any, shift: Any, drop: Any, pad: Any, attn_mask: Any) -> Any:
         length = q.shape[2]
         assert q.shape[1] == self.heads
         assert attn_mask.dtype == ms.uint8
@@ -235,9 +216,7 @@ class DocumentedKernel(nn.Cell):
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one document", "documents apart"])
-def test_it_computes_what_attention_written_out_does(
-    apart: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_computes_what_attention_written_out_does(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling, "FlashAttentionScore", DocumentedKernel)
     changes = {"reset_attention_mask": True, "eod_id": 7} if apart else {}
     config = make_config(data=changes, model__initializer_range=0.3)

@@ -11,9 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = ("bash", "shell", "python")
 SHOWN = "sh"
 OUTPUT = "text"
-_FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<kind>\w*)\n(?P<text>.*?)^(?P=indent)```[ ]*$", flags=re.M | re.S
-)
+_FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>\w*)\n(?P<text>.*?)^(?P=indent)```[ ]*$", flags=re.M | re.S)
 _OPENS, _CLOSES = ("for", "while", "if"), ("done", "fi")
 
 
@@ -110,9 +108,7 @@ def commands(block: Block) -> list[str]:
     if open_lines:
         raise ValueError(f"line {block.line}: a quote or loop of this block does not end")
     return [
-        command
-        for command in found
-        if not re.fullmatch(r"(source|\.) \S*/bin/activate|conda activate \S+", command)
+        command for command in found if not re.fullmatch(r"(source|\.) \S*/bin/activate|conda activate \S+", command)
     ]
 
 

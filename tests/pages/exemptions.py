@@ -50,23 +50,13 @@ _CHINESE = (
 )
 _SMALL = "model.num_layers=1 model.hidden_size=24 model.num_heads=2 validation.max_samples=16"
 SHORTER = [
+    Shorter(r"README", r"scripts/quickstart\.sh", f"train.max_steps=6 {_SMALL}", "output/quickstart"),
     Shorter(
-        r"README", r"scripts/quickstart\.sh", f"train.max_steps=6 {_SMALL}", "output/quickstart"
-    ),
-    Shorter(
-        r"first_hour",
-        r"scripts/quickstart\.sh",
-        "train.max_steps=6 validation.max_samples=16",
-        "output/quickstart",
+        r"first_hour", r"scripts/quickstart\.sh", "train.max_steps=6 validation.max_samples=16", "output/quickstart"
     ),
     Shorter(r"README", r"run_gpt2_tiny\.yaml.*\btrain\b", _SMALL, "output/(?:first|twin|two)"),
     Shorter(r"first_hour", r"run_distribute.*max_steps=80", "train.max_steps=8", r"output/\w+"),
-    Shorter(
-        r"first_hour",
-        r"run_distribute|mine\.yaml --run_mode train",
-        "train.max_steps=6",
-        r"output/\w+",
-    ),
+    Shorter(r"first_hour", r"run_distribute|mine\.yaml --run_mode train", "train.max_steps=6", r"output/\w+"),
     Shorter(r"chinese", r"torchrun .*train\.py", f"{_CHINESE} train.micro_batch_size=4", "model_2"),
     Shorter(r"chinese", r"/(train|eval)\.py|--run_mode train", _CHINESE, "model"),
     Shorter(r"chinese", r"--run_mode predict", f"{_CHINESE} predict.max_new_tokens=40", "model"),
@@ -84,12 +74,7 @@ SHORTER = [
         "output/first_qat",
         ("max_steps=150", "max_steps=5"),
     ),
-    Shorter(
-        r"modelarts",
-        r"--config=.* --run_mode=train",
-        "--model.num_layers=1 --model.hidden_size=24",
-        "bucket/out",
-    ),
+    Shorter(r"modelarts", r"--config=.* --run_mode=train", "--model.num_layers=1 --model.hidden_size=24", "bucket/out"),
 ]
 """A model of 82M parameters takes hours on a CPU, and the steps of the quickstart minutes."""
 VALIDATION = "validation.max_samples=16"
@@ -109,9 +94,7 @@ def flags(command: str) -> set[str]:
 
 def world_size(command: str) -> int:
     """The number of ranks that a launcher would start."""
-    numbers = re.findall(
-        r"--(?:nproc[_-]per[_-]node|num_gpus|num_accelerators|nnodes|worker_num)[= ](\d+)", command
-    )
+    numbers = re.findall(r"--(?:nproc[_-]per[_-]node|num_gpus|num_accelerators|nnodes|worker_num)[= ](\d+)", command)
     size = 1
     for number in numbers:
         size *= int(number)

@@ -40,9 +40,7 @@ def missing(shown: str, printed: str, *, any_number: bool = False, free: str = "
     for number, line in enumerate(clean(shown).splitlines(), 1):
         if not line or line in ("...", "…"):
             continue
-        pattern, values = _pattern(
-            line, any_number=any_number or bool(free and re.search(free, line))
-        )
+        pattern, values = _pattern(line, any_number=any_number or bool(free and re.search(free, line)))
         while at < len(lines) and not _agrees(pattern, values, lines[at]):
             at += 1
         if at == len(lines):

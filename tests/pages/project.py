@@ -93,9 +93,7 @@ class Project:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             timeout=SECONDS,
         )  # fmt: skip
-        assert done.returncode == 0, (
-            f"{command}\nexit code {done.returncode}\n{done.stdout[-4000:]}"
-        )
+        assert done.returncode == 0, f"{command}\nexit code {done.returncode}\n{done.stdout[-4000:]}"
         return done.stdout
 
 

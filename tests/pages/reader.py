@@ -55,8 +55,7 @@ class Reader:
         free = r"validation|perplexity" if added and exemptions.VALIDATION not in block.text else ""
         problem = missing(expected, printed, any_number=any_number, free=free)
         assert problem is None, (
-            f"{self.page}:{block.line}: the page shows what is not printed; {problem}\n"
-            f"printed:\n{printed[-6000:]}"
+            f"{self.page}:{block.line}: the page shows what is not printed; {problem}\nprinted:\n{printed[-6000:]}"
         )
 
     def differs(self, command: str) -> bool:
@@ -95,10 +94,7 @@ class Reader:
             compile(block.text, f"{self.page}:{block.line}", "exec")
             return ""
         before = "\n".join(self.python)
-        quiet = (
-            "import contextlib, io\n"
-            f"with contextlib.redirect_stdout(io.StringIO()):\n    exec({before!r})\n"
-        )
+        quiet = f"import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()):\n    exec({before!r})\n"
         self.python.append(block.text)
         return self.project.run_python((quiet if before else "") + block.text)
 
@@ -157,7 +153,5 @@ def installed(command: str) -> bool:
     """Whether the framework or package that a command names is there."""
     needed = {"mindspore": r"mindspore|mindrecord", "deepspeed": "deepspeed", "lm_eval": "lm_eval"}
     return all(
-        importlib.util.find_spec(package) is not None
-        for package, words in needed.items()
-        if re.search(words, command)
+        importlib.util.find_spec(package) is not None for package, words in needed.items() if re.search(words, command)
     )

@@ -38,14 +38,8 @@ def tree(folder: Path, size: int, vocabulary: Path, **sections: Any) -> dict[str
 
 def ours(weights: Path, folder: Path, size: int, vocabulary: Path) -> list[tuple[list[int], str]]:
     """Tokens and text of --run_mode predict, in one batch."""
-    wish = {
-        "prompt": PROMPTS,
-        "max_new_tokens": NEW_TOKENS,
-        "output_file": str(folder / "out.jsonl"),
-    }
-    config = build_config(
-        tree(folder, size, vocabulary, predict=wish, checkpoint={"load": str(weights)})
-    )
+    wish = {"prompt": PROMPTS, "max_new_tokens": NEW_TOKENS, "output_file": str(folder / "out.jsonl")}
+    config = build_config(tree(folder, size, vocabulary, predict=wish, checkpoint={"load": str(weights)}))
     run_backend("predict", config, ALONE)
     rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
     return [(row["tokens"], row["continuation"]) for row in rows]
@@ -103,9 +97,7 @@ def test_from_hugging_face_to_training_and_back(
         assert len({len(tokens) for tokens, _ in found}) > 1, "some end early"
     tokenizer = transformers.AutoTokenizer.from_pretrained(back)
     assert len(tokenizer) == size and tokenizer.model_max_length == POSITIONS
-    assert (back / "merges.txt").read_text().startswith("#version"), (
-        "transformers 4 skips the first line"
-    )
+    assert (back / "merges.txt").read_text().startswith("#version"), "transformers 4 skips the first line"
     assert tokenizer.eos_token_id == size - 1 and tokenizer.bos_token == "<|endoftext|>"
     assert "tokenizer" not in json.loads((back / REPORT).read_text())["ignored"]
     if size != 262:
@@ -113,9 +105,7 @@ def test_from_hugging_face_to_training_and_back(
 
     def stays_behind(name: str, why: str) -> None:
         """A tokenizer that is gone or another than the run's is named and not written."""
-        reason = json.loads((converted(run, tmp_path / name, "hf") / REPORT).read_text())[
-            "ignored"
-        ]["tokenizer"]
+        reason = json.loads((converted(run, tmp_path / name, "hf") / REPORT).read_text())["ignored"]["tokenizer"]
         assert f"not written: tokenizer ({reason})\n" in capsys.readouterr().out
         assert reason.startswith("files of the tokenizer: ") and why in reason
         files = {path.name for path in (tmp_path / name).iterdir()}

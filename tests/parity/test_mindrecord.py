@@ -42,8 +42,7 @@ def test_runs_over_one_mindrecord_are_equal(tmp_path: Path, corpus_prefix: Path)
     write_mindrecord(corpus_prefix, tmp_path / "data" / "corpus.mindrecord", 24, 3)
     data = tmp_path / "data"
     expected, one_shard = (
-        train_here(make_tree(tmp_path / f"torch {each.name}", each))
-        for each in (data, data / "corpus.mindrecord1")
+        train_here(make_tree(tmp_path / f"torch {each.name}", each)) for each in (data, data / "corpus.mindrecord1")
     )
     found = train_here(make_tree(tmp_path / "mindspore", data, backend="mindspore"))
     assert len(rows_of(expected)) == STEPS

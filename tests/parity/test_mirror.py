@@ -11,8 +11,7 @@ ONE_SIDED_FILES = {
     "program.py": "programs of torch.export are torch's",
     "device_step.py": "MindSpore's Optimizer is such a step",
     "decode_step.py": "MindSpore's is a method of its model, which its compiler makes a graph",
-    "gradients.py": "torch's autograd adds them up in the parameters; MindSpore's gives them to the"
-    " caller",
+    "gradients.py": "torch's autograd adds them up in the parameters; MindSpore's gives them to the caller",
     "private_api.py": "MindSpore needs none of its private interfaces",
     "offload.py": "MindSpore's compiler decides where activations are",
     "products.py": "torch's products of few rows have several forms; MindSpore's graph has one",
@@ -22,8 +21,7 @@ ONE_SIDED_FILES = {
     "int8.py": "torch has products of integers on a CPU; MindSpore takes such weights as float32",
     "layers.py": "torch's own layers and generators serve",
     "mindir.py": "MindIR is MindSpore's",
-    "mindrecord.py": "MindSpore's own FileWriter writes the format; both backends read it without a"
-    " framework",
+    "mindrecord.py": "MindSpore's own FileWriter writes the format; both backends read it without a framework",
     "parallel/collectives.py": "torch has all of them on every device; MindSpore's CPU has one",
     "parallel/zero.py": "FSDP2 is torch's",
     "parallel/replica_strategies.py": "they compare with torch's own DDP",

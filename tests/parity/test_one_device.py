@@ -69,9 +69,7 @@ def test_logits_and_every_gradient_are_equal(twins: tuple[Any, Any], mode: str) 
         ms.set_context(mode=ms.GRAPH_MODE)
     np.testing.assert_allclose(found_logits, logits.detach().numpy(), rtol=0, atol=1e-5)
     np.testing.assert_allclose(
-        float(loss.asnumpy()) / targets.numel(),
-        one.loss_sum(ids, targets).item() / targets.numel(),
-        rtol=1e-6,
+        float(loss.asnumpy()) / targets.numel(), one.loss_sum(ids, targets).item() / targets.numel(), rtol=1e-6
     )
     by_name = {
         parameter.name: torch.from_numpy(gradient.asnumpy()) / targets.numel()
@@ -93,10 +91,7 @@ ADAM = {"name": "adam", "learning_rate": 0.01, "weight_decay": 0.1, "schedule": 
 OPTIMIZERS: dict[str, tuple[dict[str, Any], int]] = {
     "sgd, clip on some steps": (PLAIN | {"clip_grad": 2.0, "weight_decay": 0.01}, 20),
     "adam without first moment": (ADAM | {"beta1": 0.0}, 20),
-    "adamw": (
-        {"learning_rate": 0.003, "warmup_steps": 20, "weight_decay": 0.1, "clip_grad": 1.5},
-        200,
-    ),
+    "adamw": ({"learning_rate": 0.003, "warmup_steps": 20, "weight_decay": 0.1, "clip_grad": 1.5}, 200),
     "sgd": (SGD | {"schedule": "cosine", "warmup_steps": 20}, 200),
 }
 """Section optimizer, and steps."""
@@ -104,10 +99,7 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.campaign if steps > 20 else ())
-        for name, (_, steps) in OPTIMIZERS.items()
-    ],
+    [pytest.param(name, marks=pytest.mark.campaign if steps > 20 else ()) for name, (_, steps) in OPTIMIZERS.items()],
 )
 def test_runs_of_the_same_config_are_equal(tmp_path: Path, corpus_prefix: Path, name: str) -> None:
     """With accumulation 2, schedules, and clips that act on some steps."""
@@ -124,9 +116,7 @@ def test_runs_of_the_same_config_are_equal(tmp_path: Path, corpus_prefix: Path, 
 
 
 @pytest.mark.parametrize("backend", ["mindspore", "torch"])
-def test_sgd_resumes_with_and_without_momentum(
-    tmp_path: Path, corpus_prefix: Path, backend: str
-) -> None:
+def test_sgd_resumes_with_and_without_momentum(tmp_path: Path, corpus_prefix: Path, backend: str) -> None:
     small: dict[str, Any] = {"model__num_layers": 1, "backend": backend}
     if backend == "mindspore":  # graphs would take seconds each to compile
         small["context__mode"] = "pynative"
@@ -177,19 +167,14 @@ def test_runs_whose_batch_grows_are_equal(tmp_path: Path, corpus_prefix: Path) -
     }  # fmt: skip
     found, expected = (
         train_here(make_tree(tmp_path / name, corpus_prefix, **ramp, **BY_SAMPLES, **changes))
-        for name, changes in (
-            ("run", {"backend": "mindspore", "train__sink_size": 3}),
-            ("torch", {}),
-        )
+        for name, changes in (("run", {"backend": "mindspore", "train__sink_size": 3}), ("torch", {}))
     )
     require_equal(found, expected, 1e-5)
     assert [row["global_batch_size"] for row in rows_of(found)] == SIZES
 
 
 @pytest.mark.long
-def test_quantization_aware_training_moves_between_the_frameworks(
-    tmp_path: Path, corpus_prefix: Path
-) -> None:
+def test_quantization_aware_training_moves_between_the_frameworks(tmp_path: Path, corpus_prefix: Path) -> None:
     """Products in another order round an activation to the next of 15 levels now and then: 1.5e-5
     was seen.
     """

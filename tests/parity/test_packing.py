@@ -59,6 +59,4 @@ def test_losses_and_gradients_are_torchs(name: str) -> None:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         wanted = one.get_parameter(parameter.name).grad.numpy()
         largest = max(1.0, np.abs(wanted).max())
-        np.testing.assert_allclose(
-            gradient.asnumpy(), wanted, rtol=0, atol=1e-5 * largest, err_msg=parameter.name
-        )
+        np.testing.assert_allclose(gradient.asnumpy(), wanted, rtol=0, atol=1e-5 * largest, err_msg=parameter.name)

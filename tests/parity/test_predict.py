@@ -34,9 +34,7 @@ VOCABULARY, POSITIONS = 101, 24
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    one = torch_gpt2.model.build_model(
-        tiny_config(model__seq_length=POSITIONS), torch_gpt2.device.select_device("cpu")
-    )
+    one = torch_gpt2.model.build_model(tiny_config(model__seq_length=POSITIONS), torch_gpt2.device.select_device("cpu"))
     torch.manual_seed(0)
     for parameter in one.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -52,19 +50,13 @@ def decoders(model: Any) -> dict[str, Any]:
     other = mindspore_twin(tiny_config(model__seq_length=POSITIONS), model)
     other_device = mindformers_gpt2.device.select_device("cpu")
     found = {f"torch {rows}": torch_gpt2.predict.Decoder(model, device, rows) for rows in (1, 4)}
-    return found | {
-        f"mindspore {rows}": mindformers_gpt2.predict.Decoder(other, other_device, rows)
-        for rows in (4, 1)
-    }
+    return found | {f"mindspore {rows}": mindformers_gpt2.predict.Decoder(other, other_device, rows) for rows in (4, 1)}
 
 
 def prompts_of(*lengths: tuple[int, int], seed: int = 3) -> list[Prompt]:
     """Prompts of so many random tokens, and so many to add."""
     random = np.random.default_rng(seed)
-    return [
-        Prompt(text="", ids=random.integers(0, VOCABULARY, n).tolist(), new_tokens=new)
-        for n, new in lengths
-    ]
+    return [Prompt(text="", ids=random.integers(0, VOCABULARY, n).tolist(), new_tokens=new) for n, new in lengths]
 
 
 @pytest.mark.parametrize(
@@ -129,8 +121,7 @@ def test_beams_are_equal_on_both_backends(decoders: dict[str, Any], groups: int)
     settings = {"num_beam_groups": groups, "diversity_rate": 0.8 * (groups - 1)}
     config = PredictConfig(strategy="beam_search", num_beams=4, num_sequences=3, **settings)
     found = {
-        name: list(search_beams(decoders[name], prompts, config, ends=(7,)))
-        for name in ("torch 4", "mindspore 4")
+        name: list(search_beams(decoders[name], prompts, config, ends=(7,))) for name in ("torch 4", "mindspore 4")
     }
     one, other = found.values()
     assert [each.tokens for each in one] == [each.tokens for each in other]
@@ -139,15 +130,12 @@ def test_beams_are_equal_on_both_backends(decoders: dict[str, Any], groups: int)
 
 
 @pytest.mark.parametrize("strategy", ["sampling", "beam_search"])
-def test_rules_stop_strings_and_log_probabilities_are_equal(
-    decoders: dict[str, Any], strategy: str
-) -> None:
+def test_rules_stop_strings_and_log_probabilities_are_equal(decoders: dict[str, Any], strategy: str) -> None:
     """Log-probabilities within 1e-4: logits to 30 agree to 1e-5."""
     prompts = [Prompt(text="", ids=ids, new_tokens=15) for ids in ([3, 1, 4], [15])]
     changes = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
     config = PredictConfig.model_validate(
-        {"strategy": strategy, "num_sequences": 2, "stop": [*"ABCDEFGH1234"], "logprobs": 2}
-        | changes
+        {"strategy": strategy, "num_sequences": 2, "stop": [*"ABCDEFGH1234"], "logprobs": 2} | changes
     )
     words: dict[str, Any] = {
         "ends": (7,),
@@ -155,10 +143,7 @@ def test_rules_stop_strings_and_log_probabilities_are_equal(
         "read": lambda prompt: GrowingText(ByteStream(bytes), config.stop),
     }
     search = {"sampling": partial(generate, seed=5), "beam_search": search_beams}[strategy]
-    found = [
-        list(search(decoders[name], prompts, config, **words))
-        for name in ("torch 4", "mindspore 4")
-    ]
+    found = [list(search(decoders[name], prompts, config, **words)) for name in ("torch 4", "mindspore 4")]
     for one, other in zip(*found, strict=True):
         assert one.tokens == other.tokens and one.finish_reason == other.finish_reason
         pairs = zip(one.scored, other.scored, strict=True)

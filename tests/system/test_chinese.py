@@ -59,9 +59,7 @@ def losses(folder: str) -> list[Any]:
     return [(row["step"], row["loss"], row["sample_hash"]) for row in rows_of(Path(folder))]
 
 
-def test_the_commands_do_what_their_yaml_does(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_do_what_their_yaml_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """train.py with all its flags, then generate.py, generate_texts.py and eval.py on its model."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -233,9 +231,7 @@ def train_sh(folder: Path, *words: str, **variables: str) -> subprocess.Complete
             "--epochs 4000 --batch_size 4 --fp16 parallel.strategy=horovod"),
     ],
 )  # fmt: skip
-def test_the_study_s_train_sh_in_each_of_its_folders(
-    tmp_path: Path, variant: str, expected: str
-) -> None:
+def test_the_study_s_train_sh_in_each_of_its_folders(tmp_path: Path, variant: str, expected: str) -> None:
     """Its flags are those of a run; programs that only print what they get stand in for two."""
     folder, programs = tmp_path / f"GPT2-Chinese-Parallel{variant}", tmp_path / "programs"
     folder.mkdir()

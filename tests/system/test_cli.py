@@ -27,9 +27,7 @@ def config(tmp_path: Path, corpus_prefix: Path, gpt2_vocab_files: tuple[Path, Pa
 
 
 @pytest.mark.representative  # of the commands of the pages
-def test_train_eval_predict(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_eval_predict(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, error = run_program("--config", str(config), "--run_mode", "train")
     assert code == 0, error
     assert "step 3/3" in out and "finished: step 3" in out
@@ -97,9 +95,7 @@ def test_bad_input_is_one_message_and_exit_code_2(
         ("--run_mode plan --devices 8", "of what kind the devices are; add --accelerator NAME"),
     ],
 )
-def test_usage_errors_exit_with_2(
-    config: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
-) -> None:
+def test_usage_errors_exit_with_2(config: Path, capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--config", str(config), *words.split()])
     assert message in capsys.readouterr().err

@@ -62,9 +62,7 @@ def losses(folder: Path) -> list[Any]:
 
 def start(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = clean_environment(**variables)
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def fleetx_words(corpus: Path) -> list[str]:
@@ -72,9 +70,7 @@ def fleetx_words(corpus: Path) -> list[str]:
     data = Path("data")
     data.mkdir()
     np.save(data / "small_ids.npy", np.fromfile(corpus / "my-gpt_text_sentence.bin", np.uint16))
-    np.savez(
-        data / "small_idx.npz", lens=np.full(300, 30, np.int32), docs=np.arange(301, dtype=np.int64)
-    )
+    np.savez(data / "small_idx.npz", lens=np.full(300, 30, np.int32), docs=np.arange(301, dtype=np.int64))
     theirs = shlex.split("""Engine.max_steps=3 Global.local_batch_size=4 Global.micro_batch_size=2
         Data.Train.dataset.input_dir=data Engine.mix_precision.use_pure_fp16=False
         Engine.save_load.output_dir=theirs Optimizer.lr.max_lr=0.01""")
@@ -163,9 +159,7 @@ def test_a_fleetx_export_generates_from_its_own_folder(
     (tmp_path / "exported" / "weights").rename(tmp_path / "moved")
     shutil.rmtree(tmp_path / "output")
     inference = tmp_path / "inference.yaml"
-    inference.write_text(
-        f"_base_: {folder}/pretrain_gpt_345M_single_card.yaml\nInference: {{model_dir: moved}}\n"
-    )
+    inference.write_text(f"_base_: {folder}/pretrain_gpt_345M_single_card.yaml\nInference: {{model_dir: moved}}\n")
     command = ["-c", str(inference), "-o", "Global.device=cpu"]
     capsys.readouterr()
     assert scripts.infer(run_gpt2.main, read_config, command, "tools/inference.py") == 0
@@ -189,9 +183,9 @@ def test_paddles_launcher_starts_a_rank_a_device(tmp_path) -> None:
     words += ["-o", "Distributed.dp_degree=3", "-o", "Model.hidden_size=1024"]
     done = start([*launch, *words], fleetx, DRY_RUN="1")
     assert done.returncode == 0, done.stderr
-    assert re.findall(
-        r"# rank \d: logs in .*(mf_parallel\d), also (workerlog\.\d)", done.stdout
-    ) == [(f"mf_parallel{rank}", f"workerlog.{rank}") for rank in range(3)]
+    assert re.findall(r"# rank \d: logs in .*(mf_parallel\d), also (workerlog\.\d)", done.stdout) == [
+        (f"mf_parallel{rank}", f"workerlog.{rank}") for rank in range(3)
+    ]
     assert re.findall("DEVICE_ID=(.)", done.stdout) == ["0", "1", "4"]
     assert done.stdout.count("Model.hidden_size=1024") == 1
     hosts = ["--devices", "0", "--master", "10.0.0.1:29500", "--nnodes", "2", "--rank", "1"]
@@ -266,9 +260,7 @@ def test_megatron_and_oneflow_commands_train_alike(corpus, tmp_path, monkeypatch
     environment = dict(f"ONEFLOW_GPT_{each}".split("=") for each in settings.split())
     done = start(["bash", str(script), *words, *own], tmp_path, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    first, second, third = (
-        np.array(losses(tmp_path / name)) for name in ("megatron", "oneflow", "examples")
-    )
+    first, second, third = (np.array(losses(tmp_path / name)) for name in ("megatron", "oneflow", "examples"))
     assert len(first) == 3
     assert np.array_equal(first, second), "one process, the same run by two systems' flags"
     assert np.allclose(first, third, rtol=1e-5), "two ranks sum in another order"

@@ -46,10 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
     """The config of the run that was trained on the dialogues."""
-    lines = (
-        json.dumps({"text": f"<|user|>{asked}<|bot|>{said}<|im_end|>"})
-        for asked, said in TURNS.items()
-    )
+    lines = (json.dumps({"text": f"<|user|>{asked}<|bot|>{said}<|im_end|>"}) for asked, said in TURNS.items())
     text = folder.parent / "dialogues.jsonl"
     dialogues = [*lines] * 20
     random.Random(0).shuffle(dialogues)
@@ -73,9 +70,7 @@ def run(folder: Path) -> Path:
 
 
 @pytest.mark.long
-def test_a_marked_dialogue_stops_at_its_mark(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_marked_dialogue_stops_at_its_mark(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here = run.parent / "run"
     for format in ("hf", "onnx", "gguf"):
         words = ["--to", format, "--input", str(here), "--output", str(tmp_path / format)]

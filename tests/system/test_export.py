@@ -137,9 +137,7 @@ def test_an_export_is_replaced_if_asked_and_a_full_disk_leaves_nothing_half(
     assert [path.name for path in place.iterdir()] == ["old"]
 
 
-def test_a_scheduler_ends_an_export_without_remains(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scheduler_ends_an_export_without_remains(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGTERM)
     stop = lambda *_: signal.raise_signal(signal.SIGTERM)  # noqa: E731
     monkeypatch.setattr(exports, "describe_files", stop)
@@ -184,9 +182,7 @@ def test_bad_input(run: Path, words: str, message: str, capsys: pytest.CaptureFi
     assert message in capsys.readouterr().err
 
 
-def test_weights_of_8_bits_are_evaluated_on_integers(
-    run: Path, tmp_path: Path, mindspore: ModuleType
-) -> None:
+def test_weights_of_8_bits_are_evaluated_on_integers(run: Path, tmp_path: Path, mindspore: ModuleType) -> None:
     """The loss is the float model's but for rounding; MindSpore rounds only the weights."""
     losses = []
     assert export(run, "export.format=safetensors", "export.weights=int8") == 0

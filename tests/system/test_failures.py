@@ -9,23 +9,14 @@ from typing import Any
 import pytest
 
 from tests.cluster_tables import write_tutorial_table
-from tests.run_scripts import (
-    listening_addresses,
-    pids_with,
-    process_of_rank,
-    run_words,
-    start_script,
-    wait_until,
-)
+from tests.run_scripts import listening_addresses, pids_with, process_of_rank, run_words, start_script, wait_until
 from tests.system.test_restarts import CONFIG, rows_of
 from tests.tiny import manifest_of
 
 ENDLESS = {"train__max_steps": 100000, "checkpoint__interval": 10}
 
 
-def launched(
-    run: Path, corpus: Path, ranks: int, *, table: str = "none", **keys: object
-) -> subprocess.Popen[bytes]:
+def launched(run: Path, corpus: Path, ranks: int, *, table: str = "none", **keys: object) -> subprocess.Popen[bytes]:
     words = run_words(run, corpus, **{**ENDLESS, **keys})
     return start_script(table, CONFIG, f"[0,{ranks})", "train", *words, log=run.with_suffix(".log"))
 
@@ -52,9 +43,7 @@ def test_a_killed_rank_ends_the_run_and_the_next_one_saves_when_it_is_told_to_st
     before = rows_of(run)[-1][0]
     launcher = launched(run, corpus_prefix, 2, parallel__zero_stage=2)
     wait_until(lambda: rows_of(run)[-1][0] > before, "new steps")
-    assert listening_addresses(pids_with(str(run))) == {"127.0.0.1"}, (
-        "a run on one host is closed to others"
-    )
+    assert listening_addresses(pids_with(str(run))) == {"127.0.0.1"}, "a run on one host is closed to others"
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(timeout=60) == 128 + signal.SIGTERM
     steps = [row[0] for row in rows_of(run)]
@@ -69,9 +58,7 @@ def test_a_killed_rank_of_mindspore_ends_its_run(tmp_path: Path, corpus_prefix: 
     """With a rank table, which Ascends read: on CPUs the ranks meet through MindSpore's scheduler
     all the same.
     """
-    pytest.importorskip(
-        "mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'"
-    )
+    pytest.importorskip("mindspore", reason="MindSpore is not installed: pip install '.[mindspore]'")
     run = tmp_path / "run"
     table = write_tutorial_table(tmp_path / "table.json", servers=1, devices=2)
     changes: dict[str, Any] = {"backend": "mindspore", "checkpoint__interval": 2}

@@ -110,9 +110,7 @@ def plan(chance: random.Random, ranks: int, faults: int) -> list[dict[str, Any]]
     ]
 
 
-def run_until_the_end(
-    folder: Path, words: list[str], ranks: int, hosts: Sequence[str]
-) -> tuple[int, list[int | None]]:
+def run_until_the_end(folder: Path, words: list[str], ranks: int, hosts: Sequence[str]) -> tuple[int, list[int | None]]:
     """Start the launcher of each host as a scheduler does, again and again. Returns the number of
     starts, and the last exit codes.
     """
@@ -150,9 +148,7 @@ def run_until_the_end(
         time.sleep(0.1)
 
 
-def test_every_run_ends_as_one_without_faults(
-    hosts: tuple[str, str], tmp_path: Path, corpus_prefix: Path
-) -> None:
+def test_every_run_ends_as_one_without_faults(hosts: tuple[str, str], tmp_path: Path, corpus_prefix: Path) -> None:
     wanted = int(os.environ.get("GPT2_FAULTS", "200"))
     faults_of_a_run = max(1, min(MOST_OF_A_RUN, wanted // len(LAYOUTS)))
     chance = random.Random(int(os.environ.get("GPT2_FAULT_SEED", "1")))
@@ -193,9 +189,7 @@ def test_every_run_ends_as_one_without_faults(
         layouts[name] += 1
         found, wanted_rows = rows_of(run), expected[str(keys.get("backend", "torch"))]
         assert [(row[0], row[3]) for row in found] == [(row[0], row[3]) for row in wanted_rows]
-        differences = [
-            abs(row[1] - other[1]) / other[1] for row, other in zip(found, wanted_rows, strict=True)
-        ]
+        differences = [abs(row[1] - other[1]) / other[1] for row, other in zip(found, wanted_rows, strict=True)]
         worst = max(worst, *differences)
         assert worst < 1e-6, (name, faults)
         by_moment: Counter[str] = Counter()

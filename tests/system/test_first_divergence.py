@@ -57,9 +57,7 @@ def compare(folder: Path, one: Path, other: Path, *words: str) -> tuple[int, str
     """Return the exit code and what is said."""
     command = [sys.executable, str(ROOT / "tools" / "compare_runs.py"), str(one), str(other)]
     command += ["--layers", "--output", str(folder / "out"), *words]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=clean_environment(), timeout=900, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=clean_environment(), timeout=900, check=False)
     print(done.stdout, done.stderr)
     return done.returncode, done.stdout + done.stderr
 

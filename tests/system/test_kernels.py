@@ -17,10 +17,7 @@ from tests.run_scripts import ROOT
 
 TORCH = (
     "tests/torch_gpt2/parallel",
-    *(
-        f"tests/torch_gpt2/test_{name}.py"
-        for name in ("engine", "int8", "loss", "model", "npu", "train")
-    ),
+    *(f"tests/torch_gpt2/test_{name}.py" for name in ("engine", "int8", "loss", "model", "npu", "train")),
 )
 MINDSPORE = (
     "tests/mindformers_gpt2/parallel",
@@ -48,8 +45,6 @@ def test_the_bounds_hold_with_other_kernels(tmp_path: Path, variable: str, value
     changes = {variable: value, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     command = [sys.executable, *["-m", "pytest", "--all", "-q", "-p", "no:cacheprovider"]]
     command += SETTINGS[variable, value]
-    found = subprocess.run(
-        command, cwd=ROOT, env=os.environ | changes, capture_output=True, text=True
-    )
+    found = subprocess.run(command, cwd=ROOT, env=os.environ | changes, capture_output=True, text=True)
     print(f"\n{variable}={value}: {found.stdout.splitlines()[-1]}")
     assert found.returncode == 0, found.stdout

@@ -45,11 +45,7 @@ def start(tmp_path: Path, bucket: Path) -> Start:
     """Start the start file with the platform's paths, from a folder that is not the code's."""
 
     def run(
-        *words: str,
-        container: str = "a",
-        program: str = "run_gpt2.py",
-        prefix: Sequence[str] = (),
-        **variables: str,
+        *words: str, container: str = "a", program: str = "run_gpt2.py", prefix: Sequence[str] = (), **variables: str
     ) -> "subprocess.Popen[str]":
         disk = tmp_path / f"container_{container}"
         disk.mkdir(exist_ok=True)
@@ -122,9 +118,7 @@ def test_a_stopped_job_resumes_in_another_container(start: Start, bucket: Path) 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("killed", [0, 1])
-def test_two_hosts_start_a_killed_rank_again(
-    start: Start, bucket: Path, tmp_path: Path, killed: int
-) -> None:
+def test_two_hosts_start_a_killed_rank_again(start: Start, bucket: Path, tmp_path: Path, killed: int) -> None:
     """One job. Each host has a disk of its own at the same place, so that rank 1 can only have the
     checkpoint of rank 0 by the bucket. Losses are those of one process that nobody kills.
     """

@@ -57,9 +57,7 @@ def test_a_run_changes_framework_and_layout(tmp_path: Path, corpus_prefix: Path)
     """
     whole, run, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
     more: dict[str, object] = {"train__max_steps": 3 * LEG, "checkpoint__interval": LEG}
-    train(
-        *make_run(load_config(ROOT / CONFIG, run_words(whole, corpus_prefix, **SETTINGS, **more)))
-    )
+    train(*make_run(load_config(ROOT / CONFIG, run_words(whole, corpus_prefix, **SETTINGS, **more))))
     for number, (name, layout) in enumerate(LEGS.items(), 1):
         changes = SETTINGS | {f"parallel__{key}": value for key, value in layout.items()}
         changes |= {"backend": name.split()[0], "train__max_steps": number * LEG}
@@ -75,10 +73,7 @@ def test_a_run_changes_framework_and_layout(tmp_path: Path, corpus_prefix: Path)
     norms = [row["grad_norm"] for row in rows]
     assert min(norms) < CLIP < max(norms), "the clip acts on some steps"
     for number, (name, layout) in enumerate(LEGS.items(), 1):
-        one, other = (
-            read_manifest(folder / "checkpoints" / f"step_{number * LEG:08d}")
-            for folder in (whole, run)
-        )
+        one, other = (read_manifest(folder / "checkpoints" / f"step_{number * LEG:08d}") for folder in (whole, run))
         assert other["versions"]["backend"] == name.split()[0]
         assert other["config"]["parallel"].items() >= layout.items()
         assert other["state"] == one["state"]

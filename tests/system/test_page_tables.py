@@ -77,9 +77,7 @@ def test_the_messages_that_pages_explain_are_in_the_program() -> None:
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_is_what_the_script_draws(name: str) -> None:
     drawn = FIGURES[name]().svg()
-    assert (FOLDER / name).read_text(encoding="utf-8") == drawn, (
-        "run python docs/figures/make_figures.py"
-    )
+    assert (FOLDER / name).read_text(encoding="utf-8") == drawn, "run python docs/figures/make_figures.py"
 
 
 def test_every_figure_is_on_a_page() -> None:

@@ -21,26 +21,9 @@ from common.resolve.derive import resolve_mode
 from common.run_config import load_config
 from tests.cluster_tables import write_tutorial_table
 from tests.pages import exemptions
-from tests.pages.blocks import (
-    OUTPUT,
-    ROOT,
-    SHOWN,
-    blocks,
-    commands,
-    comparable,
-    pages,
-    read,
-    twin,
-)
+from tests.pages.blocks import OUTPUT, ROOT, SHOWN, blocks, commands, comparable, pages, read, twin
 from tests.pages.inputs import inputs_of, made_by
-from tests.pages.project import (
-    Project,
-    Unavailable,
-    copy_project,
-    made_once,
-    make_project,
-    rename_run,
-)
+from tests.pages.project import Project, Unavailable, copy_project, made_once, make_project, rename_run
 from tests.pages.reader import Reader
 
 PAGES = pages()
@@ -81,11 +64,7 @@ def given_runs(page: str) -> list[str]:
     makes = r"\b(?:train|finetune)\b.*\boutput_dir[=:] ?{}(?![\w/])"
     quick = re.search(r"^bash scripts/quickstart\.sh", text, flags=re.M)
     runs = ["output/first", *["output/quickstart"] * (quick is None)]
-    return [
-        run
-        for run in runs
-        if re.search(rf"{run}\b", text) and not re.search(makes.format(run), text)
-    ]
+    return [run for run in runs if re.search(rf"{run}\b", text) and not re.search(makes.format(run), text)]
 
 
 def give_chinese(folder: Path, novel: list[str]) -> None:
@@ -134,18 +113,15 @@ def check_ascend(project: Project) -> None:
     assert json.loads(made.read_text()) == json.loads(write_tutorial_table(tutorials).read_text())
     said = project.printed
     of_32 = [command for command in said if "own_13b.yaml" in command and " train 32" in command]
-    assert [
-        [int(rank) for rank in re.findall(r"^RANK_ID=(\d+) ", said[command], flags=re.M)]
-        for command in of_32
-    ] == [list(range(first, first + 8)) for first in (0, 0, 8, 16, 24)], "the first is a look"
+    assert [[int(rank) for rank in re.findall(r"^RANK_ID=(\d+) ", said[command], flags=re.M)] for command in of_32] == [
+        list(range(first, first + 8)) for first in (0, 0, 8, 16, 24)
+    ], "the first is a look"
     four = [command for command in of_32 if command.startswith("bash")]
     assert [command.split('"')[1] for command in four] == ["[0,8]", "[8,16]", "[16,24]", "[24,32]"]
     assert [command.split()[-1] for command in four] == ["logging.style=mindformers"] * 4
     [plan] = [text for command, text in said.items() if "--run_mode plan" in command]
     assert re.search(r"^time: .* s a step", plan, flags=re.M)
-    own = resolve_mode(
-        load_config(project.folder / "configs/gpt2/own_13b.yaml"), "train", world_size=32
-    )
+    own = resolve_mode(load_config(project.folder / "configs/gpt2/own_13b.yaml"), "train", world_size=32)
     sizes = own.parallel
     assert (sizes.data_parallel, sizes.model_parallel, sizes.pipeline_stage) == (4, 2, 4)
     assert own.train.global_batch_size == 192
@@ -297,9 +273,7 @@ def test_blocks_paths_presets_and_keys_of_a_page_are_known(page: str) -> None:
     assert {block.kind for block in found} <= KINDS
     assert text.count("```") == 2 * len(found) + sum(b.prints is not None for b in found) * 2
     made = {block.path for block in found}
-    for path in re.findall(
-        r"(?<![\w./])(?:compat|containers|configs|tools|scripts)/[\w./]+\w", text
-    ):
+    for path in re.findall(r"(?<![\w./])(?:compat|containers|configs|tools|scripts)/[\w./]+\w", text):
         folders = (ROOT, *(ROOT / "compat").iterdir())
         exists = any((folder / path).exists() for folder in folders if folder.is_dir())
         assert exists or path in made or path.startswith("configs/gpt2/own_"), path

@@ -121,8 +121,7 @@ def test_like_a_run_that_measured_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [[], ["--network=1.5625", "--accelerator=V100 32GB"], ["--link=20", "--server_devices=4"]],
+    "words", [[], ["--network=1.5625", "--accelerator=V100 32GB"], ["--link=20", "--server_devices=4"]]
 )
 def test_the_machine_of_a_run_is_counted_once(tmp_path: Path, words: list[str]) -> None:
     """What a run measured is what its own plan says, whatever the links."""

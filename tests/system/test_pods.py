@@ -45,15 +45,11 @@ def mount(folder: Path, content: object) -> None:
         (folder / "hccl.json").symlink_to("..data/hccl.json")
 
 
-def test_two_pods_with_a_mounted_rank_table(
-    pods: tuple[str, str], corpus_prefix: Path, tmp_path: Path
-) -> None:
+def test_two_pods_with_a_mounted_rank_table(pods: tuple[str, str], corpus_prefix: Path, tmp_path: Path) -> None:
     """The range counts devices as a container sees them; the table has the node's numbers."""
     servers = [
         {
-            "device": [
-                {"device_id": "5", "device_ip": f"10.78.{host}.1", "rank_id": str(host)},
-            ],
+            "device": [{"device_id": "5", "device_ip": f"10.78.{host}.1", "rank_id": str(host)}],
             "server_id": NODES[host],
             "container_ip": PODS[host],
         }

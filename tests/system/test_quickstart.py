@@ -17,9 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("ending", ["", "_zh"])
-def test_the_commands_that_the_quickstart_ends_with(
-    ending: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_that_the_quickstart_ends_with(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They use the quickstart's run and data, and what continues a prompt samples: greedily so
     small a model prints empty lines. Its own settings are those of the preset.
     """
@@ -58,9 +56,7 @@ esac
 
 
 @pytest.mark.parametrize("bad", ["mindspore", "torch"])
-def test_an_extra_without_a_package_is_left_out_and_a_required_one_is_an_error(
-    tmp_path: Path, bad: str
-) -> None:
+def test_an_extra_without_a_package_is_left_out_and_a_required_one_is_an_error(tmp_path: Path, bad: str) -> None:
     for name in ("scripts/environment.sh", "pyproject.toml", "requirements.txt", "constraints.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

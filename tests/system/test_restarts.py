@@ -14,14 +14,7 @@ import pytest
 
 from common.training.metrics import read_metrics
 from tests.network_hosts import ADDRESSES, two_hosts
-from tests.run_scripts import (
-    ROOT,
-    clean_environment,
-    pids_with,
-    run_words,
-    start_script,
-    wait_until,
-)
+from tests.run_scripts import ROOT, clean_environment, pids_with, run_words, start_script, wait_until
 
 CONFIG = "configs/gpt2/run_gpt2_tiny.yaml"
 EVERY_FIVE: dict[str, object] = {"checkpoint__interval": 5, "checkpoint__asynchronous": False}
@@ -55,11 +48,7 @@ sys.exit(run_gpt2.main(sys.argv[1:]))
 
 def rows_of(run: Path) -> list[tuple[Any, ...]]:
     rows = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
-    return [
-        (row["step"], row["loss"], row["grad_norm"], row["sample_hash"])
-        for row in rows
-        if "loss" in row
-    ]
+    return [(row["step"], row["loss"], row["grad_norm"], row["sample_hash"]) for row in rows if "loss" in row]
 
 
 def require_equal(run: Path, alone: Path) -> None:
@@ -94,19 +83,11 @@ def run_with_faults(
     return run, code, log.read_text()
 
 
-def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(
-    tmp_path: Path, corpus_prefix: Path
-) -> None:
+def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(tmp_path: Path, corpus_prefix: Path) -> None:
     """Its losses are those of one process that nobody kills."""
     fault = {"rank": 1, "step": 8, "signal": int(signal.SIGKILL)}
     run, code, text = run_with_faults(
-        tmp_path / "faulty",
-        corpus_prefix,
-        [fault],
-        "--max_restarts",
-        "1",
-        train__max_steps=12,
-        model__dropout=0,
+        tmp_path / "faulty", corpus_prefix, [fault], "--max_restarts", "1", train__max_steps=12, model__dropout=0
     )
     assert code == 0, text
     first, second = attempts_of(run)
@@ -125,18 +106,14 @@ def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(
 
 
 @pytest.mark.campaign
-def test_two_faults_leave_the_losses_as_they_were_bit_for_bit(
-    tmp_path: Path, corpus_prefix: Path
-) -> None:
+def test_two_faults_leave_the_losses_as_they_were_bit_for_bit(tmp_path: Path, corpus_prefix: Path) -> None:
     faults = [
         {"rank": 1, "step": 8, "signal": int(signal.SIGKILL)},
         {"rank": 0, "step": 17, "signal": int(signal.SIGABRT)},
     ]
     whole, code, _ = run_with_faults(tmp_path / "whole", corpus_prefix, [])
     assert code == 0 and not attempts_of(whole)
-    run, code, text = run_with_faults(
-        tmp_path / "faulty", corpus_prefix, faults, "--max_restarts", "2"
-    )
+    run, code, text = run_with_faults(tmp_path / "faulty", corpus_prefix, faults, "--max_restarts", "2")
     assert code == 0, text
     assert rows_of(run) == rows_of(whole)
     assert [attempt["first_step"] for attempt in attempts_of(run)] == [1, 6, 16]
@@ -145,18 +122,11 @@ def test_two_faults_leave_the_losses_as_they_were_bit_for_bit(
 @pytest.mark.campaign
 def test_faults_that_a_restart_repeats_end_the_run(tmp_path: Path, corpus_prefix: Path) -> None:
     at_8 = {"rank": 1, "step": 8, "signal": int(signal.SIGKILL)}
-    run, code, text = run_with_faults(
-        tmp_path / "twice", corpus_prefix, [at_8] * 9, "--max_restarts", "9"
-    )
+    run, code, text = run_with_faults(tmp_path / "twice", corpus_prefix, [at_8] * 9, "--max_restarts", "9")
     assert code == 137
     assert [attempt["last_step"] for attempt in attempts_of(run)] == [8, 8]
     assert "not restarted: step 8 failed twice" in text
-    run, code, text = run_with_faults(
-        tmp_path / "start",
-        corpus_prefix,
-        [{**at_8, "step": 0}],
-        runtime__max_restarts=9,
-    )
+    run, code, text = run_with_faults(tmp_path / "start", corpus_prefix, [{**at_8, "step": 0}], runtime__max_restarts=9)
     assert code == 137 and len(attempts_of(run)) == 1
     assert "not restarted: it failed before it had finished a step" in text
     run, code, text = run_with_faults(
@@ -221,9 +191,7 @@ def test_torchrun_on_one_node_starts_the_ranks_again(tmp_path: Path, corpus_pref
         left = folder / "faults.json"
         left.write_text(json.dumps(faults))
         run = folder / "run"
-        outputs_of(
-            [start_torchrun(run, corpus_prefix, left, *options, model__dropout=0.1, **TWELVE)]
-        )
+        outputs_of([start_torchrun(run, corpus_prefix, left, *options, model__dropout=0.1, **TWELVE)])
         assert json.loads(left.read_text()) == [] and pids_with(str(run)) == []
         found.append(rows_of(run))
     assert len(found[0]) == 12 and found[1] == found[0]
@@ -282,17 +250,13 @@ def test_torchrun_continues_without_a_lost_node_and_takes_it_back(
         options = nodes_of_torchrun(ADDRESSES[number], number, "1:2", restarts=3)
         before = ("ip", "netns", "exec", hosts[number])
         variables = {"GLOO_SOCKET_IFNAME": "cable", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        return start_torchrun(
-            run, corpus_prefix, left, *options, before=before, variables=variables, **keys
-        )
+        return start_torchrun(run, corpus_prefix, left, *options, before=before, variables=variables, **keys)
 
     nodes = [start(0), start(1)]
     try:
         wait_until(lambda: len(rows_of(run)) > 45, f"steps of {run}")
         lost_at = len(rows_of(run))
-        inside = subprocess.run(
-            ["ip", "netns", "pids", hosts[1]], capture_output=True, text=True, check=True
-        )
+        inside = subprocess.run(["ip", "netns", "pids", hosts[1]], capture_output=True, text=True, check=True)
         for pid in map(int, inside.stdout.split()):
             os.kill(pid, signal.SIGKILL)
         wait_until(lambda: len(attempts_of(run)) == 2, "an attempt on one node")

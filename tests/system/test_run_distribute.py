@@ -22,9 +22,7 @@ from tests.tiny import tiny_run
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
-OURS = re.compile(
-    r"RANK|WORLD|MASTER|DEVICE_ID|MS_|HCCL|OMP|GLOO|NCCL|GPT2|SLURM|DRY_RUN|DETACH|ASCEND|MA_|VC_"
-)
+OURS = re.compile(r"RANK|WORLD|MASTER|DEVICE_ID|MS_|HCCL|OMP|GLOO|NCCL|GPT2|SLURM|DRY_RUN|DETACH|ASCEND|MA_|VC_")
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -35,12 +33,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 def shell(line: str, *, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "-c", line],
-        cwd=cwd,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=120,
+        ["bash", "-c", line], cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=120
     )
 
 
@@ -48,9 +41,7 @@ def start(
     *words: str, script: str = "run_distribute.sh", cwd: Path = SCRIPTS, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(SCRIPTS / script), *words]
-    return subprocess.run(
-        command, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=120
-    )
+    return subprocess.run(command, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=120)
 
 
 def shown_ranks(text: str) -> list[dict[str, str]]:
@@ -69,9 +60,7 @@ def table(tmp_path: Path) -> Path:
     return write_tutorial_table(tmp_path / "hccl_4s_32p.json")
 
 
-@pytest.mark.parametrize(
-    ("machine", "numbers"), [(0, "[0,8]"), (1, "[8,16]"), (2, "[16,24]"), (3, "[24,32]")]
-)
+@pytest.mark.parametrize(("machine", "numbers"), [(0, "[0,8]"), (1, "[8,16]"), (2, "[16,24]"), (3, "[24,32]")])
 def test_the_tutorials_four_commands(table: Path, machine: int, numbers: str) -> None:
     """Commands as its text writes them, run from scripts/, the range not in quotes."""
     line = f"bash run_distribute.sh {table} ../configs/gpt2/run_gpt2_13b.yaml {numbers} train 32"
@@ -81,29 +70,15 @@ def test_the_tutorials_four_commands(table: Path, machine: int, numbers: str) ->
         rank = str(8 * machine + number)
         assert (
             found.items()
-            >= {
-                "RANK_ID": rank,
-                "DEVICE_ID": str(number),
-                "RANK_SIZE": "32",
-                "RANK_TABLE_FILE": str(table),
-            }.items()
+            >= {"RANK_ID": rank, "DEVICE_ID": str(number), "RANK_SIZE": "32", "RANK_TABLE_FILE": str(table)}.items()
         )
         assert (
             found.items()
-            >= {
-                "RANK": rank,
-                "LOCAL_RANK": str(number),
-                "WORLD_SIZE": "32",
-                "LOCAL_WORLD_SIZE": "8",
-            }.items()
+            >= {"RANK": rank, "LOCAL_RANK": str(number), "WORLD_SIZE": "32", "LOCAL_WORLD_SIZE": "8"}.items()
         )
         assert (
             found.items()
-            >= {
-                "MASTER_ADDR": "10.155.111.140",
-                "MASTER_PORT": "29500",
-                "HCCL_CONNECT_TIMEOUT": "1800",
-            }.items()
+            >= {"MASTER_ADDR": "10.155.111.140", "MASTER_PORT": "29500", "HCCL_CONNECT_TIMEOUT": "1800"}.items()
         )
     assert len(shown_ranks(done.stdout)) == 8
     assert f"10.155.111.{140 + machine} is not an address of this machine" in done.stderr
@@ -123,9 +98,7 @@ def test_one_machine_and_cards_4_to_7(tmp_path: Path) -> None:
 PROMPT = """predict.prompt=It's "quoted", $HOME and `more` [0,8] * \\ 小"""
 
 
-def test_relative_words_belong_to_the_current_folder_and_overrides_arrive_unchanged(
-    tmp_path: Path,
-) -> None:
+def test_relative_words_belong_to_the_current_folder_and_overrides_arrive_unchanged(tmp_path: Path) -> None:
     """The printed command, as a shell reads it."""
     write_tutorial_table(tmp_path / "table.json", servers=1, devices=1)
     shutil.copy(ROOT / "configs/gpt2/run_gpt2_tiny.yaml", tmp_path / "own.yaml")
@@ -133,9 +106,9 @@ def test_relative_words_belong_to_the_current_folder_and_overrides_arrive_unchan
     assert done.returncode == 0, done.stderr
     command = next(line for line in done.stdout.splitlines() if "run_gpt2.py" in line)
     show = "printf '%s\\0' "
-    words = subprocess.run(
-        ["bash", "-c", show + command], capture_output=True, text=True, check=True
-    ).stdout.split("\0")[:-1]
+    words = subprocess.run(["bash", "-c", show + command], capture_output=True, text=True, check=True).stdout.split(
+        "\0"
+    )[:-1]
     assert words == [
         sys.executable, str(ROOT / "run_gpt2.py"), "--config", str(tmp_path / "own.yaml"),
         "--run_mode", "train", PROMPT, "seed=3",
@@ -177,9 +150,7 @@ CONFIG = "../configs/gpt2/run_gpt2_13b.yaml"
             " --nodes"),
     ],
 )  # fmt: skip
-def test_bad_words_are_one_message_and_exit_code_2(
-    table: Path, words: list[str], message: str
-) -> None:
+def test_bad_words_are_one_message_and_exit_code_2(table: Path, words: list[str], message: str) -> None:
     done = start(*(str(table) if word == "TABLE" else word for word in words))
     assert done.returncode == 2 and done.stdout == ""
     assert message in done.stderr and "Traceback" not in done.stderr
@@ -189,12 +160,9 @@ def test_glob_damage_is_recognized(tmp_path: Path) -> None:
     """A file named 8 in the current folder, and no quotes."""
     (tmp_path / "8").touch()
     done = shell(
-        f"bash {SCRIPTS}/run_distribute.sh none {ROOT}/configs/gpt2/run_gpt2_124m.yaml [0,8] train",
-        cwd=tmp_path,
+        f"bash {SCRIPTS}/run_distribute.sh none {ROOT}/configs/gpt2/run_gpt2_124m.yaml [0,8] train", cwd=tmp_path
     )
-    assert (
-        done.returncode == 2 and "DEVICE_RANGE is '8'" in done.stderr and "quote it" in done.stderr
-    )
+    assert done.returncode == 2 and "DEVICE_RANGE is '8'" in done.stderr and "quote it" in done.stderr
 
 
 @pytest.mark.parametrize(("preset", "servers"), [("run_gpt2_13b", 4), ("run_gpt2_175b", 16)])
@@ -203,24 +171,14 @@ def test_plan_of_a_cluster(tmp_path: Path, preset: str, servers: int) -> None:
     config, size = f"../configs/gpt2/{preset}.yaml", str(8 * servers)
     done = start(str(path), config, "[0,8]", "plan", size)
     assert done.returncode == 0 and done.stderr == ""
-    assert (
-        f"\nworld: {size} ranks = " in done.stdout
-        and f"{servers} hosts, 8 ranks each" in done.stdout
-    )
-    assert [found["RANK_ID"] for found in shown_ranks(done.stdout)] == [
-        str(8 * server) for server in range(servers)
-    ]
-    assert re.search(
-        rf"\n +{8 * servers - 1} +\d+ +\d+ +\d+ +10\.155\.111\.{139 + servers} +7 ", done.stdout
-    )
+    assert f"\nworld: {size} ranks = " in done.stdout and f"{servers} hosts, 8 ranks each" in done.stdout
+    assert [found["RANK_ID"] for found in shown_ranks(done.stdout)] == [str(8 * server) for server in range(servers)]
+    assert re.search(rf"\n +{8 * servers - 1} +\d+ +\d+ +\d+ +10\.155\.111\.{139 + servers} +7 ", done.stdout)
     assert "warning" not in done.stdout
     every = start("--all_ranks", str(path), config, "[0,8]", "plan", size)
-    assert [found["RANK_ID"] for found in shown_ranks(every.stdout)] == [
-        str(rank) for rank in range(8 * servers)
-    ]
+    assert [found["RANK_ID"] for found in shown_ranks(every.stdout)] == [str(rank) for rank in range(8 * servers)]
     direct = shell(
-        f"$PYTHON run_gpt2.py --config configs/gpt2/{preset}.yaml --run_mode plan",
-        RANK_TABLE_FILE=str(path),
+        f"$PYTHON run_gpt2.py --config configs/gpt2/{preset}.yaml --run_mode plan", RANK_TABLE_FILE=str(path)
     )
     assert shown_ranks(direct.stdout) == shown_ranks(done.stdout)
 
@@ -228,13 +186,7 @@ def test_plan_of_a_cluster(tmp_path: Path, preset: str, servers: int) -> None:
 def test_a_version_0_table_is_handed_on_as_1(tmp_path: Path, samples: Path) -> None:
     """In a dry run only announced; the platform's file itself is not an input of MindSpore."""
     source = samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json"
-    words = (
-        str(source),
-        "../configs/gpt2/run_gpt2_124m.yaml",
-        "[8,16)",
-        "train",
-        "16",
-    )
+    words = (str(source), "../configs/gpt2/run_gpt2_124m.yaml", "[8,16)", "train", "16")
     done = start("--log_dir", str(tmp_path / "logs"), *words, DRY_RUN="1")
     assert done.returncode == 0, done.stderr
     assert {found["RANK_TABLE_FILE"] for found in shown_ranks(done.stdout)} == {
@@ -244,25 +196,12 @@ def test_a_version_0_table_is_handed_on_as_1(tmp_path: Path, samples: Path) -> N
 
 
 def test_hosts_prints_a_command_for_each(table: Path) -> None:
-    done = start(
-        "--hosts",
-        "a,me@b,c,d",
-        "--no_pinning",
-        str(table),
-        CONFIG,
-        "[0,32]",
-        "train",
-        "32",
-        "seed=1",
-    )
+    done = start("--hosts", "a,me@b,c,d", "--no_pinning", str(table), CONFIG, "[0,32]", "train", "32", "seed=1")
     commands = [line for line in done.stdout.splitlines() if not line.startswith("#")]
     for line, numbers in zip(commands, ("[0,8)", "[8,16)", "[16,24)", "[24,32)"), strict=True):
         own = shell(line.replace("env PYTHON", "env DRY_RUN=1 PYTHON"))
-        assert f"'{numbers}'" in line and [
-            found["RANK_ID"] for found in shown_ranks(own.stdout)
-        ] == [
-            str(rank)
-            for rank in range(int(numbers[1:].split(",")[0]), int(numbers[:-1].split(",")[1]))
+        assert f"'{numbers}'" in line and [found["RANK_ID"] for found in shown_ranks(own.stdout)] == [
+            str(rank) for rank in range(int(numbers[1:].split(",")[0]), int(numbers[:-1].split(",")[1]))
         ]
         assert " seed=1\n" in own.stdout and "on cores" not in own.stdout
     assert [line for line in done.stdout.splitlines() if line.startswith("#")] == [
@@ -271,18 +210,10 @@ def test_hosts_prints_a_command_for_each(table: Path) -> None:
 
 
 def test_standalone(tmp_path: Path) -> None:
-    done = start(
-        "../configs/gpt2/run_gpt2_124m.yaml",
-        "3",
-        "train",
-        "seed=1",
-        script="run_standalone.sh",
-        DRY_RUN="1",
-    )
+    done = start("../configs/gpt2/run_gpt2_124m.yaml", "3", "train", "seed=1", script="run_standalone.sh", DRY_RUN="1")
     assert (
         done.returncode == 0
-        and shown_ranks(done.stdout)[0].items()
-        >= {"DEVICE_ID": "3", "RANK_ID": "0", "RANK_SIZE": "1"}.items()
+        and shown_ranks(done.stdout)[0].items() >= {"DEVICE_ID": "3", "RANK_ID": "0", "RANK_SIZE": "1"}.items()
     )
     assert "context.device_id=3 seed=1" in done.stdout and "mf_standalone" in done.stdout
     done = start("../configs/gpt2/run_gpt2_124m.yaml", "x", "train", script="run_standalone.sh")
@@ -303,39 +234,28 @@ def tiny(tmp_path: Path, corpus_prefix: Path) -> Path:
     return path
 
 
-def test_detached_ranks_save_when_their_supervisor_is_told_to_stop(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_detached_ranks_save_when_their_supervisor_is_told_to_stop(tiny: Path, tmp_path: Path) -> None:
     done = start("none", str(tiny), "[0,2)", "train", "train.max_steps=1000000", DETACH="1")
     assert done.returncode == 0, done.stderr
     supervisor = int(re.findall(r"kill (\d+)\n", done.stdout)[0])
     run, log = tmp_path / "run", tmp_path / "run" / "launcher.log"
     try:
         wait_until(
-            lambda: (
-                (run / "metrics.jsonl").is_file()
-                and (run / "metrics.jsonl").read_text().count('"loss"') > 1
-            ),
-            log,
+            lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").read_text().count('"loss"') > 1, log
         )
     finally:
         os.kill(supervisor, signal.SIGTERM)
     wait_until(lambda: "stopped by SIGTERM" in log.read_text(), log)
     step = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     assert (run / "checkpoints" / f"step_{step:08}").is_dir()
-    assert sorted(path.name for path in run.glob("mf_parallel*")) == [
-        "mf_parallel0",
-        "mf_parallel1",
-    ]
+    assert sorted(path.name for path in run.glob("mf_parallel*")) == ["mf_parallel0", "mf_parallel1"]
     resumed = start("none", str(tiny), "[0,1)", "train", f"train.max_steps={step + 1}")
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == step + 1
 
 
 @pytest.mark.campaign
-def test_two_nodes_that_nobody_numbered_train_as_two_ranks_of_one(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_two_nodes_that_nobody_numbered_train_as_two_ranks_of_one(tiny: Path, tmp_path: Path) -> None:
     """Two nodes on this machine, the second started first, each with a device of its own."""
     meet = ["--master", f"127.0.0.1:{free_port()}", "--nnodes", "2", "--devices"]
     command = ["bash", str(SCRIPTS / "run_distribute.sh"), *meet]
@@ -360,9 +280,7 @@ def test_two_nodes_that_nobody_numbered_train_as_two_ranks_of_one(
         "ranks of 127.0.0.1: 0; of 2 in all",
         "ranks of node 1: 1; of 2 in all",
     ]
-    assert (
-        start("none", str(tiny), "[0,2)", "train", f"output_dir={tmp_path / 'one'}").returncode == 0
-    )
+    assert start("none", str(tiny), "[0,2)", "train", f"output_dir={tmp_path / 'one'}").returncode == 0
     losses = [
         [row["loss"] for row in read_metrics(tmp_path / run / "metrics.jsonl") if "loss" in row]
         for run in ("run", "one")
@@ -384,18 +302,14 @@ def test_closed_streams_do_not_stop_a_run(tiny: Path, tmp_path: Path) -> None:
     assert shell(line).returncode == 0
     assert shell(f"{line} train.max_steps=-1").returncode == 2
     assert (tmp_path / "run" / "metrics.jsonl").is_file()
-    assert (
-        "all ranks ended well"
-        not in (tmp_path / "run" / "mf_parallel0" / "mindformer.log").read_text()
-    )
+    assert "all ranks ended well" not in (tmp_path / "run" / "mf_parallel0" / "mindformer.log").read_text()
 
 
 def test_an_interpreter_without_the_project_is_one_message(tmp_path: Path) -> None:
     """Environments for all scripts: one that is too old, one without the libraries."""
     old, bare = tmp_path / "old", tmp_path / "bare"
     old.write_text(
-        "#!/bin/bash\nsed 's/sys.version_info <.*/True:/; s/sys.version_info\\[/(3, 9)[/' | exec"
-        f" {sys.executable} -\n"
+        f"#!/bin/bash\nsed 's/sys.version_info <.*/True:/; s/sys.version_info\\[/(3, 9)[/' | exec {sys.executable} -\n"
     )
     bare.write_text(f'#!/bin/bash\nexec {sys.executable} -I -S "$@"\n')
     cases = (
@@ -416,12 +330,7 @@ def test_an_interpreter_without_the_project_is_one_message(tmp_path: Path) -> No
 
 def test_an_active_conda_environment_goes_before_the_repositorys_own(tmp_path: Path) -> None:
     root, conda, venv = tmp_path / "root", tmp_path / "conda", tmp_path / "venv"
-    for program in (
-        root / ".venv/bin/pip",
-        root / ".venv/bin/python",
-        conda / "bin/python",
-        venv / "bin/python",
-    ):
+    for program in (root / ".venv/bin/pip", root / ".venv/bin/python", conda / "bin/python", venv / "bin/python"):
         program.parent.mkdir(parents=True, exist_ok=True)
         program.write_text("#!/bin/sh\n")
         program.chmod(0o755)
@@ -430,20 +339,13 @@ def test_an_active_conda_environment_goes_before_the_repositorys_own(tmp_path: P
 
     def found(**variables: str) -> str:
         none = {"PYTHON": "", "VIRTUAL_ENV": "", "CONDA_PREFIX": "", "CONDA_DEFAULT_ENV": ""}
-        done = shell(
-            f'source {root}/scripts/environment.sh; find_python; echo "$PYTHON"',
-            **{**none, **variables},
-        )
+        done = shell(f'source {root}/scripts/environment.sh; find_python; echo "$PYTHON"', **{**none, **variables})
         return done.stdout.strip()
 
     assert found() == str(root / ".venv/bin/python")
     assert found(CONDA_PREFIX=str(conda), CONDA_DEFAULT_ENV="gpt2") == str(conda / "bin/python")
-    assert found(CONDA_PREFIX=str(conda), CONDA_DEFAULT_ENV="base") == str(
-        root / ".venv/bin/python"
-    )
-    assert found(CONDA_PREFIX=str(conda), CONDA_DEFAULT_ENV="gpt2", VIRTUAL_ENV=str(venv)) == str(
-        venv / "bin/python"
-    )
+    assert found(CONDA_PREFIX=str(conda), CONDA_DEFAULT_ENV="base") == str(root / ".venv/bin/python")
+    assert found(CONDA_PREFIX=str(conda), CONDA_DEFAULT_ENV="gpt2", VIRTUAL_ENV=str(venv)) == str(venv / "bin/python")
 
 
 def test_the_exit_code_and_the_last_words_of_a_rank_that_fails(tiny: Path, tmp_path: Path) -> None:
@@ -496,10 +398,6 @@ def test_shellcheck() -> None:
         pytest.skip(f"{program} is absent: pip install '.[dev]'")
     files = sorted(map(str, (*SCRIPTS.glob("*.sh"), ROOT / ".ci" / "run")))
     done = subprocess.run(
-        [program, "-x", "-P", "SCRIPTDIR", *files],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
+        [program, "-x", "-P", "SCRIPTDIR", *files], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stdout

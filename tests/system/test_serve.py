@@ -48,11 +48,7 @@ WORDS = ["To be", "or not to be", "that is the question", "O Romeo", "the king",
 
 
 @pytest.fixture(scope="module")
-def config(
-    tmp_path_factory: pytest.TempPathFactory,
-    corpus_prefix: Path,
-    gpt2_vocab_files: tuple[Path, Path],
-) -> Path:
+def config(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path, gpt2_vocab_files: tuple[Path, Path]) -> Path:
     """A config and its run of one step."""
     folder = tmp_path_factory.mktemp("serve")
     files = dict(zip(("vocab_file", "merge_file"), map(str, gpt2_vocab_files), strict=True))
@@ -83,9 +79,7 @@ class Served:
     started: ClassVar[list[subprocess.Popen[str]]] = []
 
     def __init__(self, config: Path, *words: str, **variables: str) -> None:
-        self.child = start_program(
-            "--config", str(config), "--run_mode", "serve", *words, **variables
-        )
+        self.child = start_program("--config", str(config), "--run_mode", "serve", *words, **variables)
         self.started.append(self.child)
         assert self.child.stdout is not None
         line = ""
@@ -187,10 +181,7 @@ def test_a_crowd_of_clients(config: Path, capsys: pytest.CaptureFixture[str]) ->
         """
         dice, seen = random.Random(number), collections.Counter[str]()
         while time.monotonic() < deadline:
-            tokens, prompt = (
-                dice.randint(1, 12),
-                " ".join(dice.choices(WORDS, k=dice.randint(1, 3))),
-            )
+            tokens, prompt = (dice.randint(1, 12), " ".join(dice.choices(WORDS, k=dice.randint(1, 3))))
             fields = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
             fields |= {"logit_bias": {"50256": -100}}
             if dice.random() < 0.2:

@@ -38,9 +38,7 @@ def test_a_study_runs_and_every_cell_computes_the_same(tmp_path: Path, corpus_pr
     file, folder = tmp_path / "hosts.yaml", tmp_path / "out"
     file.write_text(STUDY.replace("DATA", str(corpus_prefix)))
     command = [sys.executable, str(ROOT / "tools" / "study.py"), "--config", str(file)]
-    done = subprocess.run(
-        [*command, "--output_dir", str(folder)], capture_output=True, text=True, timeout=240
-    )
+    done = subprocess.run([*command, "--output_dir", str(folder)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "alone 1/1: finished" in done.stdout
     assert "\r" not in done.stdout + done.stderr  # no bar where there is no terminal

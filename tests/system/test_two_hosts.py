@@ -26,29 +26,15 @@ def table(tmp_path: Path) -> Path:
     """
     single = []
     for host, address in enumerate(ADDRESSES):
-        devices = [
-            {"device_id": str(n), "device_ip": f"10.78.{host}.{n + 1}", "rank_id": str(n)}
-            for n in range(2)
-        ]
+        devices = [{"device_id": str(n), "device_ip": f"10.78.{host}.{n + 1}", "rank_id": str(n)} for n in range(2)]
         server = {"server_id": address, "device": devices, "host_nic_ip": "reserve"}
         single.append(tmp_path / f"host{host}.json")
         single[-1].write_text(
-            json.dumps(
-                {
-                    "version": "1.0",
-                    "server_count": "1",
-                    "server_list": [server],
-                    "status": "completed",
-                }
-            )
+            json.dumps({"version": "1.0", "server_count": "1", "server_list": [server], "status": "completed"})
         )
     merge = ROOT / "tools" / "merge_hccl.py"
     subprocess.run(
-        [sys.executable, str(merge), *map(str, single)],
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-        timeout=60,
+        [sys.executable, str(merge), *map(str, single)], cwd=tmp_path, check=True, capture_output=True, timeout=60
     )
     return tmp_path / "hccl_2s_4p.json"
 
@@ -57,12 +43,7 @@ def test_a_host_that_is_cut_off_ends_the_run_on_both_with_the_right_blame_and_th
     hosts: tuple[str, str], table: Path, tmp_path: Path, corpus_prefix: Path
 ) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    keys = {
-        "train__max_steps": 120,
-        "checkpoint__interval": 20,
-        "validation__interval": 0,
-        "model__dropout": 0.1,
-    }
+    keys = {"train__max_steps": 120, "checkpoint__interval": 20, "validation__interval": 0, "model__dropout": 0.1}
 
     def start(run: Path, words: tuple[str, ...]) -> list[subprocess.Popen[bytes]]:
         return [
@@ -91,12 +72,7 @@ def test_a_host_that_is_cut_off_ends_the_run_on_both_with_the_right_blame_and_th
         assert [process.wait(timeout=120) for process in processes] == [0, 0]
         processes = [
             start_script(
-                "none",
-                CONFIG,
-                "[0,4)",
-                "train",
-                *run_words(whole, corpus_prefix, **keys),
-                log=tmp_path / "whole.log",
+                "none", CONFIG, "[0,4)", "train", *run_words(whole, corpus_prefix, **keys), log=tmp_path / "whole.log"
             )
         ]
         assert processes[0].wait(timeout=120) == 0

@@ -20,9 +20,7 @@ def run_folder(folder: Path, *, steps: int = 6, first: int = 1, **changes: Any) 
             row |= {key: value} if at == str(step) else {}
         rows.append(json.dumps(row))
     (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
-    (folder / "config.yaml").write_text(
-        f"backend: torch\noutput_dir: {folder}\ntrain: {{max_steps: {steps}}}\n"
-    )
+    (folder / "config.yaml").write_text(f"backend: torch\noutput_dir: {folder}\ntrain: {{max_steps: {steps}}}\n")
     return folder
 
 

@@ -130,9 +130,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_devices, check_cann = machine.check_devices, software.check_cann
     monkeypatch.setattr(hccn, "npu_numbers", lambda *_: [])
     monkeypatch.setattr(machine, "check_devices", lambda asked: check_devices(root, asked=asked))
-    monkeypatch.setattr(
-        software, "check_cann", lambda environ, needed: check_cann({}, needed=needed, root=root)
-    )
+    monkeypatch.setattr(software, "check_cann", lambda environ, needed: check_cann({}, needed=needed, root=root))
     monkeypatch.setattr(software, "check_imports", lambda names, limit: ([], {}))
     monkeypatch.setattr(software, "installed_versions", lambda: versions)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
@@ -174,8 +172,7 @@ def test_a_wrong_table_and_one_of_other_machines(tmp_path, capsys) -> None:
     report = report_of(table)
     assert "2 ranks on 2 servers, sha256 " in check_of(report, "rank table")["found"]
     assert check_of(report, "ranks")["found"] == (
-        "none of 203.0.113.1, 203.0.113.2 is this machine's; name the server of the rank table"
-        " with --node_rank 0 to 1"
+        "none of 203.0.113.1, 203.0.113.2 is this machine's; name the server of the rank table with --node_rank 0 to 1"
     )
     report = report_of(table, "--node_rank 1 --time_limit 1 --device cuda")
     assert check_of(report, "address")["found"] == "203.0.113.2 is not an address of this machine"

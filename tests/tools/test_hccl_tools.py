@@ -158,8 +158,7 @@ def test_ranks_follow_the_arguments_and_super_pods_of_one_number_are_joined() ->
     assert merge_hccl.main(["b.json", "a.json"]) == 0
     data = json.loads(Path("hccl_2s_4p.json").read_text())
     found = [
-        (server["server_id"], [device["rank_id"] for device in server["device"]])
-        for server in data["server_list"]
+        (server["server_id"], [device["rank_id"] for device in server["device"]]) for server in data["server_list"]
     ]
     assert found == [("10.0.0.2", ["0", "1"]), ("10.0.0.1", ["2", "3"])]
     assert (data["version"], data["job"]) == ("1.2", "unknown keys stay")

@@ -120,8 +120,7 @@ def test_a_table_of_ascends_on_a_machine_without_one(jobs, tmp_path, monkeypatch
     keys = ["backend=mindspore", "precision=fp16", "parallel.model_parallel=2"]
     words = [str(table), CONFIG, "[0,2]", "train", *keys]
     cause = (
-        "warning: device=auto chose cpu: this machine shows no Ascend (/dev/davinciN), for"
-        " which the rank table is\n"
+        "warning: device=auto chose cpu: this machine shows no Ascend (/dev/davinciN), for which the rank table is\n"
     )
     monkeypatch.setattr(hccn, "npu_numbers", lambda: [])
     key = "train.recompute_slice_activation"
@@ -267,9 +266,7 @@ def over_ssh(host: str, text: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.usefixtures("ssh")
-@pytest.mark.parametrize(
-    ("host", "text", "code"), [("a", "exit 3", 3), ("a", "exit 0", 0), ("gone", "exit 0", 255)]
-)
+@pytest.mark.parametrize(("host", "text", "code"), [("a", "exit 3", 3), ("a", "exit 0", 0), ("gone", "exit 0", 255)])
 def test_the_exit_code_of_the_other_side(host: str, text: str, code: int) -> None:
     process = over_ssh(host, text)
     output = process.communicate(timeout=60)[0]
@@ -314,9 +311,7 @@ def test_hosts_find_their_own_address_in_a_list(jobs: list[Job]) -> None:
     assert "NCCL_NET" not in one and two["NCCL_NET"] == "IB"
 
 
-@pytest.mark.parametrize(
-    ("device", "named"), [("cpu", "2, 3"), ("npu", "2 on device 0, 3 on device 1")]
-)
+@pytest.mark.parametrize(("device", "named"), [("cpu", "2, 3"), ("npu", "2 on device 0, 3 on device 1")])
 def test_ranks_on_a_cpu_have_no_devices(device, named, monkeypatch, capsys) -> None:
     monkeypatch.setenv("DRY_RUN", "1")
     options = ["--nnodes", "2", "--node_rank", "1", "--master", "198.51.100.1:29500"]

@@ -35,9 +35,7 @@ def test_the_curves_are_the_moving_averages(tmp_path, monkeypatch) -> None:
     raw, smooth, valid = axes.lines[:3]
     steps, values = np.array([1, 2, 4, 5, 6]), np.array([5.0, 4.0, 2.0, 6.0, 1.0])
     np.testing.assert_array_equal(raw.get_data(), (steps, values))
-    np.testing.assert_allclose(
-        smooth.get_data(), (steps, np.r_[np.convolve(values, [0.5, 0.5], "valid"), 1.0])
-    )
+    np.testing.assert_allclose(smooth.get_data(), (steps, np.r_[np.convolve(values, [0.5, 0.5], "valid"), 1.0]))
     np.testing.assert_array_equal(valid.get_data(), ([6], [1.5]))
     # runs of the same name are told apart by their path
     named = [name for run in runs for name in (run, f"{run}, validation")]

@@ -79,11 +79,7 @@ def test_without_mindspore_its_format_says_what_to_install(tmp_path, run, monkey
 @pytest.mark.usefixtures("run")
 @pytest.mark.parametrize(
     ("number", "code", "workers"),
-    [
-        pytest.param(signal.SIGKILL, -9, 2, marks=pytest.mark.long),
-        (signal.SIGINT, 130, 2),
-        (signal.SIGTERM, 143, 1),
-    ],
+    [pytest.param(signal.SIGKILL, -9, 2, marks=pytest.mark.long), (signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1)],
 )
 def test_a_stopped_run_leaves_no_output(tmp_path, number, code, workers) -> None:
     sentence = "The quick brown fox jumps over the lazy dog, again and again. "

@@ -80,9 +80,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "bad.txt").write_bytes(b"a\xff")
-    monkeypatch.setattr(
-        "common.launcher.launch.run_attempts", lambda *_, **__: pytest.fail("ranks started")
-    )
+    monkeypatch.setattr("common.launcher.launch.run_attempts", lambda *_, **__: pytest.fail("ranks started"))
     monkeypatch.setattr(launch, "check_before_ranks", lambda mode, config: None)
     for name in ("DRY_RUN", "DETACH", "RANK_SIZE", "RANK_TABLE_FILE"):
         monkeypatch.delenv(name, raising=False)

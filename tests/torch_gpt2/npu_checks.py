@@ -69,8 +69,7 @@ def config(corpus_prefix: Path, tmp_path: Path) -> Callable[..., Run]:
             "device": device,
             "model__num_heads": 2,
             "train__max_steps": 8,
-            "optimizer": {"learning_rate": 0.01, "weight_decay": 0.1}
-            | {"warmup_steps": 4, "decay_steps": 8},
+            "optimizer": {"learning_rate": 0.01, "weight_decay": 0.1} | {"warmup_steps": 4, "decay_steps": 8},
             "validation": {"max_samples": 8, "interval": 4},
         }
         return tiny_config(tmp_path / name, corpus_prefix, **(usual | changes))
@@ -152,9 +151,7 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype | None]:
 
 
 @pytest.mark.parametrize("name", BITWISE)
-def test_a_run_equals_the_cpu_s_bit_for_bit(
-    start: Start, name: str, masks: set[torch.dtype | None]
-) -> None:
+def test_a_run_equals_the_cpu_s_bit_for_bit(start: Start, name: str, masks: set[torch.dtype | None]) -> None:
     """Equal kernels in equal order: a difference in a bit would be a difference in what is
     computed.
     """
@@ -231,9 +228,7 @@ def test_bias_corrections_are_exact(config: Callable[..., Run], without_adam_ker
         assert torch.allclose(weight.detach().cpu(), wanted, rtol=1e-6, atol=0.0), number
 
 
-def test_adam_s_kernel_updates_the_float32_copies(
-    config: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adam_s_kernel_updates_the_float32_copies(config: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """After one step, since later ones begin with weights that rounding to bfloat16 tells apart."""
     precision = {"parameters": "bfloat16", "compute": "bfloat16"}
     settings = config("none", "npu", precision=precision, optimizer__warmup_steps=0)
@@ -360,9 +355,7 @@ def test_four_and_four_resumed_equal_eight_bit_for_bit(start: Start) -> None:
     assert_same_run(whole, start("parts", "npu", **settings))
 
 
-def test_adam_s_kernel_resumes_its_lists_of_tensors_and_they_it(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adam_s_kernel_resumes_its_lists_of_tensors_and_they_it(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = start("whole", "npu")
     for kernel in (True, False):
         for steps, takes in ((4, kernel), (8, not kernel)):

@@ -92,9 +92,7 @@ def test_each_process_has_its_device() -> None:
         device_index(fixed, Process(rank=9, world_size=16, local_rank=1, device_id=5))
 
 
-def test_a_gpu_compiles_where_triton_can_build(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_gpu_compiles_where_triton_can_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpu, npu = (replace(select_device("cpu"), kind=kind) for kind in ("cuda", "npu"))
     found = {"triton": object(), "gcc": "/usr/bin/gcc"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found.get(name))
@@ -149,9 +147,7 @@ IN, OUT = 96, (33, 64)
 @pytest.mark.parametrize("cpu", ["as it is", "no oneDNN", "no narrow kernels"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, 40])
-def test_products_equal_float64(
-    cpu: str, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_equal_float64(cpu: str, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tolerance: float32's error of sums of 96 products; in bfloat16 the rounding of the result,
     2**-8 of the largest.
     """

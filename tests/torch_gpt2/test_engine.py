@@ -32,11 +32,7 @@ STEPS = 10
 
 
 def make_config(**changes: Any) -> Run:
-    fast = {
-        "train__max_steps": STEPS,
-        "train__global_batch_size": 6,
-        "optimizer__learning_rate": 0.3,
-    }
+    fast = {"train__max_steps": STEPS, "train__global_batch_size": 6, "optimizer__learning_rate": 0.3}
     return tiny_config(**(fast | changes))
 
 
@@ -48,10 +44,7 @@ def make_engine(config: Run) -> Engine:
 
 def token_batches(config: Run) -> list[np.ndarray]:
     generator = np.random.default_rng(1)
-    return [
-        generator.integers(0, 101, (config.train.global_batch_size, 17)).astype(np.int32)
-        for _ in range(STEPS)
-    ]
+    return [generator.integers(0, 101, (config.train.global_batch_size, 17)).astype(np.int32) for _ in range(STEPS)]
 
 
 def feed(batches: list[np.ndarray]) -> Iterator[Batch]:
@@ -71,9 +64,7 @@ def copies_of(engine: Engine) -> list[torch.Tensor]:
     return [each.clone() for each in tensors if torch.is_tensor(each)]
 
 
-def plain_loop(
-    engine: Engine, batches: list[np.ndarray]
-) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def plain_loop(engine: Engine, batches: list[np.ndarray]) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """One whole batch a step through transformers' model: no micro batches, no padding, torch's
     clip.
     """
@@ -147,9 +138,7 @@ def test_ten_steps_equal_a_plain_loop(changes: dict[str, Any]) -> None:
         assert min(expected_norms) < 1.0 < max(expected_norms), "the clip acts on some steps"
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     np.testing.assert_allclose(norms, expected_norms, rtol=1e-4)
-    weights = hugging_face_names(
-        {name: p.detach() for name, p in engine.model.named_parameters()}, 101
-    )
+    weights = hugging_face_names({name: p.detach() for name, p in engine.model.named_parameters()}, 101)
     own = config.optimizer
     tolerance = 5e-6 if own.name == "sgd" else 1e-3 * own.learning_rate * STEPS
     for name, weight in weights.items():
@@ -236,9 +225,7 @@ def test_weights_are_rounded_once_a_step_with_the_same_bits(
     assert all(torch.equal(weights[name], others[name]) for name in others)
 
 
-@pytest.mark.parametrize(
-    "limits", [Limits(loss=4.0), Limits(grad_norm=0.1)], ids=["loss", "gradient norm"]
-)
+@pytest.mark.parametrize("limits", [Limits(loss=4.0), Limits(grad_norm=0.1)], ids=["loss", "gradient norm"])
 def test_a_step_beyond_the_limits_changes_nothing(limits: Limits) -> None:
     """Weights, moments and Adam's count stay; to the loss scale it is a finite step."""
     scale = {"mode": "dynamic", "window": 2}
@@ -283,9 +270,7 @@ def test_a_step_that_the_device_takes_or_skips(
     step changes neither weights nor moments nor the number of updates.
     """
     # squares of float32 overflow at 2^128, so norms of rows do at 2^64
-    config = make_config(
-        **OPTIMIZERS[name], loss_scale={"mode": "dynamic", "initial": 2.0**68, "window": 2}
-    )
+    config = make_config(**OPTIMIZERS[name], loss_scale={"mode": "dynamic", "initial": 2.0**68, "window": 2})
     if "fused" not in name:
         monkeypatch.setattr(TorchDevice, "fused_optimizer", False)
     expected = make_engine(config)
@@ -346,9 +331,7 @@ def test_no_step_waits_on_a_gpu(name: str) -> None:
     assert losses == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_compiled_run_equals_an_eager_one_without_a_break(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_run_equals_an_eager_one_without_a_break(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By regions, as deep models are: embedding, block, last norm and loss are a graph each."""
     monkeypatch.setattr("common.resolve.compilation.MAX_LAYERS_IN_ONE_GRAPH", 1)
     config = make_config(train__compile=True)
@@ -368,9 +351,7 @@ def test_a_compiled_run_equals_an_eager_one_without_a_break(
     ],
     ids=["adamw-float16", "sgd-float32"],
 )
-def test_a_snapshot_holds_what_was_when_it_was_taken(
-    optimizer: dict[str, Any], parts: int, precision: Any
-) -> None:
+def test_a_snapshot_holds_what_was_when_it_was_taken(optimizer: dict[str, Any], parts: int, precision: Any) -> None:
     """Nobody has read it yet when the next step changes the weights."""
     changes = {"precision": precision, "loss_scale": {"initial": 64.0}}
     changes["optimizer"] = optimizer | {"learning_rate": 0.1}

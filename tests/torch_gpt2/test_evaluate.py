@@ -49,9 +49,7 @@ def guide_nats(model: GPT2LMHeadModel, tokens: np.ndarray, max_length: int, stri
         end = min(begin + max_length, ids.shape[1])
         labels = ids[:, begin:end].clone()
         labels[:, : previous_end - begin] = -100
-        total += model(ids[:, begin:end], labels=labels).loss.item() * int(
-            (labels[:, 1:] != -100).sum()
-        )
+        total += model(ids[:, begin:end], labels=labels).loss.item() * int((labels[:, 1:] != -100).sum())
         previous_end = end
         if end == ids.shape[1]:
             break
@@ -94,11 +92,7 @@ def test_rows_of_any_length_equal_unpadded_ones(
 
 
 @pytest.fixture(scope="module")
-def trained(
-    tmp_path_factory: pytest.TempPathFactory,
-    corpus_prefix: Path,
-    gpt2_vocab_files: tuple[Path, Path],
-) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path, gpt2_vocab_files: tuple[Path, Path]) -> Path:
     """The config of a run that has a checkpoint, GPT-2's vocabulary and windows of 32."""
     folder = tmp_path_factory.mktemp("trained")
     files = {"vocab_file": str(gpt2_vocab_files[0]), "merge_file": str(gpt2_vocab_files[1])}
@@ -177,20 +171,12 @@ BAD: list[tuple[str, bytes, str, str]] = [
     ("text", b"some text", "data.tokenizer=null", "data.tokenizer is not given"),
     ("text", b"some text", "output_dir={folder}/absent", "no whole checkpoint here"),
     ("lambada", b"some text", "", "is plain text; LAMBADA is read from JSON Lines"),
-    (
-        "text",
-        b"some text",
-        "data.tokenizer.vocab_file={folder}/swapped.json",
-        "files it was trained with",
-    ),
+    ("text", b"some text", "data.tokenizer.vocab_file={folder}/swapped.json", "files it was trained with"),
 ]
 
 
 def test_bad_input_is_one_message_and_exit_code_2(
-    trained: Path,
-    tmp_path: Path,
-    gpt2_vocab_files: tuple[Path, Path],
-    capsys: pytest.CaptureFixture[str],
+    trained: Path, tmp_path: Path, gpt2_vocab_files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     vocabulary = json.loads(gpt2_vocab_files[0].read_text(encoding="utf-8"))
     vocabulary["!"], vocabulary["#"] = vocabulary["#"], vocabulary["!"]

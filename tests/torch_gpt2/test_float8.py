@@ -53,9 +53,7 @@ def rounded(x: Tensor, kind: torch.dtype, dim: int | None) -> Tensor:
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_a_layer_is_the_closed_form(
-    scaling: str, emulated: None, tmp_path: Path, corpus_prefix: Path
-) -> None:
+def test_a_layer_is_the_closed_form(scaling: str, emulated: None, tmp_path: Path, corpus_prefix: Path) -> None:
     precision = {"compute": "bfloat16", "float8": scaling}
     config = resolve_config(build_config(run(tmp_path, corpus_prefix, precision=precision)))
     torch.manual_seed(0)

@@ -198,9 +198,7 @@ def test_150_random_cases_equal_transformers(narrow: GPT2) -> None:
     assert ended > 80  # else the end of a sequence was not looked at
 
 
-def plain_loop(
-    model: GPT2, prompt: list[int], groups: int, size: int, rate: float, new_tokens: int
-) -> list[list[int]]:
+def plain_loop(model: GPT2, prompt: list[int], groups: int, size: int, rate: float, new_tokens: int) -> list[list[int]]:
     """Groups of beams without an end, by their definition: whole sequences, no caches."""
     beams: list[list[tuple[float, list[int]]]] = [[(0.0, [])] for _ in range(groups)]
     for _ in range(new_tokens):
@@ -221,12 +219,9 @@ def plain_loop(
 
 
 @pytest.mark.parametrize(
-    ("groups", "size", "prompt"),
-    [(2, 2, [3, 1, 4]), (3, 1, [3, 1, 4]), (3, 2, [14, 14, 29]), (2, 4, [15, 25, 26, 11])],
+    ("groups", "size", "prompt"), [(2, 2, [3, 1, 4]), (3, 1, [3, 1, 4]), (3, 2, [14, 14, 29]), (2, 4, [15, 25, 26, 11])]
 )
-def test_groups_avoid_each_others_tokens(
-    narrow: GPT2, groups: int, size: int, prompt: list[int]
-) -> None:
+def test_groups_avoid_each_others_tokens(narrow: GPT2, groups: int, size: int, prompt: list[int]) -> None:
     beams = {"num_beams": groups * size, "num_beam_groups": groups}
     found = beams_of(
         narrow, [prompt], 8, num_sequences=groups * size, diversity_rate=1.5,

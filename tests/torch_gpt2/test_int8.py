@@ -116,10 +116,7 @@ def test_plain_safetensors_reads_the_folder(folders: dict[str, Path], tmp_path: 
 def test_the_model_is_transformers_with_rounded_inputs(folders: dict[str, Path]) -> None:
     """Each linear layer's input rounded token by token; 1e-4 of 20 is float32's order of sums."""
     config = config_at(folders["int8"]).model
-    values = {
-        name: torch.from_numpy(np.array(array))
-        for name, array in Checkpoint(folders["int8"]).weights(config)
-    }
+    values = {name: torch.from_numpy(np.array(array)) for name, array in Checkpoint(folders["int8"]).weights(config)}
     reference = hugging_face_model(config, values)
 
     def rounded(module: torch.nn.Module, given: tuple[torch.Tensor]) -> torch.Tensor:
@@ -186,9 +183,7 @@ def test_broken_scales_are_refused(
             read()
 
 
-def test_training_and_weights_that_are_no_numbers_are_refused(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_training_and_weights_that_are_no_numbers_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     for key in ("resume", "init_from"):
         config = config_at(tmp_path, checkpoint={key: str(folders["int8"])})
         with pytest.raises(ConfigError, match=rf"checkpoint.{key}=.*have 8 bits.*--to torch_gpt2"):

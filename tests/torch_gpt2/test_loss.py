@@ -30,9 +30,7 @@ def make(rows: int = 37, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Te
 
 
 def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(
-        hidden.float() @ weight[:101].t(), targets, ignore_index=-1, reduction="sum"
-    )
+    return F.cross_entropy(hidden.float() @ weight[:101].t(), targets, ignore_index=-1, reduction="sum")
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -45,9 +43,7 @@ def test_loss_and_gradients_equal_plain_cross_entropy(rows_at_once: int, masked:
     loss = cross_entropy_sum(hidden, weight, targets, 101, rows=rows_at_once, masked=masked)
     expected = plain(hidden, weight, targets)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-5)
-    found, wanted = (
-        torch.autograd.grad(value * 3.0, (hidden, weight)) for value in (loss, expected)
-    )
+    found, wanted = (torch.autograd.grad(value * 3.0, (hidden, weight)) for value in (loss, expected))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -164,22 +160,16 @@ def test_a_loss_without_gradients_is_that_of_bf16() -> None:
     hidden, weight = make_float8()
     targets = torch.randint(0, VOCAB, (WINDOW,))
     with torch.no_grad():
-        losses = [
-            cross_entropy_sum(hidden, weight, targets, VOCAB, float8=each) for each in (True, False)
-        ]
+        losses = [cross_entropy_sum(hidden, weight, targets, VOCAB, float8=each) for each in (True, False)]
     assert torch.equal(*losses)
-    assert not torch.equal(
-        losses[0], cross_entropy_sum(hidden, weight, targets, VOCAB, float8=True)
-    )
+    assert not torch.equal(losses[0], cross_entropy_sum(hidden, weight, targets, VOCAB, float8=True))
 
 
 def test_compiled_it_is_one_graph_with_the_same_numbers() -> None:
     targets, found = torch.randint(0, VOCAB, (WINDOW,)), []
     targets[:50] = UNCOUNTED
     loss_sum = partial(cross_entropy_sum, rows=80, masked=True, float8=True)
-    compiled = torch.compile(
-        loss_sum, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False
-    )
+    compiled = torch.compile(loss_sum, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
     for function in (loss_sum, compiled):
         hidden, weight = make_float8()
         loss = function(hidden, weight, targets, VOCAB)

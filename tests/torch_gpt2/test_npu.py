@@ -20,9 +20,7 @@ from tests.tiny import rows_of, some_but_not_all, tiny_run, train_here
 
 
 @pytest.mark.parametrize("device", ["npu", "cuda"])
-def test_everything_on_one_device(
-    device: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_everything_on_one_device(device: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """npu_checks.py and cuda_checks.py in processes of their own: a device once registered stays,
     and would be there for other tests.
     """
@@ -62,11 +60,7 @@ def runs(
     return folder
 
 
-CASES = [
-    case
-    for case in NPU.cases()
-    if find_spec("deepspeed") or not str(case.values[0]).startswith("deepspeed")
-]
+CASES = [case for case in NPU.cases() if find_spec("deepspeed") or not str(case.values[0]).startswith("deepspeed")]
 
 
 @pytest.mark.long

@@ -130,8 +130,7 @@ def test_the_device_s_peak_falls_as_the_plan_says(recompute: str) -> None:
     model = {"num_layers": 3, "hidden_size": 512, "seq_length": 512, "vocab_size": 500}
     train = {"micro_batch_size": 16, "accumulation_steps": 2, "recompute": recompute}
     kept, moved = (
-        make(model={**model, "dropout": 0.0}, train={**train, "offload_activations": each})
-        for each in (False, True)
+        make(model={**model, "dropout": 0.0}, train={**train, "offload_activations": each}) for each in (False, True)
     )
     with patch.object(offload, "_Copy", Elsewhere):
         before, after = peaks(kept), peaks(moved)
@@ -154,8 +153,7 @@ def test_a_pipeline_keeps_each_waiting_micro_batch_on_the_host() -> None:
     parallel = {"pipeline_stage": 2, "pipeline_schedule": "gpipe"}
     train = {"accumulation_steps": 4, "recompute": "full"}
     kept, moved = (
-        make_plan(make(2, parallel=parallel, train={**train, "offload_activations": each}))
-        for each in (False, True)
+        make_plan(make(2, parallel=parallel, train={**train, "offload_activations": each})) for each in (False, True)
     )
     residual = 3 * 40 * 48 * 4
     assert [stage.memory.on_host for stage in moved.stages] == [4 * 2 * residual] * 2

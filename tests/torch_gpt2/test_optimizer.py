@@ -17,16 +17,11 @@ from common.training.loss_scale import LossScale, clip_factor as clip_factor_of_
 from torch_gpt2.optimizer import DeviceLossScale, build_optimizer, clip_factor, global_norm
 
 
-@pytest.mark.parametrize(
-    "shapes", [[(50304, 48)], [(7,), (1024,), (1025,), (3, 1000), (0,)], [(2_500_001,), (32, 32)]]
-)
+@pytest.mark.parametrize("shapes", [[(50304, 48)], [(7,), (1024,), (1025,), (3, 1000), (0,)], [(2_500_001,), (32, 32)]])
 def test_the_norm_has_the_digits_of_float32(shapes: list[tuple[int, ...]]) -> None:
     generator = np.random.default_rng(0)
     # few large and many small, as the gradient of an embedding has them
-    values = [
-        (generator.standard_normal(shape) * generator.random(shape) ** 8).astype(np.float32)
-        for shape in shapes
-    ]
+    values = [(generator.standard_normal(shape) * generator.random(shape) ** 8).astype(np.float32) for shape in shapes]
     expected = math.sqrt(sum(float(np.square(each.astype(np.float64)).sum()) for each in values))
     for given in (
         [torch.from_numpy(each) for each in values],

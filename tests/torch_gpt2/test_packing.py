@@ -73,16 +73,12 @@ def documents(ids: Tensor) -> Iterator[tuple[int, slice]]:
 
 @pytest.mark.filterwarnings("ignore:Transformer Engine and Apex")
 def test_masks_and_positions_are_megatrons() -> None:
-    megatron = pytest.importorskip(
-        "megatron.core.datasets.gpt_dataset", reason="megatron-core is not installed"
-    )
+    megatron = pytest.importorskip("megatron.core.datasets.gpt_dataset", reason="megatron-core is not installed")
     config = make_config()
     ids, targets = split(windows(), config.packing)
     seen = document_mask(document_numbers(ids, EOD))
     for row, data in enumerate(ids):
-        hidden, counted, positions = megatron._get_ltor_masks_and_position_ids(
-            data, EOD, True, True, True, True
-        )
+        hidden, counted, positions = megatron._get_ltor_masks_and_position_ids(data, EOD, True, True, True, True)
         assert torch.equal(document_positions(ids, EOD)[row], positions)
         assert torch.equal(~seen[row], hidden)
         assert torch.equal((targets[row] >= 0).float(), counted)
@@ -215,9 +211,7 @@ def test_one_graph_keeps_documents_apart_by_blocks(blocks: BlockAttention) -> No
     ids, targets = split(windows(), model.packing)
     compiled = torch.compile(model.loss_sum, backend="aot_eager", fullgraph=True, dynamic=False)
     parameters = [*model.parameters()]
-    eager, found = (
-        torch.autograd.grad(f(ids, targets), parameters) for f in (model.loss_sum, compiled)
-    )
+    eager, found = (torch.autograd.grad(f(ids, targets), parameters) for f in (model.loss_sum, compiled))
     torch.testing.assert_close(found, eager, rtol=1e-5, atol=1e-5)
 
 

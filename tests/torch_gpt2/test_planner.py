@@ -131,9 +131,7 @@ def test_compiled_regions_keep_the_input_of_a_norm_in_the_type_of_the_computatio
     train = {"recompute": recompute, "compile": True, "accumulation_steps": 2}
     config = make(precision="bf16", train=train)
     assert activations(config) == saved_bytes(config)
-    assert activations(config) < activations(
-        make(precision="bf16", train={**train, "compile": False})
-    )
+    assert activations(config) < activations(make(precision="bf16", train={**train, "compile": False}))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -264,9 +262,7 @@ class Messages(TorchDispatchMode):
         super().__init__()
         self.ranks, self.sent, self.calls = ranks, 0.0, list[str]()
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(operator)
         if "c10d" in name and "wait_tensor" not in name and "wrap_tensor" not in name:
             sizes = [each.nbytes for each in tree_leaves(args) if isinstance(each, Tensor)]
@@ -387,10 +383,7 @@ def test_state_and_steps_take_what_the_plan_says(tmp_path: Path, corpus_prefix: 
         "data__split": "100,0,0",
         "profile": {"start": 2, "stop": 3, "memory": True},
     }
-    jobs = [
-        tiny_run(tmp_path / name, corpus_prefix, **base, **changes)
-        for name, changes in MEASURED.items()
-    ]
+    jobs = [tiny_run(tmp_path / name, corpus_prefix, **base, **changes) for name, changes in MEASURED.items()]
     run_ranks(2, jobs, seconds=60.0)
     for name in MEASURED:
         folder = tmp_path / name

@@ -64,10 +64,7 @@ def prompts() -> list[list[int]]:
     """Each holds token 50, by which transformers' batches are padded: a penalty for repetition then
     is the same without them.
     """
-    return [
-        [50, *np.random.default_rng(length).integers(0, 101, length - 1).tolist()]
-        for length in LENGTHS
-    ]
+    return [[50, *np.random.default_rng(length).integers(0, 101, length - 1).tolist()] for length in LENGTHS]
 
 
 def continued(
@@ -136,18 +133,14 @@ def test_greedy_equals_transformers_token_for_token(
 ) -> None:
     """Batches of one, of three and one, and of all four: 8, 16, 32 and 48 columns, each once."""
     expected = theirs(model, prompts(), repetition_penalty=penalty)
-    assert expected == [
-        row for ids in prompts() for row in theirs(model, [ids], repetition_penalty=penalty)
-    ]
+    assert expected == [row for ids in prompts() for row in theirs(model, [ids], repetition_penalty=penalty)]
     assert ours(model, prompts(), batch, device=device, repetition_penalty=penalty) == expected
     assert min(len(set(row)) for row in expected) > 3
     assert device is CPU or len(captured) == {1: 4, 3: 3, 8: 2}[batch]
 
 
 @pytest.mark.parametrize(("batch", "window"), [(1, 48), (3, 16), (8, 16), (8, 2)])
-def test_a_sliding_window_equals_a_loop_over_transformers(
-    model: GPT2, batch: int, window: int
-) -> None:
+def test_a_sliding_window_equals_a_loop_over_transformers(model: GPT2, batch: int, window: int) -> None:
     """Each token follows the last window - 1 ones, as GPT2-Chinese's generate.py takes them;
     prompts of 18, 1, 7 and 12 tokens, one of which is above 16 from the start.
     """
@@ -215,12 +208,8 @@ def test_padded_ids_are_never_chosen(model: GPT2) -> None:
     assert max(ours(model, [[1, 2, 3]], strategy="sampling", temperature=50.0)[0]) < 101
 
 
-@pytest.mark.parametrize(
-    ("device", "window"), [(CPU, None), (CPU, POSITIONS), (ACCELERATOR, None), (ACCELERATOR, 20)]
-)
-def test_a_mixed_load_equals_single_requests(
-    model: GPT2, device: TorchDevice, window: int | None
-) -> None:
+@pytest.mark.parametrize(("device", "window"), [(CPU, None), (CPU, POSITIONS), (ACCELERATOR, None), (ACCELERATOR, 20)])
+def test_a_mixed_load_equals_single_requests(model: GPT2, device: TorchDevice, window: int | None) -> None:
     """24 sequences that come and go in four slots, float32."""
     given = mixed_prompts(101, None if window else POSITIONS)
     settings = PredictConfig(stop_at_end_of_text=False)
@@ -231,9 +220,7 @@ def test_a_mixed_load_equals_single_requests(
     assert len(captured) <= 4
 
 
-def test_a_captured_step_gives_the_logits_of_the_growing_one(
-    model: GPT2, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_captured_step_gives_the_logits_of_the_growing_one(model: GPT2, monkeypatch: pytest.MonkeyPatch) -> None:
     """float32, largest logit 2. Rows are exchanged once. A graph for each power of two, and none
     again, shows that nothing is read on the host: that would break it.
     """

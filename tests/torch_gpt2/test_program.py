@@ -62,10 +62,7 @@ def test_plain_torch_runs_it(oracle: tuple[GPT2LMHeadModel, Path], tmp_path: Pat
     net, source = oracle
     with open_hugging_face(source) as weights:
         write_program(tmp_path, weights, cache=True)
-    texts = [
-        np.random.default_rng(0).integers(0, VOCABULARY, shape)
-        for shape in ((1, 1), (3, 7), (1, POSITIONS))
-    ]
+    texts = [np.random.default_rng(0).integers(0, VOCABULARY, shape) for shape in ((1, 1), (3, 7), (1, POSITIONS))]
     done = subprocess.run(
         [sys.executable, "-c", _STRANGER, FILE, json.dumps([ids.tolist() for ids in texts])],
         cwd=tmp_path,

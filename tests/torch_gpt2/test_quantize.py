@@ -108,9 +108,7 @@ def by_channel(x: Tensor, scales: Tensor, axis: int, low: int, high: int) -> Ten
 def test_training_equals_a_plain_loop(kind: str) -> None:
     """Plain SGD of whole batches; by tensor a micro batch is the whole batch."""
     batch = {"train__micro_batch_size": 6} if kind == "by tensor" else {}
-    config = make_config(
-        quantization=KINDS[kind], optimizer__momentum=0.0, model__initializer_range=0.2, **batch
-    )
+    config = make_config(quantization=KINDS[kind], optimizer__momentum=0.0, model__initializer_range=0.2, **batch)
     engine = make_engine(config)
     # a sum in another order rounds a few activations to the next step, which each update amplifies:
     # seen 2e-5 after two updates, and 1e-4 after four where other kernels are faster

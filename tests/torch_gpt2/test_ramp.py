@@ -60,9 +60,7 @@ def start(corpus_prefix: Path, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("ramp", [RAMP, STEPS], ids=str)
-def test_a_run_equals_a_plain_loop(
-    ramp: Any, start: Any, corpus_prefix: Path, tmp_path: Path
-) -> None:
+def test_a_run_equals_a_plain_loop(ramp: Any, start: Any, corpus_prefix: Path, tmp_path: Path) -> None:
     """float32 sums of micro batches in another order: 1e-6."""
     changes = {"train__rampup_batch_size": ramp, **BY_SAMPLES}
     rows = rows_of(start("run", logging__style="megatron", **changes))
@@ -73,9 +71,7 @@ def test_a_run_equals_a_plain_loop(
     expected = 0.05 * np.where(before <= 16, before / 16, down)
     assert [row["learning_rate"] for row in rows] == pytest.approx(expected.tolist())
 
-    config = resolve_config(
-        build_config(make_tree(tmp_path / "loop", corpus_prefix)), samples_per_epoch=1000
-    )
+    config = resolve_config(build_config(make_tree(tmp_path / "loop", corpus_prefix)), samples_per_epoch=1000)
     samples = open_samples(
         [str(corpus_prefix)], split="train", split_weights=(90.0, 10.0, 0.0), seq_length=16,
         seed=config.seed, shuffle=config.data.shuffle,
@@ -170,10 +166,7 @@ def test_a_run_takes_the_choice_for_the_memory_that_is_there(memory: Any, start:
     """Losses and norms equal those of another micro batch: float32 sums in another order, 1e-6."""
     memory(peak(4))
     run = start("auto", **AUTO)
-    config, measured = (
-        load_config(run / "config.yaml"),
-        json.loads((run / "memory.json").read_text()),
-    )
+    config, measured = (load_config(run / "config.yaml"), json.loads((run / "memory.json").read_text()))
     found = config.train
     assert (found.micro_batch_size, found.accumulation_steps, found.global_batch_size) == (4, 3, 12)
     assert config.validation.micro_batch_size == 4
@@ -205,11 +198,7 @@ def test_a_run_recomputes_what_it_must(memory: Any, start: Any) -> None:
 @pytest.mark.long
 def test_two_ranks_take_the_same_one(corpus_prefix: Path, tmp_path: Path) -> None:
     """Six samples a rank at once: losses of one process with micro batches of two within 1e-6."""
-    runs = {
-        "one": {"train__micro_batch_size": 2, "ranks": 1},
-        "auto": {},
-        "pipeline": {"parallel__pipeline_stage": 2},
-    }
+    runs = {"one": {"train__micro_batch_size": 2, "ranks": 1}, "auto": {}, "pipeline": {"parallel__pipeline_stage": 2}}
     jobs = [make_tree(tmp_path / name, corpus_prefix, **AUTO | each) for name, each in runs.items()]
     run_ranks(2, jobs)
     for name in ("auto", "pipeline"):

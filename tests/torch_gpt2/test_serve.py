@@ -135,9 +135,7 @@ def model() -> GPT2:
 
 
 @pytest.fixture(scope="module")
-def server(
-    tmp_path_factory: pytest.TempPathFactory, model: GPT2, tokenizer: Tokenizer
-) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, model: GPT2, tokenizer: Tokenizer) -> Iterator[Server]:
     with Server(tmp_path_factory.mktemp("serve"), model, tokenizer) as made:
         made.work.start()
         yield made
@@ -196,10 +194,7 @@ def test_each_parameter_is_generates(server: Server) -> None:
 def test_every_form_of_prompt_and_the_usage(server: Server) -> None:
     texts = ["To be", "The dog"]
     ids = [server.tokenizer.encode(text).tolist() for text in texts]
-    answers = [
-        server.complete(prompt=given, max_tokens=5, temperature=0)
-        for given in (texts, ids, texts[0], ids[0])
-    ]
+    answers = [server.complete(prompt=given, max_tokens=5, temperature=0) for given in (texts, ids, texts[0], ids[0])]
     found = [[each["text"] for each in answer["choices"]] for answer in answers]
     assert found[0] == found[1] and found[2] == found[3] == found[0][:1]
     used = {"prompt_tokens": 4, "completion_tokens": 10, "total_tokens": 14}
@@ -300,9 +295,7 @@ REFUSED: list[tuple[int, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("status", "param", "fields"), REFUSED)
-def test_refusals_name_the_field(
-    server: Server, status: int, param: str, fields: dict[str, Any]
-) -> None:
+def test_refusals_name_the_field(server: Server, status: int, param: str, fields: dict[str, Any]) -> None:
     found, error = server.refused(**{"prompt": "a", **fields})
     assert (found, error["param"]) == (status, param)
     assert error["type"] == "invalid_request_error" and param in error["message"]
@@ -319,10 +312,7 @@ def test_requests_refused_before_the_body_is_read(server: Server) -> None:
     for host in ("[::1]:8000", "LOCALHOST:8000", "localhost.:8000", "Localhost"):
         assert server.call("GET", "/v1/models", Host=host)[0] == 200
     chunk = b"10000\r\n" + b"a" * 0x10000 + b"\r\n"
-    for rest in (
-        b"Content-Length: 100000000\r\n\r\n{",
-        b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 17,
-    ):
+    for rest in (b"Content-Length: 100000000\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 17):
         with connect(server, HEAD + rest) as client:
             assert client.recv(100).startswith(b"HTTP/1.1 413")
 

@@ -14,27 +14,12 @@ import torch
 
 from common.checkpoint.folders import find_checkpoint, require_checkpoint
 from common.checkpoint.manifest import read_manifest, write_manifest
-from common.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DeviceError,
-    DivergedError,
-    StopRequested,
-    UserError,
-)
+from common.errors import CheckpointError, ConfigError, DataError, DeviceError, DivergedError, StopRequested, UserError
 from common.inputs import make_run
 from common.run_config import load_config
 from common.training.metrics import MetricsWriter, read_metrics
 from common.weights.initial import initial_rows
-from tests.tiny import (
-    require_same_bits,
-    results_of,
-    rows_of,
-    tensors_of,
-    tiny_run,
-    train_here,
-)
+from tests.tiny import require_same_bits, results_of, rows_of, tensors_of, tiny_run, train_here
 from torch_gpt2.evaluate import evaluate
 
 ADAMW = {"learning_rate": 0.01, "warmup_steps": 4, "decay_steps": 20, "weight_decay": 0.1}
@@ -62,10 +47,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
         "loss_scale": {"initial": 2.0**32, "window": 6, "factor": 8.0, "hysteresis": 2},
     },
     "bf16 weights": {"precision": {"parameters": "bfloat16", "compute": "bfloat16"}},
-    "O2": {
-        "precision": {"parameters": "float16", "compute": "float16"},
-        "loss_scale": {"initial": 64.0, "window": 3},
-    },
+    "O2": {"precision": {"parameters": "float16", "compute": "float16"}, "loss_scale": {"initial": 64.0, "window": 3}},
     "sgd": {"optimizer": SGD},
 }
 
@@ -179,9 +161,7 @@ def test_finetuning_starts_from_weights_with_a_new_optimizer(start: Any) -> None
         assert equal == (used == whole)
 
 
-def test_gradients_or_weights_that_become_infinite_are_not_a_success(
-    start: Any, tmp_path: Path
-) -> None:
+def test_gradients_or_weights_that_become_infinite_are_not_a_success(start: Any, tmp_path: Path) -> None:
     scale = {"mode": "static", "initial": 2.0**60}
     with pytest.raises(DivergedError, match=r"3 steps in a row had no finite gradient"):
         start("run", precision="fp16", loss_scale=scale, train__max_skipped_steps=3)
@@ -204,9 +184,7 @@ def test_gradients_or_weights_that_become_infinite_are_not_a_success(
         ({"device": "npu"}, DeviceError, "device=npu: torch_npu"),
     ],
 )
-def test_bad_input(
-    start: Any, tmp_path: Path, changes: dict[str, Any], error: type[UserError], message: str
-) -> None:
+def test_bad_input(start: Any, tmp_path: Path, changes: dict[str, Any], error: type[UserError], message: str) -> None:
     """Found before anything is written."""
     if changes.get("device") == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
@@ -226,9 +204,7 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], type[UserError], str]] = [
 ]
 
 
-def test_a_checkpoint_of_another_run_is_refused(
-    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_another_run_is_refused(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one of the same shapes, whose function is another; what to write instead is named."""
     monkeypatch.chdir(tmp_path)
     start("run", steps=2)
@@ -286,9 +262,7 @@ def test_training_begins_at_the_shared_initial_weights(start: Any) -> None:
         ({"train__fused_attention": False, "optimizer__name": "sgd"}, "written out", "SGD"),
     ],
 )
-def test_a_run_names_its_kernels(
-    start: Any, changes: dict[str, Any], attention: str, optimizer: str
-) -> None:
+def test_a_run_names_its_kernels(start: Any, changes: dict[str, Any], attention: str, optimizer: str) -> None:
     """Without attention dropout, for which a CPU's kernel is not made."""
     folder = start("run", 1, model__attention_dropout=0.0, **changes)
     found = (folder / "config.yaml").read_text().splitlines()[-1]

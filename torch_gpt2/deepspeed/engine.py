@@ -79,11 +79,7 @@ class DeepSpeedEngine(BaseEngine):
         state = ZeroState if config.parallel.zero_stage else WholeState
         self._state: DeepSpeedState = state(self._parameters, layout, self.world)
         mark_split(self._model, layout, self.world)
-        loss_sum = (
-            compile_model([self._model], config)
-            if is_compiled(config, device)
-            else self._model.loss_sum
-        )
+        loss_sum = compile_model([self._model], config) if is_compiled(config, device) else self._model.loss_sum
         self._module = (
             build_pipeline(self._deepspeed, self._model, self.world, self._mean)
             if self._pipeline
@@ -92,9 +88,7 @@ class DeepSpeedEngine(BaseEngine):
         if self._pipeline and config.packing is not None and config.packing.separates:
             give_tokens(self._model, self._waiting)
 
-    def run(
-        self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
-    ) -> list[StepResult]:
+    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
         """Ignore ``limits``, which the config's checks refuse: DeepSpeed tells the norm too
         late.
         """
@@ -109,9 +103,7 @@ class DeepSpeedEngine(BaseEngine):
         config = self.config
         # so many at once keep a pipeline busy
         width = 4 * config.parallel.pipeline_stage if self._pipeline else 1
-        blank = np.zeros(
-            (config.validation.micro_batch_size, config.model.seq_length + 1), np.int32
-        )
+        blank = np.zeros((config.validation.micro_batch_size, config.model.seq_length + 1), np.int32)
         total, tokens = 0.0, 0
         rest = iter(batches)
         while True:
@@ -174,9 +166,7 @@ class DeepSpeedEngine(BaseEngine):
         optimizer: dict[str, Any] = (
             {"model_parameters": parameter_groups(tensors, settings)}
             if "optimizer" in self.settings  # DeepSpeed's own kernels
-            else {
-                "optimizer": build_optimizer(tensors, settings, fused=self.device.fused_optimizer)
-            }
+            else {"optimizer": build_optimizer(tensors, settings, fused=self.device.fused_optimizer)}
         )
         if self.world.topology.tensor > 1 and not self._pipeline:
             optimizer["mpu"] = grid_of(self.world.topology)
@@ -207,11 +197,7 @@ class DeepSpeedEngine(BaseEngine):
             self.schedule.advance(batch.samples)
         self.loss_scale.update(finite)
         return StepResult(
-            loss=loss,
-            grad_norm=norm if finite else math.inf,
-            learning_rate=rate,
-            loss_scale=scale,
-            skipped=not finite,
+            loss=loss, grad_norm=norm if finite else math.inf, learning_rate=rate, loss_scale=scale, skipped=not finite
         )
 
     def _update(self, tokens: Tokens, rate: float, scale: float) -> tuple[float, float]:
@@ -248,11 +234,7 @@ class DeepSpeedEngine(BaseEngine):
         if not self._pipeline:
             return [self._engine(*pair).item() for pair in pairs]
         losses = self._engine.eval_batch(
-            pairs,
-            reduce_output=None,
-            compute_loss=True,
-            bcast_loss=False,
-            num_micro_batches=len(batches),
+            pairs, reduce_output=None, compute_loss=True, bcast_loss=False, num_micro_batches=len(batches)
         )
         return [] if losses is None else [loss.item() for loss in losses]
 
@@ -274,10 +256,7 @@ class DeepSpeedEngine(BaseEngine):
         weight.
         """
         train = self.config.train
-        shape = (
-            train.micro_batch_size * train.accumulation_steps,
-            self.config.model.seq_length + 1,
-        )
+        shape = (train.micro_batch_size * train.accumulation_steps, self.config.model.seq_length + 1)
         self._update(np.zeros(shape, np.int32), rate=0.0, scale=1.0)
 
 
@@ -285,8 +264,7 @@ def open_deepspeed(config: Run, device: TorchDevice, process: Process) -> Any:
     """Import the package, and tell it the device and the processes."""
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
-            f"engine=deepspeed: the package is not installed; {install('deepspeed')}, or set"
-            " engine=native"
+            f"engine=deepspeed: the package is not installed; {install('deepspeed')}, or set engine=native"
         )
     os.environ["DS_ACCELERATOR"] = device.kind
     deepspeed = importlib.import_module("deepspeed")
@@ -311,9 +289,7 @@ def open_deepspeed(config: Run, device: TorchDevice, process: Process) -> Any:
 class _MeanLossModule(nn.Module):
     """Mean loss of ids and targets (B, T): DeepSpeed watches the forward of a module."""
 
-    def __init__(
-        self, model: GPT2, loss_sum: LossSum, mean: Callable[[Tensor, Tensor], Tensor]
-    ) -> None:
+    def __init__(self, model: GPT2, loss_sum: LossSum, mean: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.model = model
         self._mean = mean

@@ -24,9 +24,7 @@ from torch_gpt2.parallel.world import World
 def ranks_of(topology: Topology) -> Any:
     """Return the three axes as DeepSpeed's topology, which numbers the ranks as Topology does."""
     module = importlib.import_module("deepspeed.runtime.pipe.topology")
-    return module.PipeModelDataParallelTopology(
-        num_pp=topology.pipeline, num_mp=topology.tensor, num_dp=topology.data
-    )
+    return module.PipeModelDataParallelTopology(num_pp=topology.pipeline, num_mp=topology.tensor, num_dp=topology.data)
 
 
 def grid_of(topology: Topology) -> Any:
@@ -55,9 +53,7 @@ def mark_split(stage: GPT2, config: Run, world: World) -> None:
             parameter.register_hook(summed)  # type: ignore[no-untyped-call]
 
 
-def build_pipeline(
-    deepspeed: Any, stage: GPT2, world: World, mean: Callable[[Tensor, Tensor], Tensor]
-) -> Any:
+def build_pipeline(deepspeed: Any, stage: GPT2, world: World, mean: Callable[[Tensor, Tensor], Tensor]) -> Any:
     """Return DeepSpeed's PipelineModule, in which each native stage is one layer.
 
     The first and the last stage each hold the token table, whose gradients DeepSpeed adds up.

@@ -24,13 +24,7 @@ from common.training.loss_scale import clip_factor
 from common.training.opened_checkpoint import Checkpoint
 from torch_gpt2.deepspeed.private_api import link_moments
 from torch_gpt2.device import DTYPES
-from torch_gpt2.optimizer import (
-    MasterWeights,
-    global_norm,
-    held_bytes,
-    scale_gradients,
-    sum_in_float32,
-)
+from torch_gpt2.optimizer import MasterWeights, global_norm, held_bytes, scale_gradients, sum_in_float32
 from torch_gpt2.parallel.layout import GradientSync
 from torch_gpt2.parallel.world import World
 
@@ -117,9 +111,7 @@ class DeepSpeedState(ABC):
 
     def norm_of_moments(self) -> float:
         states = (self._basic.state.get(tensor, {}) for tensor in self.tensors.values())
-        found = [
-            state[part] for state in states for part in self.parts if state.get(part) is not None
-        ]
+        found = [state[part] for state in states for part in self.parts if state.get(part) is not None]
         return global_norm(found).item() if found else 0.0
 
     def state_bytes(self) -> int:
@@ -145,9 +137,7 @@ class DeepSpeedState(ABC):
 
     def moments(self) -> dict[str, Array]:
         """Return copies of the owned pieces by NAME.PART. All ranks must call."""
-        return self._copied(
-            {f"{name}.{part}": (name, part) for part in self.parts for name in self.tensors}
-        )
+        return self._copied({f"{name}.{part}": (name, part) for part in self.parts for name in self.tensors})
 
     def _copied(self, wanted: Mapping[str, tuple[str, str | None]]) -> dict[str, Array]:
         owned, found = self.owned(), {}
@@ -265,9 +255,7 @@ class ZeroState(DeepSpeedState):
         super().attach(engine, reader)
         self._optimizer = engine.optimizer
         self._utils = importlib.import_module("deepspeed.utils")
-        if (
-            self.config.precision.parameters != "float32"
-        ):  # DeepSpeed's copies were made from rounded weights
+        if self.config.precision.parameters != "float32":  # DeepSpeed's copies were made from rounded weights
             for name, values in self._values(reader):
                 self._utils.safe_set_full_fp32_param(self.tensors[name], self._there(name, values))
 
@@ -276,9 +264,7 @@ class ZeroState(DeepSpeedState):
         super().fill_moments(values, updates)
 
     def _set_moment(self, name: str, part: str, whole: Tensor) -> None:
-        self._utils.safe_set_full_optimizer_state(
-            self.tensors[name], self._there(name, whole), part
-        )
+        self._utils.safe_set_full_optimizer_state(self.tensors[name], self._there(name, whole), part)
 
     def moments(self) -> dict[str, Array]:
         link_moments(self._optimizer)

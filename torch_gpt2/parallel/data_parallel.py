@@ -41,10 +41,7 @@ class DataParallel:
         self._afterwards = self._group is not None and not self._stage and late
         if self._group is not None and not self._stage and not late:
             self._ddp = self.loss_sum = DistributedDataParallel(
-                _DDPLoss(parts[0], loss_sum),
-                gradient_as_bucket_view=True,
-                init_sync=False,
-                process_group=self._group,
+                _DDPLoss(parts[0], loss_sum), gradient_as_bucket_view=True, init_sync=False, process_group=self._group
             )
             state = (DTYPES[precision.reduction], self._group)
             # DDP would read annotations as classes
@@ -101,9 +98,7 @@ def sum_over(group: dist.ProcessGroup | None, gradients: Iterable[Tensor]) -> No
         work.wait()
 
 
-def _sum_bucket(
-    state: tuple[torch.dtype, dist.ProcessGroup], bucket: Any
-) -> torch.futures.Future[Tensor]:
+def _sum_bucket(state: tuple[torch.dtype, dist.ProcessGroup], bucket: Any) -> torch.futures.Future[Tensor]:
     """Sum gradients in ``dtype``, where DDP would average them.
 
     A micro batch then has the same gradient, and overflows at the same loss scale, on any number of

@@ -14,13 +14,7 @@ from common.parallel.sharding import Role, owns, role_of
 from common.parallel.topology import GroupKind
 from common.weights.names import EMBEDDING
 from torch_gpt2.device import DTYPES, TorchDevice
-from torch_gpt2.model import (
-    GPT2,
-    set_fused_attention,
-    set_offload,
-    set_packing,
-    set_recompute,
-)
+from torch_gpt2.model import GPT2, set_fused_attention, set_offload, set_packing, set_recompute
 from torch_gpt2.optimizer import global_norm
 from torch_gpt2.parallel.data_parallel import sum_over
 from torch_gpt2.parallel.pipeline_parallel import keep_stage
@@ -85,19 +79,14 @@ class GradientSync:
         self._world = world
         self._sequence = config.parallel.sequence_parallel and world.topology.tensor > 1
         self._copies_of_embedding = world.groups.get(GroupKind.EMBEDDING)
-        self.alone = (
-            config.parallel.zero_stage == 0
-            and world.topology.tensor == world.topology.pipeline == 1
-        )
+        self.alone = config.parallel.zero_stage == 0 and world.topology.tensor == world.topology.pipeline == 1
         self.owns = partial(owns, config.parallel, world.topology, world.at)
         """Whether this rank represents its part of a parameter, which other ranks may hold too."""
 
     def complete(self, gradients: dict[str, Tensor]) -> None:
         """Sum, in place, the partial gradients of the tensor and embedding groups."""
         if self._sequence:
-            parts = [
-                gradient for name, gradient in gradients.items() if role_of(name) is Role.REPLICATED
-            ]
+            parts = [gradient for name, gradient in gradients.items() if role_of(name) is Role.REPLICATED]
             sum_over(self._world.groups[GroupKind.TENSOR], parts)
         if self._copies_of_embedding is not None and EMBEDDING in gradients:
             sum_over(self._copies_of_embedding, [gradients[EMBEDDING]])
@@ -106,8 +95,6 @@ class GradientSync:
         """Euclidean norm over the gradients of all ranks, each element counted once; scalar of
         ``wide_type``.
         """
-        mine = [
-            gradient for name, gradient in gradients.items() if self.owns(name) and gradient.numel()
-        ]
+        mine = [gradient for name, gradient in gradients.items() if self.owns(name) and gradient.numel()]
         own = global_norm(mine) if mine else next(iter(gradients.values())).new_zeros(())
         return self._world.total(own, power=2).sqrt()

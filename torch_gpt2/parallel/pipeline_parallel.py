@@ -91,11 +91,7 @@ class Pipeline:
         )
 
     def step(
-        self,
-        ids: Tensor,
-        targets: Tensor,
-        finish: Callable[[Tensor], Tensor],
-        watch: Callable[[int | None], None],
+        self, ids: Tensor, targets: Tensor, finish: Callable[[Tensor], Tensor], watch: Callable[[int | None], None]
     ) -> Tensor:
         """Compute the gradients of ``finish(sum of the losses)`` of all micro batches.
 
@@ -112,9 +108,7 @@ class Pipeline:
         losses: list[Tensor] = []
         inputs, more = (ids,) if 0 in self._parts else (), self._tokens(ids)
         if self.has_loss:
-            self._schedule.step(
-                *inputs, target=targets, losses=losses, return_outputs=False, **more
-            )
+            self._schedule.step(*inputs, target=targets, losses=losses, return_outputs=False, **more)
             return torch.stack([loss.detach() for loss in losses]).sum()
         self._schedule.step(*inputs, **more)
         return torch.zeros((), device=self._device)
@@ -133,9 +127,7 @@ class Pipeline:
             if index < self._count - 1 and index + 1 not in self._parts:
                 dist.send(x.contiguous(), self._rank_of(index + 1), group=self._group)
         return (
-            self._parts[self._count - 1].loss_of(x, targets)
-            if self.has_loss
-            else torch.zeros((), device=self._device)
+            self._parts[self._count - 1].loss_of(x, targets) if self.has_loss else torch.zeros((), device=self._device)
         )
 
     def _tokens(self, ids: Tensor) -> dict[str, Tensor]:

@@ -19,8 +19,7 @@ from torch_gpt2.quantize import forget_maxima
 PRIVATE = {
     "torch.distributed.pipelining.PipelineStage._prepare_forward_infra": "buffers of messages from"
     " the stage before, one for each micro batch; no public replacement: a step keeps them all",
-    "torch.distributed.pipelining.PipelineStage._create_grad_recv_info": "the same of gradients"
-    " from the stage after",
+    "torch.distributed.pipelining.PipelineStage._create_grad_recv_info": "the same of gradients from the stage after",
     "torch.distributed.pipelining.PipelineStage._get_recv_ops": "the moment before a message is"
     " awaited; no public replacement",
     "torch.distributed.pipelining.PipelineStage._retrieve_recv_activations": "the moment when"
@@ -63,9 +62,7 @@ class FrugalStage(PipelineStage):
     def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> list[dist.P2POp]:
         for info in recv_infos:
             if getattr(info, "buffer", None) is not None:
-                info.buffer = torch.empty_like(
-                    info.buffer, device=self.device, requires_grad=info.buffer.requires_grad
-                )
+                info.buffer = torch.empty_like(info.buffer, device=self.device, requires_grad=info.buffer.requires_grad)
         return super()._get_recv_ops(recv_infos)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
@@ -79,11 +76,7 @@ class FrugalStage(PipelineStage):
         return received
 
     def backward_one_chunk(
-        self,
-        bwd_chunk_id: int,
-        loss: Any = None,
-        full_backward: bool = True,
-        last_backward: bool = False,
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None:
@@ -99,7 +92,5 @@ def _without_memory(messages: tuple[Any, ...]) -> tuple[Any, ...]:
     copies = tuple(copy.copy(message) for message in messages)
     for message in copies:
         if getattr(message, "buffer", None) is not None:
-            message.buffer = torch.empty_like(
-                message.buffer, device="meta", requires_grad=message.buffer.requires_grad
-            )
+            message.buffer = torch.empty_like(message.buffer, device="meta", requires_grad=message.buffer.requires_grad)
     return copies

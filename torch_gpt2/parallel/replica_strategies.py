@@ -31,9 +31,7 @@ class ParameterServer:
     Only rank 0 has the optimizer's state.
     """
 
-    def __init__(
-        self, loss_sum: LossSum, config: Run, world: World, weights: Mapping[str, Tensor]
-    ) -> None:
+    def __init__(self, loss_sum: LossSum, config: Run, world: World, weights: Mapping[str, Tensor]) -> None:
         self.loss_sum = loss_sum
         self._world = world
         self._weights = weights
@@ -85,9 +83,7 @@ class SingleProcessDataParallel(DataParallel):
 class Horovod:
     """Sum over all ranks by Horovod's all-reduce."""
 
-    def __init__(
-        self, loss_sum: LossSum, config: Run, world: World, weights: Mapping[str, Tensor]
-    ) -> None:
+    def __init__(self, loss_sum: LossSum, config: Run, world: World, weights: Mapping[str, Tensor]) -> None:
         if importlib.util.find_spec("horovod") is None:
             raise ConfigError(
                 "parallel.strategy=horovod: the package is not installed; HOROVOD_WITH_PYTORCH=1"
@@ -137,12 +133,7 @@ class _ReplicaLoss(nn.Module):
 
 
 def replicate(
-    parts: list[GPT2],
-    loss_sum: LossSum,
-    config: Run,
-    world: World,
-    device: TorchDevice,
-    weights: Mapping[str, Tensor],
+    parts: list[GPT2], loss_sum: LossSum, config: Run, world: World, device: TorchDevice, weights: Mapping[str, Tensor]
 ) -> DataParallel | ParameterServer | Horovod:
     """Create the strategy that parallel.strategy names.
 

@@ -78,9 +78,7 @@ class _Copy(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _all_reduce(x, group).view_as(
-            x
-        )  # a new tensor, or torch 2.11's compiler loses its gradient
+        return _all_reduce(x, group).view_as(x)  # a new tensor, or torch 2.11's compiler loses its gradient
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -204,9 +202,7 @@ def split_model(model: GPT2, tensor: TensorGroup, device: TorchDevice) -> None:
     for block in model.h:
         assert isinstance(block, Block)
         for region in (block.attn, block.mlp):
-            region.register_forward_pre_hook(
-                lambda _, inputs: (tensor.enter(inputs[0]), *inputs[1:])
-            )
+            region.register_forward_pre_hook(lambda _, inputs: (tensor.enter(inputs[0]), *inputs[1:]))
         if tensor.asynchronous:
             block.attn.project = types.MethodType(  # type: ignore[method-assign]
                 _project_as_one, block.attn

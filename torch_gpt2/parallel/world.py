@@ -112,16 +112,12 @@ def open_world(config: Run, process: Process, device: TorchDevice) -> Iterator[W
         os.environ.setdefault(name, value)
     # a little longer than the launcher waits, which can better tell which rank has failed
     limit = datetime.timedelta(seconds=config.runtime.stall_limit + 30)
-    backends = (
-        "gloo" if device.kind == "cpu" else f"cpu:gloo,{device.kind}:{device.communication_backend}"
-    )
+    backends = "gloo" if device.kind == "cpu" else f"cpu:gloo,{device.kind}:{device.communication_backend}"
     limit_new_groups(limit)
     os.environ.setdefault("HCCL_EXEC_TIMEOUT", hccl_seconds(limit.total_seconds()))
     try:
         store = _open_store(process, limit)
-        dist.init_process_group(
-            backends, timeout=limit, store=store, rank=process.rank, world_size=process.world_size
-        )
+        dist.init_process_group(backends, timeout=limit, store=store, rank=process.rank, world_size=process.world_size)
         with exit_barrier(dist.barrier):
             topology = config.topology
             yield World(
@@ -136,8 +132,7 @@ def open_world(config: Run, process: Process, device: TorchDevice) -> Iterator[W
             raise
         reason = str(error).strip().partition("\n")[0].partition(" This is typically")[0]
         raise RunError(
-            f"rank {process.rank}: no contact with the other ranks ({reason}); see the log of the"
-            " one that failed first"
+            f"rank {process.rank}: no contact with the other ranks ({reason}); see the log of the one that failed first"
         ) from error
     dist.destroy_process_group()
 
@@ -161,8 +156,7 @@ def _open_store(process: Process, limit: datetime.timedelta) -> Any:
             listener = listen(here, port).detach()
         except OSError as error:
             raise ConfigError(
-                f"port {port} of {address} is taken; end what uses it, or set MASTER_PORT"
-                f" ({error.strerror})"
+                f"port {port} of {address} is taken; end what uses it, or set MASTER_PORT ({error.strerror})"
             ) from error
     store = dist.TCPStore(  # type: ignore[attr-defined]
         address if listener is None or is_loopback(address) else LOOPBACK,
@@ -233,11 +227,5 @@ def _is_lost_contact(error: Exception) -> bool:
         return True
     text = str(error).lower()
     return any(
-        word in text
-        for word in (
-            "gloo",
-            "connection closed by peer",
-            "connection reset by peer",
-            "timed out waiting",
-        )
+        word in text for word in ("gloo", "connection closed by peer", "connection reset by peer", "timed out waiting")
     )

@@ -34,9 +34,7 @@ def shard_model(model: GPT2, config: Run, mesh: DeviceMesh) -> None:
     """
     precision = config.precision
     low = DTYPES[precision.parameters] if precision.parameters != "float32" else None
-    policy = MixedPrecisionPolicy(
-        param_dtype=low, reduce_dtype=DTYPES[precision.reduction], cast_forward_inputs=False
-    )
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=DTYPES[precision.reduction], cast_forward_inputs=False)
     reshard = config.parallel.zero_stage == 3 and config.parallel.pipeline_stage == 1
     for block in model.h:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

@@ -92,16 +92,12 @@ class Checkpoint:
 def _of_all(file: TensorFile) -> dict[str, Any]:
     """Return the values that are the same in the files of all ranks."""
     args = args_of(file)
-    return {name: file.tree.get(name) for name in _OF_ALL} | {
-        name: args.get(name) for name in _ARGS_OF_ALL
-    }
+    return {name: file.tree.get(name) for name in _OF_ALL} | {name: args.get(name) for name in _ARGS_OF_ALL}
 
 
 def has_files(folder: Path) -> bool:
     return any(
-        pattern.fullmatch(path.name)
-        for path in folder.glob("*_states.pt")
-        for pattern in (_MODEL, _LAYER, _OPTIMIZER)
+        pattern.fullmatch(path.name) for path in folder.glob("*_states.pt") for pattern in (_MODEL, _LAYER, _OPTIMIZER)
     )
 
 
@@ -147,9 +143,7 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
             f"{path}: nothing of DeepSpeed here; expected {_LATEST} and global_stepN, or files like"
             " mp_rank_00_model_states.pt"
         )
-    models, layers, optimizers = (
-        by_ranks(folder.glob("*.pt"), pattern) for pattern in (_MODEL, _LAYER, _OPTIMIZER)
-    )
+    models, layers, optimizers = (by_ranks(folder.glob("*.pt"), pattern) for pattern in (_MODEL, _LAYER, _OPTIMIZER))
     with ExitStack() as stack:
 
         def opened(path: Path) -> TensorFile:
@@ -192,14 +186,12 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
             folder=folder,
             models=[files[rank] for rank in range(ranks)],
             layers=[
-                [_named(pipeline[number, rank], f"{number}.", blocks) for number in numbers]
-                or [_named(files[rank])]
+                [_named(pipeline[number, rank], f"{number}.", blocks) for number in numbers] or [_named(files[rank])]
                 for rank in range(tensor)
             ],
             blocks=blocks,
             optimizers=[
-                [opened(optimizers[rank, mp]) for rank in range(data)]
-                for mp in range(ranks if optimizers else 0)
+                [opened(optimizers[rank, mp]) for rank in range(data)] for mp in range(ranks if optimizers else 0)
             ],
         )
 

@@ -17,13 +17,7 @@ from typing import Any, TypeAlias
 from common.config.update_rules import STATE_PARTS, rule_keeping
 from common.dialects.rules import whole
 from common.errors import CheckpointError, ConfigError
-from common.systems.deepspeed.files import (
-    NAME_MAP,
-    Checkpoint,
-    find_folder,
-    open_checkpoint,
-    short_name,
-)
+from common.systems.deepspeed.files import NAME_MAP, Checkpoint, find_folder, open_checkpoint, short_name
 from common.systems.megatron_args import args_of, in_version, weights_of_ranks
 from common.systems.rank_parts import Ranks, name_in_order
 from common.systems.run_state import NO_SCALE, first_number, new_run
@@ -37,9 +31,7 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Parameters by name, in the order of a vector."""
 
 
-def cut(
-    vector: Sequence[FileTensor], shapes: Shapes, gaps: Sequence[int] = (), first: int = 0
-) -> dict[str, Any]:
+def cut(vector: Sequence[FileTensor], shapes: Shapes, gaps: Sequence[int] = (), first: int = 0) -> dict[str, Any]:
     """Return the parameters in a vector that is given in parts.
 
     gaps: elements between each parameter and the next; empty for none. first: elements before
@@ -78,9 +70,7 @@ def _elements(shapes: Iterable[tuple[int, ...]]) -> int:
     return sum(map(math.prod, shapes))
 
 
-def _part(
-    name: str, shape: tuple[int, ...], vector: Sequence[FileTensor], first: int
-) -> FileTensor:
+def _part(name: str, shape: tuple[int, ...], vector: Sequence[FileTensor], first: int) -> FileTensor:
     """Return the tensor whose elements begin at ``first`` of a vector."""
     places = list(_segments(vector, first, math.prod(shape)))
     checks = [check for check in dict.fromkeys(part.check for part, _ in places) if check]
@@ -90,11 +80,7 @@ def _part(
             one()
 
     tensor = FileTensor(
-        name=name,
-        dtype="float32",
-        shape=shape,
-        segments=tuple(segment for _, segment in places),
-        check=check,
+        name=name, dtype="float32", shape=shape, segments=tuple(segment for _, segment in places), check=check
     )
     there = sum(segment.size for segment in tensor.segments)
     if there != tensor.nbytes:
@@ -102,9 +88,7 @@ def _part(
     return tensor
 
 
-def _segments(
-    vector: Sequence[FileTensor], first: int, count: int
-) -> Iterator[tuple[FileTensor, Bytes]]:
+def _segments(vector: Sequence[FileTensor], first: int, count: int) -> Iterator[tuple[FileTensor, Bytes]]:
     """Yield the bytes of ``count`` elements from ``first`` on, part by part."""
     start, item = 0, NUMPY_TYPES["float32"].itemsize
     for part in vector:
@@ -140,8 +124,7 @@ def read_optimizers(there: Checkpoint) -> tuple[list[Saved], str]:
     """
     if there.optimizers:
         found = [
-            _read_partitions(files, model, there)
-            for files, model in zip(there.optimizers, there.models, strict=True)
+            _read_partitions(files, model, there) for files, model in zip(there.optimizers, there.models, strict=True)
         ]
         paths = [files[0].path for files in there.optimizers]
     else:
@@ -165,9 +148,7 @@ def _read_all_whole(there: Checkpoint) -> list[Saved]:
         return []
     found = []
     for tensor in range(there.tensor):
-        layers: list[Shapes] = [
-            {name: part.shape for name, part in layer.items()} for layer in there.layers[tensor]
-        ]
+        layers: list[Shapes] = [{name: part.shape for name, part in layer.items()} for layer in there.layers[tensor]]
         stages = trees[tensor :: there.tensor]
         for stage, tree in enumerate(stages):
             found.append(_read_whole(tree, layers, is_last=stage == len(stages) - 1))
@@ -200,9 +181,7 @@ def _read_partitions(files: Sequence[TensorFile], model: TensorFile, there: Chec
         steps = [_steps(records, state) for records, state in zip(inner, states, strict=True)]
         for file, step in zip(files, steps, strict=True):
             if step != steps[0]:
-                raise ValueError(
-                    f"{file.path.name} has made {step} updates, {path.name} {steps[0]}"
-                )
+                raise ValueError(f"{file.path.name} has made {step} updates, {path.name} {steps[0]}")
 
         def merged(vectors: Callable[[int], Sequence[FileTensor]]) -> dict[str, FileTensor]:
             found: dict[str, FileTensor] = {}
@@ -258,11 +237,7 @@ def _read_whole(tree: Mapping[str, Any], layers: list[Shapes], is_last: bool) ->
     records = [inner["state"][number] for number in ids if number in inner["state"]]
     copies = [copy for group in tree.get("fp32_groups", ()) for copy in group]
     flat = list(tree.get("fp32_groups_flat", ()))
-    lists = {
-        part: [one[part] for one in records]
-        for part in STATE_PARTS
-        if records and part in records[0]
-    }
+    lists = {part: [one[part] for one in records] for part in STATE_PARTS if records and part in records[0]}
     own = copies or flat or next(iter(lists.values()), [])
     shapes = _of_stage(layers, _elements(one.shape for one in own), is_last=is_last)
 
@@ -321,10 +296,7 @@ def open_deepspeed(path: Path) -> Iterator[Weights]:
             root = there.folder.parent
             raise CheckpointError(f"{path}: {UNDER_DEEPSPEED.format(root=root)}")
         name_map = in_version(first.path, first.tree.get("checkpoint_version", 0), NAME_MAP)
-        ranks = [
-            {name: tensor for layer in layers for name, tensor in layer.items()}
-            for layers in there.layers
-        ]
+        ranks = [{name: tensor for layer in layers for name, tensor in layer.items()} for layers in there.layers]
         saved, why_not = read_optimizers(there)
         notes = {}
         masters: Ranks = []

@@ -10,15 +10,7 @@ from typing import Any
 
 from common.config.schema import MAX_COUNT
 from common.config.update_rules import takes_momentum
-from common.dialects.fleetx import (
-    BASE,
-    COSINE,
-    DEFAULTS,
-    END_OF_TEXT,
-    MARKS,
-    SYSTEM,
-    TABLE,
-)
+from common.dialects.fleetx import BASE, COSINE, DEFAULTS, END_OF_TEXT, MARKS, SYSTEM, TABLE
 from common.dialects.rules import Defaults, Ignored
 from common.errors import ConfigError
 from common.paths import ROOT, looked_in
@@ -39,8 +31,7 @@ _WITHOUT_DECAY = ("Adam", "Momentum")
 """Optimizers of Paddle whose weight_decay is None when it is left out."""
 _MODULES = {"GPTModule": "resume", "GPTGenerationModule": "load", "GPTEvalModule": "load"}
 _OTHER_MODULES = {
-    "GPTFinetuneModule": "fine-tuning of classes (GLUE) is not in this version; models here predict"
-    " the next token",
+    "GPTFinetuneModule": "fine-tuning of classes (GLUE) is not in this version; models here predict the next token",
     **dict.fromkeys(
         ("GPTModuleAuto", "GPTGenerationModuleAuto"),
         "it is for Paddle's automatic parallel; use the file of the same name beside auto/",
@@ -49,7 +40,7 @@ _OTHER_MODULES = {
 }
 _OTHER_MODELS = {
     "GPT-cn": "its Chinese tokenizer, gpt-cpm-large-cn, is not here. The model is GPT: set GPT, the"
-    " vocab_size of your tokenizer, and data.tokenizer",
+    " vocab_size of your tokenizer, and data.tokenizer"
 }
 
 
@@ -91,11 +82,7 @@ def _layout(theirs: ForeignKeys, ours: Translation) -> None:
         "Distributed.sharding.sharding_degree", "Distributed.sharding.sharding_stage",
         "Distributed.dp_degree"
     )  # fmt: skip
-    degree, stage, copies = (
-        theirs.take_count(degree_key),
-        theirs.take_count(stage_key),
-        theirs.take_count(copies_key),
-    )
+    degree, stage, copies = (theirs.take_count(degree_key), theirs.take_count(stage_key), theirs.take_count(copies_key))
     if degree > 1:
         ours.put("parallel.zero_stage", stage, theirs, stage_key)
         if copies is not None and copies > 1:
@@ -200,11 +187,7 @@ def _shares(split: Any) -> list[float]:
     return [weight / (sum(numbers) or 1.0) for weight in numbers]
 
 
-_LEVELS = {
-    "O0": (),
-    "O1": ("compute",),
-    "O2": ("parameters", "compute", "softmax", "layer_norm"),
-}
+_LEVELS = {"O0": (), "O1": ("compute",), "O2": ("parameters", "compute", "softmax", "layer_norm")}
 """Level of Paddle's mixed precision -> the parts of a step that have its dtype."""
 _LISTS = {
     "custom_black_list": {"reduce_sum", "c_softmax_with_cross_entropy", "elementwise_div"},
@@ -216,9 +199,7 @@ _LISTS = {
 def _precision(theirs: ForeignKeys, ours: Translation) -> None:
     prefix = "Engine.mix_precision"
     pure = theirs.take(f"{prefix}.use_pure_fp16")
-    enabled, dtype, level = (
-        theirs.take(f"{prefix}.{name}") for name in ("enable", "dtype", "level")
-    )
+    enabled, dtype, level = (theirs.take(f"{prefix}.{name}") for name in ("enable", "dtype", "level"))
     if str(level).upper() == "O3":
         theirs.refuse(f"{prefix}.level", level, "the optimizer keeps float32 weights here; use O2")
     if str(level).upper() not in _LEVELS:
@@ -228,9 +209,7 @@ def _precision(theirs: ForeignKeys, ours: Translation) -> None:
     for name, known in _LISTS.items():
         operators = theirs.take(f"{prefix}.{name}") or []
         if not isinstance(operators, list) or not known.issuperset(map(str, operators)):
-            theirs.refuse(
-                f"{prefix}.{name}", operators, "precision says the type of each part instead"
-            )
+            theirs.refuse(f"{prefix}.{name}", operators, "precision says the type of each part instead")
         if operators:
             ours.note(f"{prefix}.{name}", "precision says the type of each part")
     parts: tuple[str, ...] = _LEVELS["O2"] if pure else ()
@@ -334,9 +313,7 @@ def _quantization(theirs: ForeignKeys, ours: Translation) -> None:
         key = f"{section}.activation_preprocess_type"
         value = theirs.take(key)
         if value == "PACT":
-            ours.note(
-                key, "the moving average of the maxima clips activations, not a learned bound"
-            )
+            ours.note(key, "the moving average of the maxima clips activations, not a learned bound")
         elif value is not None and value not in _NONE:
             theirs.refuse(key, value, "expected None or PACT")
         _quantized_layers(section, theirs, ours)

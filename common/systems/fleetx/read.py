@@ -14,13 +14,7 @@ from typing import Any
 from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError, ConfigError
 from common.systems.name_map import LINEAR, POSITIONS, Fusion, NameMap, match_name_map, name_map
-from common.systems.rank_parts import (
-    by_ranks,
-    join_ranks,
-    read_joined,
-    require_ranks,
-    require_same,
-)
+from common.systems.rank_parts import by_ranks, join_ranks, read_joined, require_ranks, require_same
 from common.systems.run_state import MODEL_YAML, read_model_yaml
 from common.systems.weights import Weights, check_tied, checked_model, weights_from
 from common.tensor_files.arrays import FileTensor, TensorFile
@@ -128,10 +122,7 @@ def open_parts(path: Path) -> Iterator[Sequence[Sequence[TensorFile]]]:
         return
     folders = rank_folders(path)
     if not folders:
-        raise CheckpointError(
-            f"{path}: no {FILE} here, nor in folders like {_NAME.format(0, 0, 0)}; give another"
-            " path"
-        )
+        raise CheckpointError(f"{path}: no {FILE} here, nor in folders like {_NAME.format(0, 0, 0)}; give another path")
     tensor, sharding, stages = (max(ranks) + 1 for ranks in zip(*folders, strict=True))
     require_ranks(
         path, folders, itertools.product(range(tensor), range(sharding), range(stages)),
@@ -140,10 +131,7 @@ def open_parts(path: Path) -> Iterator[Sequence[Sequence[TensorFile]]]:
     _check_steps(list(folders.values()))
     with ExitStack() as stack:
         yield [
-            [
-                stack.enter_context(open_tensors(folders[rank, 0, stage] / FILE))
-                for stage in range(stages)
-            ]
+            [stack.enter_context(open_tensors(folders[rank, 0, stage] / FILE)) for stage in range(stages)]
             for rank in range(tensor)
         ]
 
@@ -158,13 +146,7 @@ def _check_steps(folders: Sequence[Path]) -> None:
     require_same(told, lambda path: path.parent.name)
 
 
-_NEEDED = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
 
 
 def detects(path: Path) -> bool:
@@ -204,15 +186,10 @@ def read_config(file: Path) -> ResolvedModel:
     for folder in folders:
         if (folder / MODEL_YAML).is_file():
             return read_model_yaml(folder / MODEL_YAML)[0]
-        found = {
-            path: section
-            for path in sorted(folder.glob("*.y*ml"))
-            if (section := _section(path)) is not None
-        }
+        found = {path: section for path in sorted(folder.glob("*.y*ml")) if (section := _section(path)) is not None}
         if len(found) > 1:
             raise ConfigError(
-                f"{folder}: {', '.join(path.name for path in found)} have a section Model; leave"
-                " one there"
+                f"{folder}: {', '.join(path.name for path in found)} have a section Model; leave one there"
             )
         for path, section in found.items():
             return _model(path, section)
@@ -235,8 +212,7 @@ def _section(path: Path) -> dict[str, Any] | None:
 def _model(path: Path, section: dict[str, Any]) -> ResolvedModel:
     if missing := [name for name in _NEEDED if section.get(name) is None]:
         raise ConfigError(
-            f"{path}: Model lacks {', '.join(missing)}; give the file that the run was started"
-            " with, not its base"
+            f"{path}: Model lacks {', '.join(missing)}; give the file that the run was started with, not its base"
         )
     dropout = section.get("hidden_dropout_prob", 0.1)
     sizes = {

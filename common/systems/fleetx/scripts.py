@@ -32,9 +32,7 @@ _OF_THE_MACHINE = ("device", "seed", "predict", "logging")
 """Sections that come from the command's configuration; the others come from the export."""
 
 
-def run_script(
-    main: Callable[..., int], read: Read, mode: str, argv: Sequence[str], program: str
-) -> int:
+def run_script(main: Callable[..., int], read: Read, mode: str, argv: Sequence[str], program: str) -> int:
     """Call ``main`` of run_gpt2.py for one of FleetX's scripts. Returns its exit code. Raises
     ConfigError and CheckpointError.
 
@@ -66,9 +64,7 @@ def infer(main: Callable[..., int], read: Read, argv: Sequence[str], program: st
     tree = _with_export(read(arguments.config), arguments.overrides)
     own = [word for word in arguments.overrides if not word[:1].isupper()]
     show = ["--show_config"] if arguments.show_config else []
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="inference-", suffix=".yaml", encoding="utf-8"
-    ) as file:
+    with tempfile.NamedTemporaryFile("w", prefix="inference-", suffix=".yaml", encoding="utf-8") as file:
         file.write(dump_yaml(tree))
         file.flush()
         words = ["--run_mode", "predict", "--config", file.name, *show, *own]
@@ -106,9 +102,7 @@ def _with_export(file: ConfigFile, overrides: Sequence[str]) -> dict[str, Any]:
 
 def _has_prompt(tree: Mapping[str, Any]) -> bool:
     predict = tree.get("predict")
-    return isinstance(predict, Mapping) and bool(
-        predict.get("prompt") or predict.get("prompt_file")
-    )
+    return isinstance(predict, Mapping) and bool(predict.get("prompt") or predict.get("prompt_file"))
 
 
 def _find_export(folder: Path) -> Path:
@@ -142,9 +136,7 @@ def launch_command(argv: Sequence[str]) -> list[str]:
     parser.add_argument("--master", metavar="IP:PORT", help="where several hosts meet")
     parser.add_argument("--nnodes", metavar="N", help="how many hosts there are")
     parser.add_argument(
-        "--rank",
-        metavar="K",
-        help="which host this is (default: that of --master is 0, the others go by address)",
+        "--rank", metavar="K", help="which host this is (default: that of --master is 0, the others go by address)"
     )
     parser.add_argument("script", help="tools/train.py or another script of compat/fleetx")
     parser.add_argument("words", nargs=argparse.REMAINDER, help="of the script: -c CONFIG -o KEY=V")

@@ -52,13 +52,7 @@ def tokenizer_json(model: bytes) -> str:
         tokenizer = Tokenizer(models.Unigram(scores, unk_id=unknown, byte_fallback=fallback))
     else:
         tokenizer = Tokenizer(
-            models.BPE(
-                ids,
-                _merges(pieces, ids),
-                unk_token=pieces[unknown][0],
-                fuse_unk=True,
-                byte_fallback=fallback,
-            )
+            models.BPE(ids, _merges(pieces, ids), unk_token=pieces[unknown][0], fuse_unk=True, byte_fallback=fallback)
         )
     steps: list[Any] = []
     charsmap = normalizer.get(2)
@@ -167,10 +161,7 @@ def _of_bpe(tokenizer: GPT2BPETokenizer) -> dict[str, Any]:
 
 
 def _of_bert(tokenizer: TextTokenizer, content: bytes) -> dict[str, Any]:
-    config = {
-        "tokenizer_class": "BertTokenizer",
-        "do_lower_case": tokenizer.kind != "BertWordPieceCase",
-    }
+    config = {"tokenizer_class": "BertTokenizer", "do_lower_case": tokenizer.kind != "BertWordPieceCase"}
     # transformers does not segment text: it expects spaces between words
     words = {"tokenize_chinese_chars": False, **WORDS} if tokenizer.kind == "BertWordLevel" else {}
     # not splitlines: U+2028 and other line separators are tokens of published vocabularies
@@ -179,11 +170,7 @@ def _of_bert(tokenizer: TextTokenizer, content: bytes) -> dict[str, Any]:
 
 
 def _of_sentencepiece(tokenizer: TextTokenizer, content: bytes) -> dict[str, Any]:
-    return {
-        _MODEL: content,
-        _JSON: tokenizer_json(content).encode(),
-        CONFIG: _fast(tokenizer),
-    }
+    return {_MODEL: content, _JSON: tokenizer_json(content).encode(), CONFIG: _fast(tokenizer)}
 
 
 def _of_json(tokenizer: TextTokenizer, content: bytes) -> dict[str, Any]:
@@ -286,14 +273,12 @@ def read_tokenizer(record: Mapping[str, Any]) -> Tokenizer:
     kind = kind_of_files(kind, path, merge_file)
     if kind not in TOKENIZERS:
         raise TokenizerError(
-            f"the run's tokenizer is {kind}; expected {' or '.join(TOKENIZERS)}; copy its files"
-            " with there yourself"
+            f"the run's tokenizer is {kind}; expected {' or '.join(TOKENIZERS)}; copy its files with there yourself"
         )
     tokenizer = load_tokenizer(kind, path, merge_file)
     if tokenizer.kind != kind:
         raise TokenizerError(
-            f"the run's tokenizer is {kind}, and {path} is {tokenizer.kind}; copy its files there"
-            " yourself"
+            f"the run's tokenizer is {kind}, and {path} is {tokenizer.kind}; copy its files there yourself"
         )
     if tokenizer.sha256 != record.get("sha256"):
         raise TokenizerError(

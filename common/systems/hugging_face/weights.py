@@ -21,14 +21,7 @@ from common.structured_files import read_json_mapping, shown
 from common.systems.hugging_face.tokenizer import special_ids
 from common.systems.name_map import LINEAR, NameMap, match_name_map, name_map
 from common.systems.strangers import NANOGPT, OTHER_HEAD, beside_model, wrapper_of
-from common.systems.weights import (
-    Weights,
-    arrays_of,
-    check_tied,
-    checked_model,
-    export_names,
-    weights_from,
-)
+from common.systems.weights import Weights, arrays_of, check_tied, checked_model, export_names, weights_from
 from common.tensor_files.arrays import FileTensor, TensorFile
 from common.tensor_files.containers import open_tensors
 from common.tensor_files.safetensors_file import stream_shards
@@ -61,9 +54,7 @@ NAME_MAPS = (_names("transformer."), _names(""))
 
 
 CONFIG = "config.json"
-_FIELDS = {
-    name: rule.key.removeprefix("model.") for name, rule in TABLE.items() if isinstance(rule, MapTo)
-}
+_FIELDS = {name: rule.key.removeprefix("model.") for name, rule in TABLE.items() if isinstance(rule, MapTo)}
 """Their field -> our key."""
 _SIZES = ("n_layer", "n_embd", "n_head", "vocab_size")
 _RATES = ("embd_pdrop", "attn_pdrop", "resid_pdrop", "layer_norm_epsilon", "initializer_range")
@@ -75,14 +66,11 @@ def read_config(path: Path) -> ResolvedModel:
     """
     if not os.path.lexists(path):
         raise ConfigError(
-            f"{path}: no such file; heads and vocabulary cannot be read off shapes: put config.json"
-            " beside the weights"
+            f"{path}: no such file; heads and vocabulary cannot be read off shapes: put config.json beside the weights"
         )
     fields = read_json_mapping(path)
     positions = fields.get("n_positions") or fields.get("n_ctx")
-    missing = [name for name in _SIZES if fields.get(name) is None] + (
-        [] if positions else ["n_positions"]
-    )
+    missing = [name for name in _SIZES if fields.get(name) is None] + ([] if positions else ["n_positions"])
     if missing:
         raise ConfigError(
             f"{path}: no config of a GPT-2: {', '.join(missing)} missing; expected n_layer, n_embd,"
@@ -93,20 +81,12 @@ def read_config(path: Path) -> ResolvedModel:
             raise ConfigError(f"{path}: {name}={shown(fields[name])}; {other_function(name)}")
     names = (*_SIZES, *_RATES)
     section = {_FIELDS[name]: fields.get(name, DEFAULTS.get(name)) for name in names}
-    section |= {
-        "seq_length": positions,
-        "max_positions": positions,
-        "ffn_hidden_size": fields.get("n_inner") or None,
-    }
+    section |= {"seq_length": positions, "max_positions": positions, "ffn_hidden_size": fields.get("n_inner") or None}
     return checked_model(path, section)
 
 
 def write_config(
-    path: Path,
-    model: ResolvedModel,
-    dtype: str,
-    ids: Mapping[str, Any],
-    window: int | None = None,
+    path: Path, model: ResolvedModel, dtype: str, ids: Mapping[str, Any], window: int | None = None
 ) -> None:
     """Write config.json.
 
@@ -121,9 +101,7 @@ def write_config(
         **{name: getattr(model, _FIELDS[name]) for name in _SIZES},
         "n_positions": model.max_positions,
         "n_ctx": window or model.max_positions,
-        "n_inner": None
-        if model.ffn_hidden_size == 4 * model.hidden_size
-        else model.ffn_hidden_size,
+        "n_inner": None if model.ffn_hidden_size == 4 * model.hidden_size else model.ffn_hidden_size,
         **{name: getattr(model, _FIELDS[name]) for name in _RATES},
         "torch_dtype": dtype,
         **ids,
@@ -133,19 +111,12 @@ def write_config(
         file.write("\n")
 
 
-FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def detects(path: Path) -> bool:
     folder = _snapshot(path)
-    return _is_lightning(path) or (
-        (folder / CONFIG).is_file() and any((folder / name).is_file() for name in FILES)
-    )
+    return _is_lightning(path) or ((folder / CONFIG).is_file() and any((folder / name).is_file() for name in FILES))
 
 
 def _snapshot(path: Path) -> Path:
@@ -176,9 +147,7 @@ def open_hugging_face(path: Path, model: ResolvedModel | None = None) -> Iterato
     folder = path if path.is_dir() else path.parent
     file = next((path / name for name in FILES if (path / name).is_file()), path)
     if not file.is_file():
-        raise CheckpointError(
-            f"{path}: no weights here; expected a file, or a folder with {' or '.join(FILES)}"
-        )
+        raise CheckpointError(f"{path}: no weights here; expected a file, or a folder with {' or '.join(FILES)}")
     if model is None or not _is_lightning(file) or (folder / CONFIG).is_file():
         model = read_config(folder / CONFIG)
     with open_tensors(file) as stored:
@@ -199,9 +168,7 @@ def _model_in(stored: TensorFile) -> tuple[dict[str, FileTensor], dict[str, str]
         outside = [name for name in stored if not name.startswith(prefix)]
         ignored = dict.fromkeys(outside, "beside the model")
         ignored[prefix] = "names of wrappers around the model"
-        tensors = {
-            name.removeprefix(prefix): stored[name] for name in stored if name not in ignored
-        }
+        tensors = {name.removeprefix(prefix): stored[name] for name in stored if name not in ignored}
     name_map = match_name_map(stored.path, "hf", NAME_MAPS, tensors)
     table = name_map.rows(0)[0].theirs
     mask = "causal mask of an old file"
@@ -224,18 +191,13 @@ def open_without_config(file: Path, layers: int) -> Iterator[Weights]:
     with open_tensors(file) as stored:
         tensors, ignored, name_map = _model_in(stored)
         there = 1 + max(
-            (int(found[1]) for name in tensors if (found := re.search(r"\bh\.(\d{1,9})\.", name))),
-            default=layers - 1,
+            (int(found[1]) for name in tensors if (found := re.search(r"\bh\.(\d{1,9})\.", name))), default=layers - 1
         )
         if there != layers:
-            raise CheckpointError(
-                f"{file}: has {there} blocks, and --layers says {layers}; say --layers {there}"
-            )
+            raise CheckpointError(f"{file}: has {there} blocks, and --layers says {layers}; say --layers {there}")
         table, positions, inner = (
             # refused below
-            tensors[row.theirs].shape
-            if row.theirs in tensors and len(tensors[row.theirs].shape) == 2
-            else (1, 1)
+            tensors[row.theirs].shape if row.theirs in tensors and len(tensors[row.theirs].shape) == 2 else (1, 1)
             for row in name_map.rows(1)
             if row.ours in ((EMBEDDING,), (POSITIONS,), ("h.0.mlp.c_fc.weight",))
         )
@@ -257,9 +219,7 @@ def write_hugging_face(folder: Path, weights: Weights, dtype: str | None) -> dic
     """
     tensors = export_names(NAME_MAPS[0], weights.tensors, weights.model, dtype)
     sums = stream_shards(folder, tensors, arrays_of(tensors), limit=_SHARD_BYTES)
-    write_config(
-        folder / CONFIG, weights.model, next(iter(tensors.values())).dtype, special_ids(weights)
-    )
+    write_config(folder / CONFIG, weights.model, next(iter(tensors.values())).dtype, special_ids(weights))
     return sums
 
 
@@ -270,15 +230,8 @@ def write_with_pickle(folder: Path, weights: Weights) -> None:
     """
     name_map = NAME_MAPS[0]
     tensors = export_names(name_map, weights.tensors, weights.model, None)
-    tree = {
-        name: TensorLeaf(dtype=weight.dtype, shape=weight.shape, name=name)
-        for name, weight in tensors.items()
-    }
+    tree = {name: TensorLeaf(dtype=weight.dtype, shape=weight.shape, name=name) for name, weight in tensors.items()}
     table = name_map.rows(0)[0].theirs
-    write_torch(
-        folder / "pytorch_model.bin", tree | {name_map.head: tree[table]}, arrays_of(tensors)
-    )
+    write_torch(folder / "pytorch_model.bin", tree | {name_map.head: tree[table]}, arrays_of(tensors))
     dtype = tensors[table].dtype
-    write_config(
-        folder / CONFIG, weights.model, dtype, special_ids(weights), weights.model.seq_length
-    )
+    write_config(folder / CONFIG, weights.model, dtype, special_ids(weights), weights.model.seq_length)

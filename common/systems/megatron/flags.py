@@ -127,9 +127,7 @@ def _lengths(theirs: ForeignKeys, ours: Translation) -> None:
     if samples is not None and length is not None:
         ours.put("train.max_tokens", samples * length, theirs, "train_samples")
         # the schedule counts samples too, unless flags of older scripts say iterations
-        if not any(
-            theirs.peek(f"lr_{name}") for name in ("decay_samples", "decay_iters", "warmup_iters")
-        ):
+        if not any(theirs.peek(f"lr_{name}") for name in ("decay_samples", "decay_iters", "warmup_iters")):
             ours.put("optimizer.decay_samples", samples, theirs, "train_samples")
 
 
@@ -176,8 +174,7 @@ def _steps(theirs: ForeignKeys, flag: str, text: Any, length: int) -> list[list[
         if numbers is None:
             theirs.refuse(flag, text, "expected TOKENS:SIZE TOKENS:SIZE ..., such as 0:256 2B:512")
         first, size = (
-            int(float(number) * factors[suffix])
-            for number, suffix in (numbers.groups()[:2], numbers.groups()[2:])
+            int(float(number) * factors[suffix]) for number, suffix in (numbers.groups()[:2], numbers.groups()[2:])
         )
         pairs.append([first // length, size])
     return sorted(pairs)

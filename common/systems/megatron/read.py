@@ -15,14 +15,7 @@ import numpy as np
 from common.config.update_rules import STATE_PARTS, rule_keeping
 from common.dialects.rules import whole
 from common.errors import CheckpointError, ConfigError
-from common.systems.megatron.shards import (
-    FILE,
-    NAME_MAPS,
-    find_folder,
-    join_stages,
-    open_shards,
-    rank_files,
-)
+from common.systems.megatron.shards import FILE, NAME_MAPS, find_folder, join_stages, open_shards, rank_files
 from common.systems.megatron_args import args_of, in_version, weights_of_ranks
 from common.systems.name_map import NameMap, match_name_map
 from common.systems.rank_parts import Ranks, name_in_order
@@ -63,9 +56,7 @@ def read_optimizer(file: TensorFile) -> SavedState:
         copies = [copy for group in groups for copy in group]
         state = inner["state"]
         moments = {
-            part: [state[number][part] for number in ids]
-            for part in STATE_PARTS
-            if state and part in state[ids[0]]
+            part: [state[number][part] for number in ids] for part in STATE_PARTS if state and part in state[ids[0]]
         }
         # the step's place in apex, and in torch
         steps = inner["param_groups"][0].get("step", state[ids[0]].get("step") if state else None)
@@ -73,13 +64,9 @@ def read_optimizer(file: TensorFile) -> SavedState:
         if not all(isinstance(tensor, FileTensor) for tensor in stored):
             raise TypeError("no tensors")
         steps = None if steps is None else whole(first_number(steps))
-        return SavedState(
-            moments=moments, copies=copies, steps=steps, scaler=outer.get("grad_scaler")
-        )
+        return SavedState(moments=moments, copies=copies, steps=steps, scaler=outer.get("grad_scaler"))
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        return SavedState(
-            why_not=f"state of the optimizer: of no form that is known ({error!r}): only weights"
-        )
+        return SavedState(why_not=f"state of the optimizer: of no form that is known ({error!r}): only weights")
 
 
 def detects(path: Path, format: str = "megatron") -> bool:
@@ -90,9 +77,7 @@ def detects(path: Path, format: str = "megatron") -> bool:
             # Megatron's format torch_dist, which is refused when it is opened
             return folder is not None and format == "megatron_core"
         with open_tensors(files[min(files)]) as file:
-            return any(name.startswith("model.language_model.") for name in file) == (
-                format == "megatron"
-            )
+            return any(name.startswith("model.language_model.") for name in file) == (format == "megatron")
     except (CheckpointError, ConfigError):  # reported when the files are opened
         return format == "megatron"
 
@@ -111,9 +96,7 @@ def open_megatron(path: Path, format: str = "megatron") -> Iterator[Weights]:
         saved = [[read_optimizer(file) for file in stage] for stage in files]
         stored = [[_weights_in(file, name_map) for file in stage] for stage in files]
 
-        def named(
-            pick: Callable[[SavedState], Sequence[FileTensor]],
-        ) -> list[dict[str, FileTensor]]:
+        def named(pick: Callable[[SavedState], Sequence[FileTensor]]) -> list[dict[str, FileTensor]]:
             """Name tensors that are in the optimizer's order. The names in the file are in the
             order of the modules.
 

@@ -97,18 +97,13 @@ def find_folder(path: Path) -> Path | None:
         return path.parent
     tracker = path / TRACKER
     if not tracker.is_file():
-        return (
-            path
-            if rank_files(path) or any((path / name).is_file() for name in _NEW_FORMAT)
-            else None
-        )
+        return path if rank_files(path) or any((path / name).is_file() for name in _NEW_FORMAT) else None
     word = read_bytes(tracker, limit=1000, error=CheckpointError).decode(errors="replace").strip()
     number = whole_number(word)
     name = word if number is None else f"iter_{number:07d}"
     if (number is None and word != "release") or not (path / name).is_dir():
         raise CheckpointError(
-            f"{tracker}: names {name[:60]!r}, and no such folder is beside it; copy it there, or"
-            " give another one"
+            f"{tracker}: names {name[:60]!r}, and no such folder is beside it; copy it there, or give another one"
         )
     return path / name
 
@@ -132,8 +127,7 @@ def open_shards(path: Path) -> Iterator[Sequence[Sequence[TensorFile]]]:
     folder = find_folder(path)
     if folder is None:
         raise CheckpointError(
-            f"{path}: nothing of Megatron-LM here; expected {TRACKER}, or folders mp_rank_00 with"
-            f" {FILE}"
+            f"{path}: nothing of Megatron-LM here; expected {TRACKER}, or folders mp_rank_00 with {FILE}"
         )
     if not (paths := rank_files(folder)):
         if any((folder / name).is_file() for name in _NEW_FORMAT):
@@ -148,13 +142,10 @@ def open_shards(path: Path) -> Iterator[Sequence[Sequence[TensorFile]]]:
         args = args_of(next(iter(opened.values())))
         most_ranks, most_stages = (max(numbers) + 1 for numbers in zip(*paths, strict=True))
         tensor = args.get("tensor_model_parallel_size", args.get("model_parallel_size", most_ranks))
-        stages = args.get(
-            "pipeline_model_parallel_size", most_stages if tensor == most_ranks else 1
-        )
+        stages = args.get("pipeline_model_parallel_size", most_stages if tensor == most_ranks else 1)
         if any(type(size) is not int or not 0 < size < _MAX_RANKS for size in (stages, tensor)):
             raise CheckpointError(
-                f"{folder}: training had {tensor} tensor x {stages} pipeline ranks; copy the whole"
-                " folder again"
+                f"{folder}: training had {tensor} tensor x {stages} pipeline ranks; copy the whole folder again"
             )
         require_ranks(
             folder, paths, itertools.product(range(tensor), range(stages)),
@@ -182,9 +173,7 @@ def _of_all(file: TensorFile) -> dict[str, Any]:
     }
 
 
-def join_stages(
-    stages: Sequence[Sequence[Mapping[str, FileTensor]]],
-) -> list[dict[str, FileTensor]]:
+def join_stages(stages: Sequence[Sequence[Mapping[str, FileTensor]]]) -> list[dict[str, FileTensor]]:
     """Return the tensors of each tensor rank by their names in the whole model. stages: by [stage]
     [tensor rank] and by names in the stage, whose layers count from 0.
     """

@@ -50,18 +50,12 @@ class _RankFile:
         layers = self.weights.model.num_layers // self.stages
         start = [row for row in name_map.global_rows if row.ours[0] in (EMBEDDING, POSITIONS)]
         blocks = [
-            row.in_block(self.stage * layers + layer, layer)
-            for layer in range(layers)
-            for row in name_map.layer_rows
+            row.in_block(self.stage * layers + layer, layer) for layer in range(layers) for row in name_map.layer_rows
         ]
         end = [row for row in name_map.global_rows if row not in start]
         if self.stage and name_map.head:
             end.append(replace(start[0], theirs=name_map.head))
-        return [
-            *(start if self.stage == 0 else ()),
-            *blocks,
-            *(end if self.stage == self.stages - 1 else ()),
-        ]
+        return [*(start if self.stage == 0 else ()), *blocks, *(end if self.stage == self.stages - 1 else ())]
 
     def add(self, row: NameRow, dtype: str | None, part: str = "") -> TensorLeaf:
         """Add a tensor.
@@ -82,9 +76,7 @@ class _RankFile:
             shapes[name] = local_shape(name, whole, tensor)
             piece = slice_of(name, whole, tensor=tensor, tensor_rank=self.tensor_rank)
             makers.append(partial(_cut, weight, piece, wanted))
-        leaf = TensorLeaf(
-            dtype=wanted, shape=row.shape(shapes), name=f"{row.theirs}{part}:{wanted}"
-        )
+        leaf = TensorLeaf(dtype=wanted, shape=row.shape(shapes), name=f"{row.theirs}{part}:{wanted}")
         self.makers[leaf.name] = lambda: _padded(
             row.pieces([make() for make in makers], model.num_heads // tensor), leaf
         )
@@ -104,12 +96,7 @@ def _padded(parts: Parts, leaf: TensorLeaf) -> Parts:
 
 
 def write_megatron(
-    folder: Path,
-    weights: Weights,
-    dtype: str | None,
-    tensor: int = 1,
-    stages: int = 1,
-    format: str = "megatron",
+    folder: Path, weights: Weights, dtype: str | None, tensor: int = 1, stages: int = 1, format: str = "megatron"
 ) -> dict[str, int]:
     """Write into an empty folder, for ``tensor`` x ``stages`` ranks.
 
@@ -125,12 +112,7 @@ def write_megatron(
     checkpoint = folder / (f"iter_{step:07d}" if step else "release")
     for stage, tensor_rank in itertools.product(range(stages), range(tensor)):
         rank = _RankFile(
-            weights=weights,
-            format=format,
-            tensor=tensor,
-            tensor_rank=tensor_rank,
-            stages=stages,
-            stage=stage,
+            weights=weights, format=format, tensor=tensor, tensor_rank=tensor_rank, stages=stages, stage=stage
         )
         name = f"mp_rank_{tensor_rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
         (checkpoint / name).mkdir(parents=True)
@@ -165,9 +147,7 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
     for name, leaf in flat.items():
         encoder = "language_model.encoder."
         path = (
-            ["language_model", "encoder", name.removeprefix(encoder)]
-            if name.startswith(encoder)
-            else name.split(".")
+            ["language_model", "encoder", name.removeprefix(encoder)] if name.startswith(encoder) else name.split(".")
         )
         place = tree
         for key in path[:-1]:
@@ -205,12 +185,7 @@ def _optimizer(rank: _RankFile, rows: list[NameRow], *, mixed: bool) -> dict[str
     inner = {
         "state": state,
         "param_groups": [
-            _group(
-                config["optimizer"],
-                engine["optimizer_steps"],
-                decayed,
-                list(range(first, first + len(group))),
-            )
+            _group(config["optimizer"], engine["optimizer_steps"], decayed, list(range(first, first + len(group))))
             for first, group, decayed in zip(first_of, groups, (True, False), strict=False)
         ],
     }
@@ -228,9 +203,7 @@ def _optimizer(rank: _RankFile, rows: list[NameRow], *, mixed: bool) -> dict[str
         }
     elif scale.get("mode") == "static":
         outer["grad_scaler"] = {}
-    outer["fp32_from_fp16_params"] = [
-        [rank.add(row, "float32") for row in group] for group in groups
-    ]
+    outer["fp32_from_fp16_params"] = [[rank.add(row, "float32") for row in group] for group in groups]
     return outer
 
 

@@ -111,9 +111,7 @@ def _columns(theirs: ForeignKeys, ours: Translation) -> None:
     names = set(map(str, columns if isinstance(columns, list) else [columns]))
     if not {"input_ids"} <= names <= {"input_ids", *_MASKS}:
         theirs.refuse(
-            key,
-            columns,
-            "expected input_ids, with attention_mask or not; the next token is the target of each",
+            key, columns, "expected input_ids, with attention_mask or not; the next token is the target of each"
         )
     if names & _MASKS:
         ours.note(key, "a row whose mask has a 0 is refused when it is read")
@@ -131,9 +129,7 @@ def _model(theirs: ForeignKeys, ours: Translation) -> None:
     key = "model.model_config.checkpoint_name_or_path"
     if theirs.take(key) is not None:
         ours.note(
-            key,
-            "training begins with new weights; convert_weight.py makes a folder of them for"
-            " checkpoint.init_from",
+            key, "training begins with new weights; convert_weight.py makes a folder of them for checkpoint.init_from"
         )
 
 
@@ -171,11 +167,7 @@ def _scale(theirs: ForeignKeys, ours: Translation) -> None:
         ours.set("loss_scale.mode", "static", theirs.where(prefix), origin)
         ours.set("loss_scale.initial", float(value), theirs.where(prefix), origin)
     elif kind != "DynamicLossScaleUpdateCell":
-        theirs.refuse(
-            f"{prefix}.type",
-            kind,
-            "expected DynamicLossScaleUpdateCell or FixedLossScaleUpdateCell",
-        )
+        theirs.refuse(f"{prefix}.type", kind, "expected DynamicLossScaleUpdateCell or FixedLossScaleUpdateCell")
     key, norm_key = "runner_wrapper.use_clip_grad", "runner_wrapper.max_grad_norm"
     # MFPipelineWithLossScaleCell, which a pipeline takes, clips unless it is told not to
     piped = theirs.peek_count("parallel_config.pipeline_stage") > 1
@@ -228,8 +220,7 @@ def _callbacks(theirs: ForeignKeys, ours: Translation) -> None:
             theirs.refuse(
                 at,
                 kind,
-                "this callback is not known; expected MFLossMonitor, CheckpointMointor,"
-                " SummaryMonitor or ObsMonitor",
+                "this callback is not known; expected MFLossMonitor, CheckpointMointor, SummaryMonitor or ObsMonitor",
             )
         if rest.get("save_checkpoint_seconds"):
             theirs.refuse(

@@ -19,14 +19,7 @@ from common.systems.dialect import read_foreign
 from common.systems.mindformers.config import DIALECT
 from common.systems.mindformers.slices import SlicedTensor, Slices, find_slices, strategy_file
 from common.systems.name_map import LINEAR, NameMap, match_name_map, name_map
-from common.systems.run_state import (
-    MODEL_YAML,
-    NO_SCALE,
-    new_run,
-    read_model_yaml,
-    require_moments,
-    require_one_run,
-)
+from common.systems.run_state import MODEL_YAML, NO_SCALE, new_run, read_model_yaml, require_moments, require_one_run
 from common.systems.weights import Weight, Weights, checked_model, import_names, weights_from
 from common.tensor_files.arrays import FileTensor
 from common.tensor_files.containers import open_tensors
@@ -55,9 +48,7 @@ def _names(block: str, norm: str) -> NameMap:
 
 NAME_MAPS = {
     "mindformers": (_names("backbone.blocks.{layer}.", "backbone.layernorm"),),
-    "mindformers_r0.3": (
-        _names("gpt2.backbone.transformer.encoder.blocks.{layer}.", "gpt2.backbone.layernorm"),
-    ),
+    "mindformers_r0.3": (_names("gpt2.backbone.transformer.encoder.blocks.{layer}.", "gpt2.backbone.layernorm"),),
 }
 """Names of the parameters by format."""
 
@@ -66,9 +57,7 @@ _CONFIG = "config.yaml"
 """Name of the resolved config in a run folder of ours."""
 
 
-def find_model(
-    file: Path, folders: Iterable[Path]
-) -> tuple[ResolvedModel, dict[str, Any] | None] | None:
+def find_model(file: Path, folders: Iterable[Path]) -> tuple[ResolvedModel, dict[str, Any] | None] | None:
     """Return the model and the state of its run, from the first of ``folders`` that has them, else
     None. file: the weights, whose name chooses among several YAML files. Raises ConfigError.
     """
@@ -134,9 +123,7 @@ def detects(path: Path, format: str = "mindformers") -> bool:
         if found is None:
             return False
         with _open(found) as stored:
-            return any(name.startswith("gpt2.") for name in stored) == (
-                format == "mindformers_r0.3"
-            )
+            return any(name.startswith("gpt2.") for name in stored) == (format == "mindformers_r0.3")
     except CheckpointError:  # reported when the files are opened
         return format == "mindformers"
 
@@ -149,9 +136,7 @@ def _find(path: Path) -> Path | Slices | None:
         if path.suffix != ".ckpt":
             return None
         return find_slices(path)
-    files = [
-        file for file in sorted(path.glob("*.ckpt")) if file.is_file() and not strategy_file(file)
-    ]
+    files = [file for file in sorted(path.glob("*.ckpt")) if file.is_file() and not strategy_file(file)]
     if len(files) == 1:
         return find_slices(files[0])
     found = find_slices(path) if path.is_dir() else None
@@ -181,9 +166,7 @@ def _folders(path: Path, found: Path | Slices) -> tuple[Path, ...]:
 
 
 @contextmanager
-def open_mindformers(
-    path: Path, format: str = "mindformers", model: ResolvedModel | None = None
-) -> Iterator[Weights]:
+def open_mindformers(path: Path, format: str = "mindformers", model: ResolvedModel | None = None) -> Iterator[Weights]:
     """Open a checkpoint.
 
     path: the file, its folder, or the folder above the files of a distributed run's ranks. model:
@@ -224,28 +207,20 @@ def open_mindformers(
             part: {name: rest.pop(name) for name in [*rest] if name.startswith(prefix)}
             for part, prefix in MOMENTS.items()
         }
-        weights = weights_from(
-            file, name_map, rest, model, format=format, path=path, ignored=ignored
-        )
+        weights = weights_from(file, name_map, rest, model, format=format, path=path, ignored=ignored)
         notes: dict[str, str] = {}
         moments: dict[str, Weight] = {}
         for part, tensors in groups.items():
             if tensors:
-                moments |= import_names(
-                    file, name_map, tensors, model, prefix=MOMENTS[part], suffix=f".{part}"
-                )
+                moments |= import_names(file, name_map, tensors, model, prefix=MOMENTS[part], suffix=f".{part}")
         if run is not None:
             updates = run["engine"]["optimizer_steps"]
             require_one_run(file, "global_step", counters.get("global_step"), updates)
         if run is None and moments:
             run = _run_of(file, counters, rule_keeping([part for part in groups if groups[part]]))
-            notes["position in the data"] = (
-                "not in the file: a resumed run reads from the first sample"
-            )
+            notes["position in the data"] = "not in the file: a resumed run reads from the first sample"
         elif run is None:
-            notes |= dict.fromkeys(
-                counters, "where training stood, without the state of the optimizer"
-            )
+            notes |= dict.fromkeys(counters, "where training stood, without the state of the optimizer")
         moments = {} if run is None else require_moments(file, moments, run, model)
         yield replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})
 
@@ -264,11 +239,5 @@ def _run_of(file: Path, counters: Mapping[str, float], optimizer: RuleName) -> d
         raise CheckpointError(f"{file}: {', '.join(wrong)}, where no run stands; copy it again")
     updates = int(counters.get("global_step", counters.get("step_num", 0)))
     value = counters.get("scale_sense", counters.get("loss_scale"))
-    scale = (
-        NO_SCALE
-        if value is None
-        else {"mode": "dynamic", "value": value, "finite_steps": 0, "overflows": 0}
-    )
-    return new_run(
-        optimizer, step=int(counters.get("step_num", updates)), updates=updates, scale=scale
-    )
+    scale = NO_SCALE if value is None else {"mode": "dynamic", "value": value, "finite_steps": 0, "overflows": 0}
+    return new_run(optimizer, step=int(counters.get("step_num", updates)), updates=updates, scale=scale)

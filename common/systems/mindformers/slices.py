@@ -25,12 +25,7 @@ from common.files import open_input, reading
 from common.tensor_files.arrays import NUMPY_TYPES, FileTensor, TensorKind
 from common.tensor_files.containers import open_tensors
 from common.tensor_files.mindspore_ckpt import is_checkpoint
-from common.tensor_files.mindspore_strategy import (
-    Layout,
-    Spans,
-    Strategy,
-    read_strategy,
-)
+from common.tensor_files.mindspore_strategy import Layout, Spans, Strategy, read_strategy
 
 _NAME = re.compile(r"(?P<prefix>.+)_rank_(?P<rank>\d{1,6})(_\d+)?-(?P<at>\d{1,18}_\d{1,18})\.ckpt")
 _RANK = re.compile(r"rank_(?P<rank>\d{1,6})")
@@ -101,8 +96,7 @@ def find_slices(path: Path) -> Slices | Path | None:
     if len(found) > 1:
         shown = ", ".join(f"{folder}/rank_N/{prefix}" for folder, prefix in sorted(found)[:4])
         raise CheckpointError(
-            f"{path}: holds the ranks' files of {len(found)} runs ({shown}); give the path of a"
-            " file of rank 0"
+            f"{path}: holds the ranks' files of {len(found)} runs ({shown}); give the path of a file of rank 0"
         )
     for folder in (path.parent, path.parent.parent) if found else ():
         strategies = strategies or [
@@ -136,9 +130,7 @@ def _look(folder: Path) -> tuple[_Found, list[Path]]:
     strategies: list[Path] = []
     for place, folders, names in os.walk(folder):
         depth = len(Path(place).relative_to(folder).parts)
-        folders[:] = sorted(
-            name for name in folders if depth < _DEPTH and not name.startswith((".", "step_"))
-        )
+        folders[:] = sorted(name for name in folders if depth < _DEPTH and not name.startswith((".", "step_")))
         for file in (Path(place) / name for name in sorted(names)):
             if strategy_file(file):
                 strategies.append(file)
@@ -154,17 +146,10 @@ def _named(file: Path) -> tuple[int | None, Path, str, str]:
     folder of the ranks, the prefix and EPOCH_STEP.
     """
     name = _NAME.fullmatch(file.name)
-    folder = next(
-        (at for at in (file.parent, file.parent.parent) if _RANK.fullmatch(at.name)), None
-    )
+    folder = next((at for at in (file.parent, file.parent.parent) if _RANK.fullmatch(at.name)), None)
     ranked = name or (folder and _RANK.fullmatch(folder.name))
     rank = int(ranked["rank"]) if ranked else None
-    return (
-        rank,
-        folder.parent if folder else file.parent,
-        name["prefix"] if name else "",
-        name["at"] if name else "",
-    )
+    return (rank, folder.parent if folder else file.parent, name["prefix"] if name else "", name["at"] if name else "")
 
 
 def _order(at: str) -> tuple[int, ...]:
@@ -175,11 +160,7 @@ def _read_strategies(paths: tuple[Path, ...]) -> Strategy:
     merged: dict[int, dict[str, Layout]] = defaultdict(dict)
     for path in paths:
         for stage, layouts in read_strategy(path).items():
-            strange = [
-                name
-                for name, layout in layouts.items()
-                if merged[stage].get(name, layout) != layout
-            ]
+            strange = [name for name, layout in layouts.items() if merged[stage].get(name, layout) != layout]
             if strange:
                 raise CheckpointError(
                     f"{path}: says something else of {strange[0]} than"
@@ -207,9 +188,7 @@ def _merge(slices: Slices, strategy: Strategy) -> dict[str, SlicedTensor]:
     absent: dict[int, list[str]] = defaultdict(list)
     for stage, layouts in strategy.items():
         files = {
-            rank - stage * stage_ranks: path
-            for rank, path in slices.files.items()
-            if rank // stage_ranks == stage
+            rank - stage * stage_ranks: path for rank, path in slices.files.items() if rank // stage_ranks == stage
         }
         stored: dict[int, Mapping[str, FileTensor]] = {}
         for rank in _needed(layouts, files):
@@ -247,9 +226,7 @@ def _merge(slices: Slices, strategy: Strategy) -> dict[str, SlicedTensor]:
     return whole
 
 
-def _joined(
-    slices: Slices, said: str, layout: Layout, held: Mapping[int, FileTensor]
-) -> SlicedTensor:
+def _joined(slices: Slices, said: str, layout: Layout, held: Mapping[int, FileTensor]) -> SlicedTensor:
     first = held[min(held)]
     kinds = {(tensor.dtype, tensor.shape) for tensor in held.values()}
     if len(kinds) > 1 or len(layout.axes) not in (0, len(first.shape)):
@@ -260,8 +237,7 @@ def _joined(
             " this one"
         )
     shape = tuple(
-        size * parts
-        for size, parts in zip(first.shape, layout.parts() or (1,) * len(first.shape), strict=True)
+        size * parts for size, parts in zip(first.shape, layout.parts() or (1,) * len(first.shape), strict=True)
     )
     parts = {
         layout.spans(rank, first.shape) if layout.axes else _whole(shape): tensor

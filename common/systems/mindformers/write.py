@@ -36,9 +36,7 @@ from common.weights.pieces import ShardedReader, TensorSlice, open_stored
 FILE = "gpt2.ckpt"
 
 
-def write_mindformers(
-    folder: Path, weights: Weights, dtype: str | None, format: str = "mindformers"
-) -> dict[str, int]:
+def write_mindformers(folder: Path, weights: Weights, dtype: str | None, format: str = "mindformers") -> dict[str, int]:
     """Write into an empty folder; returns the CRC-32 of each file of weights. OSError is left to
     the caller.
     """
@@ -53,9 +51,7 @@ def write_file(path: Path, weights: Weights, dtype: str | None, format: str = "m
     tensors = export_names(name_map, weights.tensors, weights.model, dtype)
     for part, prefix in MOMENTS.items():
         if f"{EMBEDDING}.{part}" in weights.moments:
-            tensors |= export_names(
-                name_map, weights.moments, weights.model, None, prefix=prefix, suffix=f".{part}"
-            )
+            tensors |= export_names(name_map, weights.moments, weights.model, None, prefix=prefix, suffix=f".{part}")
     if weights.run is not None:
         tensors |= counters_of(weights.run)
     return stream_mindspore(path, tensors, arrays_of(tensors))
@@ -73,8 +69,7 @@ def counters_of(run: Mapping[str, Any], *, epoch: int | None = None) -> dict[str
     if "value" in engine["loss_scale"]:
         counters["loss_scale"] = np.array(engine["loss_scale"]["value"], np.float32)
     return {
-        name: Weight(dtype=str(array.dtype), shape=array.shape, load=array.copy)
-        for name, array in counters.items()
+        name: Weight(dtype=str(array.dtype), shape=array.shape, load=array.copy) for name, array in counters.items()
     }
 
 
@@ -95,9 +90,7 @@ def epoch_and_step(config: Run, samples_per_epoch: int, state: TrainState) -> tu
     return (state.step - 1) // steps + 1, (state.step - 1) % steps + 1
 
 
-def write_rank_file(
-    config: Run, place: tuple[int, int], rank: int, is_split: bool, checkpoint: Path
-) -> None:
+def write_rank_file(config: Run, place: tuple[int, int], rank: int, is_split: bool, checkpoint: Path) -> None:
     """Write the file of a rank, and on rank 0 the strategy, beside a complete checkpoint.
 
     place: epoch and step in it. is_split: whether ranks hold different parts; else one file has all
@@ -139,8 +132,7 @@ def _layouts(config: Run, topology: Topology) -> _Layouts:
     shards = shards_of(config.parallel, topology)
     return {
         place: {
-            row: _layout(row, row.shape(shapes), topology, shards)
-            for row in _rows_of(place, config.model, topology)
+            row: _layout(row, row.shape(shapes), topology, shards) for row in _rows_of(place, config.model, topology)
         }
         for place in range(topology.pipeline)
     }
@@ -158,9 +150,7 @@ def _rows_of(place: int, model: ResolvedModel, topology: Topology) -> Iterator[N
     places = {EMBEDDING: topology.embedding_places, POSITIONS: (0,)}
     for row in _NAME_MAP.rows(model.num_layers):
         block = ".".join(row.ours[0].split(".")[:2])
-        if block in layers or (
-            not block.startswith("h.") and place in places.get(row.ours[0], (last,))
-        ):
+        if block in layers or (not block.startswith("h.") and place in places.get(row.ours[0], (last,))):
             yield row
 
 
@@ -194,11 +184,7 @@ def _strategy(config: Run, layouts: _Layouts) -> dict[int, dict[str, Layout]]:
 
 @contextmanager
 def _tensors(
-    config: Run,
-    layouts: Mapping[NameRow, Layout],
-    rank: int,
-    place: tuple[int, int],
-    checkpoint: Path,
+    config: Run, layouts: Mapping[NameRow, Layout], rank: int, place: tuple[int, int], checkpoint: Path
 ) -> Iterator[dict[str, Weight]]:
     """Yield the tensors of a rank and the counters. Each is read when it is written."""
     manifest = read_manifest(checkpoint, checksums=False)
@@ -208,26 +194,18 @@ def _tensors(
         open_stored(checkpoint, OPTIMIZER_FILE, manifest) as optimizer,
     ):
         tensors = {
-            row.theirs: _part(model, row, "", layout, rank, row.shape(shapes))
-            for row, layout in layouts.items()
+            row.theirs: _part(model, row, "", layout, rank, row.shape(shapes)) for row, layout in layouts.items()
         }
         for part in config.optimizer.rule.parts if optimizer else ():
             tensors |= {
-                MOMENTS[part] + row.theirs: _part(
-                    optimizer, row, f".{part}", layout, rank, row.shape(shapes)
-                )
+                MOMENTS[part] + row.theirs: _part(optimizer, row, f".{part}", layout, rank, row.shape(shapes))
                 for row, layout in layouts.items()
             }
         yield tensors | counters_of(manifest, epoch=place[0])
 
 
 def _part(
-    stored: ShardedReader,
-    row: NameRow,
-    suffix: str,
-    layout: Layout,
-    rank: int,
-    whole: tuple[int, ...],
+    stored: ShardedReader, row: NameRow, suffix: str, layout: Layout, rank: int, whole: tuple[int, ...]
 ) -> Weight:
     shape = tuple(size // parts for size, parts in zip(whole, layout.parts(), strict=True))
     spans = layout.spans(rank, shape)

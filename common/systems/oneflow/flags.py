@@ -11,13 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from common.cluster.environment import find_process
 from common.dialects.megatron import STATIC
-from common.dialects.oneflow import (
-    DEFAULTS,
-    PROGRAM,
-    SYSTEM,
-    TABLE,
-    above_zero,
-)
+from common.dialects.oneflow import DEFAULTS, PROGRAM, SYSTEM, TABLE, above_zero
 from common.errors import ConfigError
 from common.systems.dialect import Dialect, ForeignKeys, Translation
 from common.whole_numbers import MAX_RANKS, argument
@@ -86,9 +80,7 @@ def _options(flags: Sequence[str], environ: Mapping[str, str]) -> list[str] | No
     """Return the options for run_distribute.sh, None where nothing is to be launched. Raises
     ConfigError.
     """
-    parser = argparse.ArgumentParser(
-        prog="oneflow_gpt.training", add_help=False, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(prog="oneflow_gpt.training", add_help=False, allow_abbrev=False)
     for name in ("gpus-per-node", "nodes"):
         parser.add_argument(f"--num-{name}", type=argument(1, MAX_RANKS), default=1)
     parser.add_argument("--node-ips", default="")

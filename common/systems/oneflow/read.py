@@ -35,9 +35,7 @@ _TYPES = {
     "kFloat": "float32", "kDouble": "float64", "kFloat16": "float16", "kBFloat16": "bfloat16",
     "kInt8": "int8", "kInt32": "int32", "kInt64": "int64", "kUInt8": "uint8",
 }  # fmt: skip
-_META = re.compile(
-    r"\s*shape\s*\{(?P<dims>(?:\s*dim\s*:\s*\d{1,18})*)\s*\}\s*data_type\s*:\s*(?P<type>\w+)\s*"
-)
+_META = re.compile(r"\s*shape\s*\{(?P<dims>(?:\s*dim\s*:\s*\d{1,18})*)\s*\}\s*data_type\s*:\s*(?P<type>\w+)\s*")
 
 
 def read_variable(folder: Path, usual: tuple[int, ...] | None) -> FileTensor:
@@ -66,8 +64,7 @@ def read_variable(folder: Path, usual: tuple[int, ...] | None) -> FileTensor:
     expected = math.prod(shape) * NUMPY_TYPES[dtype].itemsize
     if data.size != expected:
         raise CheckpointError(
-            f"{folder / DATA}: has {data.size} bytes, and {dtype} {list(shape)} takes {expected};"
-            " copy it again"
+            f"{folder / DATA}: has {data.size} bytes, and {dtype} {list(shape)} takes {expected}; copy it again"
         )
     try:
         return FileTensor(name=folder.name, dtype=dtype, shape=shape, segments=(data,))
@@ -130,8 +127,7 @@ def open_oneflow(path: Path) -> Iterator[Weights]:
     folder = find_snapshot(path)
     if folder is None:
         raise CheckpointError(
-            f"{path}: no {_TABLE}/{DATA} here, nor in a folder like iter100_snapshot; give another"
-            " path"
+            f"{path}: no {_TABLE}/{DATA} here, nor in a folder like iter100_snapshot; give another path"
         )
     inside, beside = (place / MODEL_YAML for place in (folder, folder.parent))
     model, run = read_model_yaml(beside if beside.is_file() and not inside.is_file() else inside)
@@ -142,16 +138,12 @@ def open_oneflow(path: Path) -> Iterator[Weights]:
     files = sorted(file.parent.name for file in folder.glob(f"*/{DATA}"))
     stored = {name: read_variable(folder / name, usual.get(name)) for name in files}
     own = {name: stored.pop(name) for name in files if name.startswith(SYSTEM)}
-    groups = {
-        part: {name: stored.pop(name) for name in files if name in names[part]} for part in names
-    }
+    groups = {part: {name: stored.pop(name) for name in files if name in names[part]} for part in names}
     weights = weights_from(folder, NAME_MAP, stored, model, format="oneflow", path=path, ignored={})
     moments: dict[str, Weight] = {}
     for part, tensors in groups.items():
         if tensors:
-            moments |= import_names(
-                folder, NAME_MAP, tensors, model, end=MOMENTS[part], suffix=f".{part}"
-            )
+            moments |= import_names(folder, NAME_MAP, tensors, model, end=MOMENTS[part], suffix=f".{part}")
     notes: dict[str, str] = {}
     step = _number(own, STEP)
     if run is not None and step is not None:
@@ -159,9 +151,7 @@ def open_oneflow(path: Path) -> Iterator[Weights]:
     if run is None and moments and step is not None:
         rule = rule_keeping([part for part in groups if groups[part]])
         run = _run_of(folder, own, step, rule)
-        notes["position in the data"] = (
-            "not in the snapshot: a resumed run reads from the first sample"
-        )
+        notes["position in the data"] = "not in the snapshot: a resumed run reads from the first sample"
     elif run is None:
         reason = "a number of OneFlow's own, without the whole state of the optimizer"
         notes |= dict.fromkeys([*own, *moments], reason)
@@ -183,9 +173,7 @@ def _number(own: Mapping[str, FileTensor], start: str, end: str = "") -> float |
     return float(data[0])
 
 
-def _run_of(
-    folder: Path, own: Mapping[str, FileTensor], step: float, optimizer: RuleName
-) -> dict[str, Any]:
+def _run_of(folder: Path, own: Mapping[str, FileTensor], step: float, optimizer: RuleName) -> dict[str, Any]:
     value = _number(own, SCALE, "-LossScale")
     scale = dict(NO_SCALE)
     try:

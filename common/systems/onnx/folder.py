@@ -21,9 +21,7 @@ GRAPH_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
 
 
-def write_onnx(
-    folder: Path, weights: Weights, dtype: str | None, *, cache: bool = True
-) -> dict[str, int]:
+def write_onnx(folder: Path, weights: Weights, dtype: str | None, *, cache: bool = True) -> dict[str, int]:
     """Write into an empty folder, a tensor at a time; returns the CRC-32 of each file.
 
     dtype: float32 when left out, float16, int8 or int4; int8 of weights that come with a scheme
@@ -75,9 +73,7 @@ class OnnxModel:
         options.log_severity_level = _QUIET
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         try:
-            self._session = onnxruntime.InferenceSession(
-                str(file), options, providers=["CPUExecutionProvider"]
-            )
+            self._session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # errors of many types, none of them documented
             raise ConfigError(
                 f"{file}: onnxruntime {onnxruntime.__version__} cannot open it"
@@ -114,12 +110,7 @@ class OnnxModel:
         """Give row i the keys and values of row ``rows[i]``."""
         self.cache = [array[rows] for array in self.cache]
 
-    def run(
-        self,
-        ids: NDArray[np.int64],
-        mask: NDArray[np.int64],
-        positions: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
+    def run(self, ids: NDArray[np.int64], mask: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
         """Add tokens (B, T) to the cache and return logits (B, T, vocab_size). mask: (B, all tokens
         so far), 0 for padding. positions: (B, T).
         """
@@ -172,11 +163,7 @@ class OnnxSlots:
         """Keys and values (1, nh, T, hs) of slots outside the batch."""
 
     def admit(
-        self,
-        slot: int,
-        ids: Sequence[int],
-        reuse: int,
-        observe: Callable[[int, _Logits], None] | None,
+        self, slot: int, ids: Sequence[int], reuse: int, observe: Callable[[int, _Logits], None] | None
     ) -> _Logits:
         batch, own = self._model.cache, self._cache_of(slot, reuse) if reuse else []
         self._leave(slot)
@@ -197,9 +184,7 @@ class OnnxSlots:
         longest = max(places)
         columns = np.arange(longest + 1)[None]
         mask = (columns >= longest - np.array(places)[:, None]).astype(np.int64)
-        logits = self._model.run(
-            np.array(tokens, np.int64)[:, None], mask, np.array(places, np.int64)[:, None]
-        )
+        logits = self._model.run(np.array(tokens, np.int64)[:, None], mask, np.array(places, np.int64)[:, None])
         for slot, place in zip(slots, places, strict=True):
             self._lengths[slot] = place + 1
         last: _Logits = logits[:, -1]

@@ -56,11 +56,7 @@ class GraphBuilder:
             data_type=helper.np_dtype_to_tensor_dtype(array.dtype),
             data_location=TensorProto.EXTERNAL,
         )
-        place = {
-            "location": self._location,
-            "offset": self._data.position,
-            "length": array.nbytes,
-        }
+        place = {"location": self._location, "offset": self._data.position, "length": array.nbytes}
         for key, value in place.items():
             tensor.external_data.add(key=key, value=str(value))
         self._data.write(array.data.cast("B"))
@@ -75,34 +71,19 @@ class GraphBuilder:
         return name
 
     def node(
-        self,
-        operator: str,
-        inputs: Sequence[str],
-        outputs: str | Sequence[str],
-        *,
-        domain: str = "",
-        **attributes: Any,
+        self, operator: str, inputs: Sequence[str], outputs: str | Sequence[str], *, domain: str = "", **attributes: Any
     ) -> str:
         """Add an operator and return the name of its first output."""
         names = [outputs] if isinstance(outputs, str) else list(outputs)
-        node = helper.make_node(
-            operator, inputs, names, name=f"{names[0]}/{operator}", domain=domain, **attributes
-        )
+        node = helper.make_node(operator, inputs, names, name=f"{names[0]}/{operator}", domain=domain, **attributes)
         self._nodes.append(node)
         self._domains.add(domain)
         return names[0]
 
     def model(self, name: str, opset: int) -> bytes:
         """Return the graph as the bytes of its file."""
-        graph = helper.make_graph(
-            self._nodes, name, self._inputs, self._outputs, self._initializers
-        )
-        opsets = [
-            helper.make_opsetid(domain, opset if domain == "" else 1)
-            for domain in sorted(self._domains)
-        ]
-        model = helper.make_model(
-            graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name=_PRODUCER
-        )
+        graph = helper.make_graph(self._nodes, name, self._inputs, self._outputs, self._initializers)
+        opsets = [helper.make_opsetid(domain, opset if domain == "" else 1) for domain in sorted(self._domains)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name=_PRODUCER)
         content: bytes = model.SerializeToString(deterministic=True)
         return content

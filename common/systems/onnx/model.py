@@ -29,9 +29,7 @@ _ROWS = 4096
 """Number of rows that are quantized at once, which bounds the memory."""
 
 
-def quantize_blocks(
-    weight: NDArray[np.float32], bits: int
-) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+def quantize_blocks(weight: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Return (rows, columns) as integers (rows, blocks, BLOCK * bits / 8) and scales (rows,
     blocks).
 
@@ -49,9 +47,7 @@ def quantize_blocks(
     return integers, scales
 
 
-def _quantize(
-    blocks: NDArray[np.float32], bits: int
-) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+def _quantize(blocks: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     half = 2 ** (bits - 1)
     places = np.abs(blocks).argmax(-1)[..., None]
     scales = (np.take_along_axis(blocks, places, -1)[..., 0] / -half).astype(np.float32)
@@ -206,15 +202,10 @@ class GPT2Graph:
         shares = graph.node("Softmax", [scores], f"{prefix}.shares", axis=-1)
         y = graph.node("MatMul", [shares, v], f"{prefix}.mixed")
         y = graph.node("Transpose", [y], f"{prefix}.by_token", perm=[0, 2, 1, 3])
-        return graph.node(
-            "Reshape", [y, graph.constant("from_heads", [0, 0, model.hidden_size])], f"{prefix}.y"
-        )
+        return graph.node("Reshape", [y, graph.constant("from_heads", [0, 0, model.hidden_size])], f"{prefix}.y")
 
     def _remember(self, layer: int, word: str, new: str) -> str:
-        shapes = [
-            ["batch", self._model.num_heads, length, self._head_size]
-            for length in ("past", "past + length")
-        ]
+        shapes = [["batch", self._model.num_heads, length, self._head_size] for length in ("past", "past + length")]
         past = f"past_key_values.{layer}.{word}"
         present = f"present.{layer}.{word}"
         self._graph.input(past, TensorProto.FLOAT, shapes[0])
@@ -223,13 +214,10 @@ class GPT2Graph:
 
     def _write_norm(self, name: str, x: str) -> str:
         weight, bias = (
-            self._graph.weight(f"{name}.{part}", self._read(f"{name}.{part}"))
-            for part in ("weight", "bias")
+            self._graph.weight(f"{name}.{part}", self._read(f"{name}.{part}")) for part in ("weight", "bias")
         )
         epsilon = self._model.layer_norm_epsilon
-        return self._graph.node(
-            "LayerNormalization", [x, weight, bias], f"{name}.out", axis=-1, epsilon=epsilon
-        )
+        return self._graph.node("LayerNormalization", [x, weight, bias], f"{name}.out", axis=-1, epsilon=epsilon)
 
     def _write_linear(self, names: list[str], x: str, name: str = "") -> str:
         """Return x W^T + b of one layer, or of several with their outputs side by side.
@@ -294,17 +282,13 @@ class GPT2Graph:
     def _write_head(self, x: str) -> None:
         """Return the logits, by the table of the embedding, which the file holds once."""
         graph, model = self._graph, self._model
-        rows = graph.node(
-            "Reshape", [x, graph.constant("to_rows", [-1, model.hidden_size])], "rows"
-        )
+        rows = graph.node("Reshape", [x, graph.constant("to_rows", [-1, model.hidden_size])], "rows")
         if layer := self._scheme.get("wte.weight"):
             table = graph.node("Transpose", ["wte.integers"], "wte.turned", perm=[1, 0])
             logits = self._multiply("logits", rows, table, "wte.scales", layer)
         elif bits := BITS.get(self._dtype):
             shape = [model.vocab_size, model.hidden_size // BLOCK, BLOCK * bits // 8]
-            table = graph.node(
-                "Reshape", ["wte.integers", graph.constant("table_blocks", shape)], "wte.blocks"
-            )
+            table = graph.node("Reshape", ["wte.integers", graph.constant("table_blocks", shape)], "wte.blocks")
             inputs = [rows, table, "wte.scales"]
             size = (model.vocab_size, model.hidden_size)
             logits = self._product(inputs, "logits.rows", size, bits)
@@ -330,16 +314,11 @@ class GPT2Graph:
             accuracy_level=_FULL_INTEGER,
         )
 
-    def _write_quantized(
-        self, name: str, weight: NDArray[np.float32], bits: int
-    ) -> tuple[str, str]:
+    def _write_quantized(self, name: str, weight: NDArray[np.float32], bits: int) -> tuple[str, str]:
         integers, scales = quantize_blocks(weight, bits)
         if name == "wte":  # GatherBlockQuantized takes a table with flat rows
             integers = integers.reshape(len(integers), -1)
-        return (
-            self._graph.weight(f"{name}.integers", integers),
-            self._graph.weight(f"{name}.scales", scales),
-        )
+        return (self._graph.weight(f"{name}.integers", integers), self._graph.weight(f"{name}.scales", scales))
 
     def _stored(self, weight: NDArray[np.float32]) -> NDArray[Any]:
         return weight.astype(np.float16) if self._dtype == "float16" else weight

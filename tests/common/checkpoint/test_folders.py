@@ -44,9 +44,7 @@ def start(run: Path, **checkpoint: Any) -> Start:
 
 
 @pytest.mark.parametrize("resume", ["auto", "latest", "never"])
-def test_a_folder_that_cannot_be_read_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str
-) -> None:
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str) -> None:
     """A missing permission would not stop root."""
     checkpoints = tmp_path / "checkpoints"
     save(checkpoints, 5, 10)
@@ -100,16 +98,12 @@ def test_a_folder_that_shows_a_run_is_never_started_over(
         start(tmp_path)
 
 
-def test_an_older_whole_one_is_taken_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_older_whole_one_is_taken_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path / "checkpoints", 5, 10, 20, 30)
     (tmp_path / "checkpoints" / "latest").write_text("step_00000020\n")
     (tmp_path / "checkpoints" / "step_00000020" / "manifest.json").unlink()
     assert str(start(tmp_path).resume) == str(tmp_path / "checkpoints" / "step_00000010")
-    assert (
-        "latest names 'step_00000020', which is not a whole checkpoint here; taking" in caplog.text
-    )
+    assert "latest names 'step_00000020', which is not a whole checkpoint here; taking" in caplog.text
     for step in (5, 10):
         shutil.rmtree(tmp_path / "checkpoints" / f"step_{step:08d}")
     with pytest.raises(CheckpointError, match=r"whole and newer: step_00000030; "):
@@ -168,9 +162,7 @@ def test_the_newest_good_checkpoint_stays(tmp_path: Path) -> None:
     assert steps(tmp_path) == [40, 50]
 
 
-def test_unwritable_checkpoint_folders_are_named_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_checkpoint_folders_are_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "checkpoints", 5)
     assert start(tmp_path).resume is not None
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())

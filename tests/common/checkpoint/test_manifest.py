@@ -68,9 +68,7 @@ def file(name: str = "model.safetensors", **more: Any) -> dict[str, Any]:
         (file(pieces={"w": None}), r"pieces\.w: Input should be a valid list"),
     ],
 )
-def test_values_that_readers_rely_on_are_checked(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_values_that_readers_rely_on_are_checked(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     write_manifest(tmp_path, record(**changes))
     wanted = rf"manifest\.json: broken manifest: .*{message}.*; use another checkpoint"
     with pytest.raises(CheckpointError, match=wanted):
@@ -89,9 +87,7 @@ def test_a_state_that_contradicts_itself_is_refused(values: dict[str, Any], mess
         TrainState.from_dict(STATE | values)
 
 
-def test_missing_and_unreadable_inputs_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_and_unreadable_inputs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def require(message: str) -> None:
         with pytest.raises(CheckpointError, match=rf"model\.safetensors: {message}"):
             read_manifest(tmp_path)

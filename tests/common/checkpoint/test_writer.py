@@ -78,9 +78,7 @@ def test_a_step_saved_again_replaces_the_old_folder(tmp_path: Path) -> None:
     assert len(load_file(tmp_path / "step_00000050" / "model.safetensors")["w"]) == 4
 
 
-def test_a_full_disk_leaves_the_old_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = CheckpointWriter(tmp_path, keep=1)
     writer.save(snapshot(5))
     writer.wait()
@@ -139,9 +137,7 @@ def test_killed_while_replacing_a_checkpoint(tmp_path: Path, moment: str) -> Non
     assert not kept.exists()
 
 
-def test_a_failed_replacement_puts_the_old_checkpoint_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_replacement_puts_the_old_checkpoint_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = CheckpointWriter(tmp_path, asynchronous=False)
     writer.save(snapshot(5))
     rename = os.replace
@@ -235,10 +231,7 @@ def test_a_rank_that_dies_while_saving_leaves_the_old_checkpoint(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], dying: int, moment: str
 ) -> None:
     save_parts(tmp_path, 5)
-    ranks = [
-        FORK.Process(target=save_part, args=(tmp_path, rank, dying, moment), daemon=True)
-        for rank in (0, 1)
-    ]
+    ranks = [FORK.Process(target=save_part, args=(tmp_path, rank, dying, moment), daemon=True) for rank in (0, 1)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -290,14 +283,9 @@ def test_the_rank_whose_disk_is_full_is_the_one_that_says_so(
     assert_parts_load(tmp_path, 10)
 
 
-def test_a_run_that_failed_waits_less_for_the_parts_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_failed_waits_less_for_the_parts_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE_AFTER_FAILURE", 0.1)
-    with (
-        pytest.raises(RuntimeError, match="no contact"),
-        CheckpointWriter(tmp_path, patience=3600) as writer,
-    ):
+    with pytest.raises(RuntimeError, match="no contact"), CheckpointWriter(tmp_path, patience=3600) as writer:
         writer.save(part(5, 0))
         raise RuntimeError("no contact")
     assert find_checkpoint(tmp_path) is None

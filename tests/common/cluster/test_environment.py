@@ -5,14 +5,7 @@ from typing import Any
 
 import pytest
 
-from common.cluster.environment import (
-    ALONE,
-    Process,
-    announced_world_size,
-    find_process,
-    first_node,
-    torch_variables,
-)
+from common.cluster.environment import ALONE, Process, announced_world_size, find_process, first_node, torch_variables
 from common.errors import ConfigError
 
 
@@ -73,16 +66,10 @@ HOST_FILE = SRUN | env(
     " SLURM_PROCID=0 SLURM_NODEID=2 SLURM_LOCALID=0"
 )
 # each of the eight tasks of a node starts torchrun with eight, as in TRI-ML/prismatic-vlms #39
-EIGHT_TASKS = {
-    **SRUN,
-    **TORCHRUN,
-    **env("SLURM_STEP_TASKS_PER_NODE=8(x2) LOCAL_RANK=5 LOCAL_WORLD_SIZE=8"),
-}
+EIGHT_TASKS = {**SRUN, **TORCHRUN, **env("SLURM_STEP_TASKS_PER_NODE=8(x2) LOCAL_RANK=5 LOCAL_WORLD_SIZE=8")}
 ASCEND = env("RANK_ID=9 RANK_SIZE=16")
 CONTAINER = env("RANK_ID=0 RANK_SIZE=1 DEVICE_ID=5")
-OF_A_CONTAINER = (
-    "RANK_ID=0, but neither RANK_SIZE nor RANK_TABLE_FILE is set: assuming a run of one process"
-)
+OF_A_CONTAINER = "RANK_ID=0, but neither RANK_SIZE nor RANK_TABLE_FILE is set: assuming a run of one process"
 TABLE = "v0_modelarts_k8s_jobstart_2x8_unordered.json"
 BY_TORCHRUN = process(5, 8, 1, 4, "10.0.0.1", 29501, "torchrun")
 
@@ -100,10 +87,7 @@ BY_TORCHRUN = process(5, 8, 1, 4, "10.0.0.1", 29501, "torchrun")
             {**TORCHRUN, **env("DEVICE_ID=6 RANK_ID=5 RANK_SIZE=8 GPT2_LAUNCHER_PID=77")},
             process(5, 8, 1, 4, "10.0.0.1", 29501, "launch", device_id=6),
         ),
-        (
-            {**ONE, **CONTAINER, "TORCHELASTIC_RUN_ID": "none"},
-            process(0, 1, 0, 1, "a", 29501, "torchrun"),
-        ),
+        ({**ONE, **CONTAINER, "TORCHELASTIC_RUN_ID": "none"}, process(0, 1, 0, 1, "a", 29501, "torchrun")),
         # ours, printed by a dry run and started by hand
         ({**ONE, **CONTAINER}, process(0, 1, 0, 1, "a", 29501, "launch", device_id=5)),
         (MSRUN, process(3, 4, 3, 4, "127.0.0.1", 8118, "msrun", device_id=3)),
@@ -126,10 +110,7 @@ BY_TORCHRUN = process(5, 8, 1, 4, "10.0.0.1", 29501, "torchrun")
         ({**BATCH_SCRIPT, **env("SLURM_STEP_ID=4294967291 SLURM_STEP_NODELIST=gnode10")}, ALONE),
         (SRUN, process(3, 5, 1, 2, "gnode20", SRUN_PORT, "srun")),
         # srun --mpi=pmi2
-        (
-            {**SRUN, **env("PMI_RANK=3 PMI_SIZE=5")},
-            process(3, 5, 1, 2, "gnode20", SRUN_PORT, "srun"),
-        ),
+        ({**SRUN, **env("PMI_RANK=3 PMI_SIZE=5")}, process(3, 5, 1, 2, "gnode20", SRUN_PORT, "srun")),
         ({**SRUN, **OPEN_MPI}, process(1, 2, 1, 2, "127.0.0.1", 29500, "mpirun")),
         (
             env("MA_NUM_HOSTS=2 VC_WORKER_HOSTS=job-0.job,job-1.job ASCEND_DEVICE_ID=1", **ASCEND),
@@ -180,10 +161,7 @@ def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
             {**TORCHRUN, "LOCAL_RANK": "4"},
             "rank 4 on this host (LOCAL_RANK) of 4 (LOCAL_WORLD_SIZE), of 8 in total: these",
         ),
-        (
-            {**TORCHRUN, "LOCAL_WORLD_SIZE": "16"},
-            "of 16 (LOCAL_WORLD_SIZE), of 8 in total: these",
-        ),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, "of 16 (LOCAL_WORLD_SIZE), of 8 in total: these"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000: expected 1 to 65535"),
         (env("RANK_ID=1"), "RANK_ID=1, but RANK_SIZE is not set; set both"),
         (env("RANK_ID=0 MA_NUM_HOSTS=2"), "RANK_ID=0, but RANK_SIZE is not set; set both"),
@@ -219,9 +197,7 @@ def test_a_rank_table_says_what_the_variables_do_not(samples: Path) -> None:
         (env("RANK_TABLE_FILE=TABLE RANK_ID=0 RANK_SIZE=8"), "RANK_SIZE=8, but RANK_TABLE_FILE="),
     ],
 )
-def test_impossible_values_are_refused(
-    samples: Path, environ: dict[str, str], message: str
-) -> None:
+def test_impossible_values_are_refused(samples: Path, environ: dict[str, str], message: str) -> None:
     found = {name: value.replace("TABLE", str(samples / TABLE)) for name, value in environ.items()}
     with pytest.raises(ConfigError) as caught:
         find_process(found)
@@ -254,7 +230,5 @@ def test_variables_for_torch() -> None:
     assert torch_variables(find_process(TORCHRUN)) == {
         name: value for name, value in TORCHRUN.items() if not name.startswith("TORCHELASTIC")
     }
-    with pytest.raises(
-        ConfigError, match="rank 1 of 2 does not know where to meet the others; set MASTER_ADDR"
-    ):
+    with pytest.raises(ConfigError, match="rank 1 of 2 does not know where to meet the others; set MASTER_ADDR"):
         torch_variables(Process(rank=1, world_size=2))

@@ -47,10 +47,7 @@ def test_ipv4_goes_before_ipv6(samples: Path, tmp_path: Path) -> None:
             "address_0=10.0.0.1\naddress_0=10.0.0.2",
             r"conf, line 2: address_0 has two addresses, 10\.0\.0\.1 and 10\.0\.0\.2; keep one",
         ),
-        (
-            "address_1=192.168.1.11",
-            r"no line address_0=\.\.\.; devices with an address there: 1; add the line",
-        ),
+        ("address_1=192.168.1.11", r"no line address_0=\.\.\.; devices with an address there: 1; add the line"),
         ("", "no line address_0=.*; devices with an address there: none"),
         ("#address_0=10.0.0.1", "no line address_0="),
     ],
@@ -71,19 +68,14 @@ def test_the_tool_is_asked_first_unless_a_file_is_named(tool: Path, samples: Pat
     [
         (
             '[ "$2" = 0 ] && echo ipaddr:192.168.7.0 && exit 0\necho "no such chip" >&2; exit 3',
-            "`hccn_tool -i 1 -ip -g` ended with code 3 and no line `ipaddr:ADDRESS`: no such chip;"
-            " reading",
+            "`hccn_tool -i 1 -ip -g` ended with code 3 and no line `ipaddr:ADDRESS`: no such chip; reading",
         ),
         ("echo ipaddr:192.168.7.0; exit 1", "ended with code 1"),
         ("exec sleep 60", "no answer within 1 s"),
     ],
 )
 def test_when_the_tool_fails_for_one_device_the_file_serves_all(
-    tool: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    script: str,
-    said: str,
+    tool: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, script: str, said: str
 ) -> None:
     monkeypatch.setattr(module, "_TOOL_SECONDS", 1.0 if "sleep" in script else 20.0)
     tool.write_text(f"#!/bin/sh\n{script}\n")
@@ -95,9 +87,7 @@ def test_when_the_tool_fails_for_one_device_the_file_serves_all(
 
 def test_neither_tool_nor_file(tool: Path) -> None:
     tool.write_text("#!/bin/sh\nexit 0\n")
-    with pytest.raises(
-        DataError, match=r"ended with code 0 .*, and .*etc\.conf: no such file; .*--hccn_conf"
-    ):
+    with pytest.raises(DataError, match=r"ended with code 0 .*, and .*etc\.conf: no such file; .*--hccn_conf"):
         device_addresses([0])
     tool.unlink()
     with pytest.raises(DataError, match=r"hccn_tool is not on PATH, and .*etc\.conf: no such file"):

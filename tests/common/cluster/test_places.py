@@ -77,9 +77,7 @@ def test_a_range_of_devices_is_that_of_the_server_with_an_address_of_this_machin
 ) -> None:
     own = {"10.155.111.142"}
     monkeypatch.setattr("common.cluster.places.is_here", own.__contains__)
-    assert find_places(range(8), table=tutorial) == find_places(
-        range(16, 24), rank_size=32, table=tutorial
-    )
+    assert find_places(range(8), table=tutorial) == find_places(range(16, 24), rank_size=32, table=tutorial)
     remedy = r"devices 0-7; make a table .* with tools/hccl_tools.py --device_num '\[0,4\)'"
     with pytest.raises(ConfigError, match=rf"holds for 10\.155\.111\.142, {remedy}"):
         find_places(range(4), table=tutorial)
@@ -97,8 +95,7 @@ def test_a_range_of_devices_is_that_of_the_server_with_an_address_of_this_machin
             range(4, 12),
             32,
             None,
-            "not those of one server of the rank table: 10.155.111.140 has 0-7; 10.155.111.141 has"
-            " 8-15",
+            "not those of one server of the rank table: 10.155.111.140 has 0-7; 10.155.111.141 has 8-15",
         ),
         (range(4), 32, None, "start all ranks of a server at once"),
         (range(24, 40), 32, None, r"the ranks \[24,40\) go past RANK_SIZE=32"),
@@ -114,14 +111,8 @@ def test_a_range_of_devices_is_that_of_the_server_with_an_address_of_this_machin
     ],
 )
 def test_ranges_that_contradict_the_table_or_each_other(
-    tutorial: RankTable,
-    numbers: range,
-    rank_size: int | None,
-    more: dict[str, Any] | None,
-    message: str,
+    tutorial: RankTable, numbers: range, rank_size: int | None, more: dict[str, Any] | None, message: str
 ) -> None:
     """more: None with the table."""
     with pytest.raises(ConfigError, match=message):
-        find_places(
-            numbers, rank_size=rank_size, table=tutorial if more is None else None, **(more or {})
-        )
+        find_places(numbers, rank_size=rank_size, table=tutorial if more is None else None, **(more or {}))

@@ -38,19 +38,14 @@ TRAINER = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a", **PO
         ({**POD, **OLD}, (3, 2, "gpt2-master-0", 23456)),
         ({**NEW, "MASTER_PORT": ""}, (3, 2, "gpt2-master-0", 29500)),
         # the first operators told the master localhost
-        (
-            {**POD, **OLD, "MASTER_ADDR": "localhost", "RANK": "0"},
-            (3, 0, socket.gethostname(), 23456),
-        ),
+        ({**POD, **OLD, "MASTER_ADDR": "localhost", "RANK": "0"}, (3, 0, socket.gethostname(), 23456)),
         ({**TRAINER, "PET_MASTER_PORT": "29400"}, (2, 0, "a", 29400)),
         # one host; outside pods, variables of an earlier launch in a shell mean nothing
         *((environ, None) for environ in ({}, POD, OLD, {**NEW, "PET_NNODES": "1"})),
         ({**POD, **OLD, "WORLD_SIZE": "1"}, None),
     ],
 )
-def test_hosts_of_a_job(
-    environ: dict[str, str], expected: tuple[int, int, str, int] | None
-) -> None:
+def test_hosts_of_a_job(environ: dict[str, str], expected: tuple[int, int, str, int] | None) -> None:
     place = place_of_pod(environ)
     assert (place and (place.world_size, place.rank, place.master, place.port)) == expected
 
@@ -104,9 +99,7 @@ def test_the_only_server_and_pod_names_of_version_0(tmp_path: Path, samples: Pat
     table = read_table(samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json")
     server = server_of_pod(table, {**POD, "HOSTNAME": "fake-job-pod-1"})
     assert server is not None and server.server_id == "10.19.1.79"
-    assert [place.rank for place in find_places(range(8), table=table, pod=server).own] == list(
-        range(8, 16)
-    )
+    assert [place.rank for place in find_places(range(8), table=table, pod=server).own] == list(range(8, 16))
 
 
 def test_a_mounted_table_may_come_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,17 +110,12 @@ def test_a_name_of_its_own_that_stands_for_loopback_is_not_told_to_the_others(
         for address, name in (("127.0.0.1", "lo"), ("127.0.1.1", "lo"), ("10.0.0.7", "eth0"))
     ]
     monkeypatch.setattr(
-        own_addresses,
-        "_addresses",
-        lambda host: [host] if own_addresses.is_ip(host) else addresses.get(host, []),
+        own_addresses, "_addresses", lambda host: [host] if own_addresses.is_ip(host) else addresses.get(host, [])
     )
     monkeypatch.setattr(own_addresses, "_interfaces", lambda: held)
     monkeypatch.setattr(own_addresses, "_route_to", routes.get)
     hosts = ("nodea", "nodeb") if "nodeb" in addresses else ("nodea", "node 1")
-    places = tuple(
-        RankPlacement(rank=rank, device_id=0, local_rank=0, host=host)
-        for rank, host in enumerate(hosts)
-    )
+    places = tuple(RankPlacement(rank=rank, device_id=0, local_rank=0, host=host) for rank, host in enumerate(hosts))
     found = variables(place_hosts(places, "nodea"), 0)
     assert network(found) == ("10.0.0.7", "eth0", "=eth0")
     assert found["MASTER_ADDR"] == "nodea"
@@ -128,9 +123,7 @@ def test_a_name_of_its_own_that_stands_for_loopback_is_not_told_to_the_others(
 
 @pytest.mark.skipif(shutil.which("ip") is None, reason="the ip command, to compare with, is absent")
 def test_interfaces_are_those_of_the_ip_command() -> None:
-    for link in json.loads(
-        subprocess.run(["ip", "-json", "address"], capture_output=True, check=True).stdout
-    ):
+    for link in json.loads(subprocess.run(["ip", "-json", "address"], capture_output=True, check=True).stdout):
         for address in link.get("addr_info", []):
             assert interface_of(address["local"]) == link["ifname"], address
     assert interface_of("192.0.2.254") is None and not is_own("192.0.2.254")
@@ -158,9 +151,7 @@ def test_master() -> None:
         variables(find_places(range(2)), 0, MASTER_PORT="x")
 
 
-@pytest.mark.parametrize(
-    ("limit", "seconds"), [(3630, "3672"), (68, "68"), (77.0, "136"), (17341, "17340")]
-)
+@pytest.mark.parametrize(("limit", "seconds"), [(3630, "3672"), (68, "68"), (77.0, "136"), (17341, "17340")])
 def test_hccl_waits_in_multiples_of_68(limit: float, seconds: str) -> None:
     """No less than the limit, unless that is more than a first Ascend can."""
     assert hccl_seconds(limit) == seconds
@@ -175,7 +166,5 @@ def test_gloo_takes_the_way_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"node0": ["127.0.1.1"], "10.0.0.7": ["10.0.0.7"]}
     monkeypatch.setattr(own_addresses, "_addresses", lambda host: known.get(host, []))
     monkeypatch.setattr(own_addresses, "_default_address", lambda: "10.0.0.7")
-    monkeypatch.setattr(
-        own_addresses, "_interfaces", lambda: [(ipaddress.ip_address("10.0.0.7"), "eth3")]
-    )
+    monkeypatch.setattr(own_addresses, "_interfaces", lambda: [(ipaddress.ip_address("10.0.0.7"), "eth3")])
     assert network_of(replace(several, master="node0")) == {"GLOO_SOCKET_IFNAME": "eth3"}

@@ -69,16 +69,9 @@ def table_0(*instances: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "v1.0_mindformers_1x8",
-        "v1.0_merge_hccl_2x8",
-        "v1.0_modelarts_generated_2x8_nohostnic",
-        "v1.2_a3_superpod_1x16",
-    ],
+    ["v1.0_mindformers_1x8", "v1.0_merge_hccl_2x8", "v1.0_modelarts_generated_2x8_nohostnic", "v1.2_a3_superpod_1x16"],
 )
-def test_a_sample_keeps_every_value_when_written_again(
-    samples: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_sample_keeps_every_value_when_written_again(samples: Path, tmp_path: Path, name: str) -> None:
     """Keys that only some tables have (host_nic_ip, container_ip) stay, and none is added."""
     source = samples / f"{name}.json"
     data = json.loads(source.read_text())
@@ -90,14 +83,10 @@ def test_a_sample_keeps_every_value_when_written_again(
 def test_the_platform_table_becomes_the_one_its_launcher_makes(samples: Path) -> None:
     """Pods are listed 1, 0: the rank order follows their names."""
     table = read_table(samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json")
-    assert to_json(table) == json.loads(
-        (samples / "v1.0_modelarts_generated_2x8_nohostnic.json").read_text()
-    )
+    assert to_json(table) == json.loads((samples / "v1.0_modelarts_generated_2x8_nohostnic.json").read_text())
 
 
-def test_a_network_instance_may_span_machines_and_have_other_addresses(
-    samples: Path, tmp_path: Path
-) -> None:
+def test_a_network_instance_may_span_machines_and_have_other_addresses(samples: Path, tmp_path: Path) -> None:
     """One instance of four ranks: device ids repeat, local ids do not. An EID is not an IP address.
     The table is not written.
     """
@@ -109,8 +98,7 @@ def test_a_network_instance_may_span_machines_and_have_other_addresses(
         entry["level_list"][0]["net_instance_id"] = "pod"
         entry["level_list"][0]["rank_addr_list"][0] |= {"addr_type": "EID", "addr": f"00:0{number}"}
     found = [
-        (one.server_id, device.device_id, device.device_ip)
-        for one, device in read_table(put(tmp_path, data)).places()
+        (one.server_id, device.device_id, device.device_ip) for one, device in read_table(put(tmp_path, data)).places()
     ]
     assert found == [("pod", 0, None), ("pod", 1, None), ("pod", 0, None), ("pod", 1, None)]
     second = data["rank_list"][3]["level_list"][0]
@@ -134,19 +122,11 @@ def test_a_network_instance_may_span_machines_and_have_other_addresses(
             ["10.0.0.2", "10.0.0.1"],
         ),
         # a rank of a device goes before that of its instance
-        (
-            [chips(1, "1", rank_id="1"), chips(2, "0", "2", rank_id="0")],
-            ["10.0.0.2", "10.0.0.1", "10.0.0.2"],
-        ),
-        (
-            [instance(1, 2, rank_id="7"), instance(2, 2, rank_id="3")],
-            ["10.0.0.2", "10.0.0.2", "10.0.0.1", "10.0.0.1"],
-        ),
+        ([chips(1, "1", rank_id="1"), chips(2, "0", "2", rank_id="0")], ["10.0.0.2", "10.0.0.1", "10.0.0.2"]),
+        ([instance(1, 2, rank_id="7"), instance(2, 2, rank_id="3")], ["10.0.0.2", "10.0.0.2", "10.0.0.1", "10.0.0.1"]),
     ],
 )
-def test_instances_are_ordered(
-    tmp_path: Path, instances: list[dict[str, Any]], hosts: list[str]
-) -> None:
+def test_instances_are_ordered(tmp_path: Path, instances: list[dict[str, Any]], hosts: list[str]) -> None:
     table = read_table(put(tmp_path, table_0(*instances)))
     assert [one.server_id for one, _ in table.places()] == hosts
 
@@ -240,10 +220,7 @@ POD = '{"super_pod_id": "%s", "server_list": [{"server_id": "10.0.0.1"}]}'
 WRONG = [
     ("status", "status is missing; expected 'completed'"),
     ('status="failed"', 'status is "failed"; expected'),
-    (
-        'version="3.0"',
-        'version "3.0" with the keys version, server_count, server_list, status is not a known',
-    ),
+    ('version="3.0"', 'version "3.0" with the keys version, server_count, server_list, status is not a known'),
     ('server_count="3"', "server_count is 3, but there are 2 servers in server_list"),
     ("server_count", "server_count is missing; make the table again"),
     ("server_list=[]", "server_count is 2, but there are 0"),
@@ -269,44 +246,29 @@ WRONG = [
     ('1.2 device.super_device_id="1001"', "super pod 0: super_device_id 1001 is there 2 times"),
     ("1.2 device.super_device_id", "rank 0 has no super_device_id, which version 1.2 needs"),
     ('0 group_count="2"', "group_count is 2, but there are 1 groups"),
-    (
-        '0 group_list.0.device_count="2"',
-        "group_list[0]: device_count is 2, but there are 1",
-    ),
+    ('0 group_list.0.device_count="2"', "group_list[0]: device_count is 2, but there are 1"),
     ("2.0 rank_count=5", "rank_count is 5, but there are 4 ranks"),
     ("2.0 rank_list.1.local_id=0", "rank_list[1]: local_id 0 occurs twice in the network instance"),
-    (
-        "2.0 rank_list.1.level_list=[]",
-        "rank_list[1]: level_list: found []; List should have at least 1 item",
-    ),
+    ("2.0 rank_list.1.level_list=[]", "rank_list[1]: level_list: found []; List should have at least 1 item"),
     ("{", "table.json, line 1, column 2: not valid JSON"),
     ("[]", "table.json: found []; expected a JSON object"),
     ('{"a": 1, "a": 2}', "the key 'a' is given twice in one object; make the table again"),
     ("[" * 100000, "nested deeper than 64 levels; make the table again"),
-    (
-        '{"status": ' + "9" * 5000 + "}",
-        "a number of more digits than Python converts; make the table again",
-    ),
+    ('{"status": ' + "9" * 5000 + "}", "a number of more digits than Python converts; make the table again"),
     ({"status": "completed", "a\nb": 1}, r"version null with the keys status, 'a\nb' is not"),
     (
         table_0(instance(1, 2, pod_name="pod-" + "9" * 5000), instance(1, 1, pod_name="pod-1")),
         "device_id 0 is there 2 times",
     ),
     (
-        changed(
-            'server_list.1.device.0.device_ip="fd00:0:0::1"',
-            changed('device.device_ip="fd00::1"'),
-        ),
+        changed('server_list.1.device.0.device_ip="fd00:0:0::1"', changed('device.device_ip="fd00::1"')),
         "rank 2 (device 0 of 10.0.0.2): device_ip fd00::1 is also that of rank 0",
     ),
     (
         table_0(instance(1, rank_id="0"), instance(2)),
         "instance_list[1]: rank_id is missing, which other instances have",
     ),
-    (
-        table_0(instance(1, rank_id="0"), instance(2, rank_id="2")),
-        "2 devices have the ranks 0, 2; expected 0 to 1",
-    ),
+    (table_0(instance(1, rank_id="0"), instance(2, rank_id="2")), "2 devices have the ranks 0, 2; expected 0 to 1"),
 ]
 
 
@@ -331,9 +293,7 @@ def test_one_server_may_be_loopback_and_without_addresses(tmp_path: Path) -> Non
     table = read_table(put(tmp_path, {**table_1(), "server_count": 1, "server_list": [only]}))
     (warning,) = table_warnings(table)
     assert re.match(r"server 127\.0\.0\.1 is a loopback address.*--server_ip", warning)
-    assert to_json(table)["server_list"] == [
-        {"server_id": "127.0.0.1", "device": [{"device_id": "3", "rank_id": "0"}]}
-    ]
+    assert to_json(table)["server_list"] == [{"server_id": "127.0.0.1", "device": [{"device_id": "3", "rank_id": "0"}]}]
 
 
 @pytest.mark.parametrize(
@@ -368,9 +328,7 @@ def test_uneven_servers_are_remarked(tmp_path: Path) -> None:
 # ---- waiting
 
 
-def test_waiting_ends_when_the_platform_has_filled_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_ends_when_the_platform_has_filled_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Absent, half written, initializing, completed: one look each."""
     path, whole = tmp_path / "table.json", json.dumps(table_1())
     states = iter([whole[:50], json.dumps({"status": "initializing"}), whole])

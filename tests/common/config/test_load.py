@@ -46,9 +46,7 @@ def test_words_of_the_command_line_read_back_as_json_writes_them(value: object) 
 
 
 def test_dump_reads_back_equal(config_file: Path) -> None:
-    config = load_config(
-        config_file, ["data.train=[0.3,a,0.7,b]", "precision=bf16", "predict.prompt=a: b"]
-    )
+    config = load_config(config_file, ["data.train=[0.3,a,0.7,b]", "precision=bf16", "predict.prompt=a: b"])
     config_file.write_text(dump_config(config))
     assert load_config(config_file) == config
 
@@ -56,8 +54,7 @@ def test_dump_reads_back_equal(config_file: Path) -> None:
 def test_main_file_wins_over_bases_and_words_over_files(tmp_path: Path) -> None:
     """And of two files with one base the second, with what it says and with what the base says."""
     parts = {
-        "base": MINIMAL.replace("micro_batch_size: 2", "micro_batch_size: 2, accumulation_steps: 4")
-        + "seed: 1\n",
+        "base": MINIMAL.replace("micro_batch_size: 2", "micro_batch_size: 2, accumulation_steps: 4") + "seed: 1\n",
         "a": "base: base.yaml\ntrain: {micro_batch_size: 5, max_steps: 7}\n",
         "b": "base: base.yaml\nseed: 2\ntrain: {max_steps: 9}\n",
     }
@@ -127,9 +124,7 @@ def test_prompts_arrive_as_typed(config_file: Path, text: str, kept: list[str]) 
         ("parallel.strategy", "SPS", "parameter_server"),
     ],
 )
-def test_text_is_the_same_in_a_file_and_on_the_command_line(
-    config_file: Path, key: str, text: str, kept: Any
-) -> None:
+def test_text_is_the_same_in_a_file_and_on_the_command_line(config_file: Path, key: str, text: str, kept: Any) -> None:
     *sections, name = key.split(".")
     own = f"{': {'.join(sections)}: {{{name}: {text}}}" if sections else f"{name}: {text}"
     other = config_file.parent / "own.yaml"
@@ -174,17 +169,13 @@ def test_a_length_of_the_command_line_replaces_that_of_the_file(config_file: Pat
     [
         ("precision=O1", "precision=fp16"),
         ("precision=O2", "precision={parameters: float16, compute: float16}"),
-        (
-            "precision=pure_fp16",
-            "precision={parameters: fp16, compute: float16, softmax: fp16, layer_norm: float16}",
-        ),
+        ("precision=pure_fp16", "precision={parameters: fp16, compute: float16, softmax: fp16, layer_norm: float16}"),
         ("parallel.micro_batch_num=4", "train.accumulation_steps=4"),
         ("parallel.enable_parallel_optimizer=true", "parallel.zero_stage=1"),
         ("parallel.enable_parallel_optimizer=true parallel.zero_stage=3", "parallel.zero_stage=3"),
         ("parallel.enable_parallel_optimizer=false", ""),
         (
-            "parallel.zero_stage=1"
-            " parallel.parallel_optimizer_config.gradient_accumulation_shard=true",
+            "parallel.zero_stage=1 parallel.parallel_optimizer_config.gradient_accumulation_shard=true",
             "parallel.zero_stage=2",
         ),
         ("context.device_target=CPU device=auto", "device=cpu"),
@@ -192,9 +183,7 @@ def test_a_length_of_the_command_line_replaces_that_of_the_file(config_file: Pat
     ],
 )
 def test_words_of_other_systems(config_file: Path, word: str, same: str) -> None:
-    found, expected = (
-        load_config(config_file, re.findall(r"\S+=(?:\{.*\}|\S+)", each)) for each in (word, same)
-    )
+    found, expected = (load_config(config_file, re.findall(r"\S+=(?:\{.*\}|\S+)", each)) for each in (word, same))
     assert found == expected
 
 
@@ -220,9 +209,7 @@ def test_samples_of_an_epoch_are_a_length(config_file: Path) -> None:
 
 def test_both_places_of_an_alias_are_named(config_file: Path) -> None:
     (config_file.parent / "base.yaml").write_text("parallel:\n  micro_batch_num: 4\n")
-    config_file.write_text(
-        MINIMAL.replace("max_steps: 3", "accumulation_steps: 2") + "base: base.yaml\n"
-    )
+    config_file.write_text(MINIMAL.replace("max_steps: 3", "accumulation_steps: 2") + "base: base.yaml\n")
     message = r"{}and .*base\.yaml:2: train\.accumulation_steps={} and"
     with pytest.raises(ConfigError, match=message.format(r"run\.yaml:4 ", 2)):
         load_config(config_file)

@@ -69,9 +69,7 @@ EXPECTED = {
     "run_gpt2_345m_fleetx": Expected(354_823_168, (1, 1, 1), 8, 1, 8, 8192, (5e-5, 1e-5)),
     "run_gpt2_345m_fleetx_qat": Expected(354_823_168, (1, 8, 1), 1, 8, 8, 8192, (5e-6, 1e-6)),
     "run_gpt2_345m_modelzoo": Expected(354_823_168, (4, 1, 2), 4, 1, 16, 16_384, (1.5e-4, 1.5e-5)),
-    "run_gpt2_345m_modelzoo_without_mp": Expected(
-        354_823_168, (8, 1, 1), 8, 1, 64, 65_536, (1.5e-4, 1e-5)
-    ),
+    "run_gpt2_345m_modelzoo_without_mp": Expected(354_823_168, (8, 1, 1), 8, 1, 64, 65_536, (1.5e-4, 1e-5)),
     "run_gpt2_774m": Expected(774_030_080, (1, 1, 1), 1, 480, 480, 491_520, (2.5e-4, 2.5e-5)),
     "run_gpt2_1558m": Expected(1_557_611_200, (1, 1, 1), 1, 960, 960, 983_040, (2e-4, 2e-5)),
     "run_gpt2_1.3b_modelzoo": Expected(1_313_626_112, (2, 2, 2), 8, 2, 32, 32_768, (2e-4, 2e-5)),
@@ -151,8 +149,7 @@ CHINESE = {
 @cache
 def resolved(name: str, *overrides: str) -> RunConfig:
     return resolve_config(
-        load_config(FOLDER / f"{name}.yaml", (*sizes_of(name), *overrides)),
-        world_size=EXPECTED[name].devices,
+        load_config(FOLDER / f"{name}.yaml", (*sizes_of(name), *overrides)), world_size=EXPECTED[name].devices
     )
 
 
@@ -233,9 +230,7 @@ def test_batch_layout_and_rates_are_those_of_the_source(name: str) -> None:
     assert rates == expected.learning_rate
 
 
-@pytest.mark.parametrize(
-    ("file", "name"), [(file, name) for file, names in ORIGINALS.items() for name in names]
-)
+@pytest.mark.parametrize(("file", "name"), [(file, name) for file, names in ORIGINALS.items() for name in names])
 def test_hyper_parameters_are_those_of_the_systems_own_file(
     file: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

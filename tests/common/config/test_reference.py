@@ -34,9 +34,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "config_reference.md"
 
 
-def test_the_page_is_current_and_has_a_row_for_every_key(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_page_is_current_and_has_a_row_for_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     if os.environ.get("UPDATE_GOLDEN"):
         PAGE.write_text(config_reference(), encoding="utf-8")
     assert main(["--reference"]) == 0

@@ -17,17 +17,12 @@ LONG = [
     ["x: " + "[" * 3000, "not valid YAML: nested deeper than 64 levels"],
     ["seed: " + "9" * 5000, "run.yaml:6:7: not valid YAML: '999", "does not fit its tag !!int"],
 ]
-TABLE: dict[str, list[Any]] = yaml.safe_load(
-    Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8")
-)
+TABLE: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
     ("row", "place"),
-    [
-        *((row, "words") for row in TABLE["words"]),
-        *((row, "file") for row in TABLE["files"] + LONG),
-    ],
+    [*((row, "words") for row in TABLE["words"]), *((row, "file") for row in TABLE["files"] + LONG)],
     ids=lambda row: row[0][:60] if isinstance(row, list) else row,
 )
 def test_refused(tmp_path: Path, row: list[str], place: str) -> None:

@@ -293,9 +293,7 @@ def test_a_path_that_is_not_there(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_a_full_disk_and_a_folder_in_use(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_and_a_folder_in_use(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     with pytest.raises(ConfigError, match="exists and is not empty"):
@@ -312,9 +310,7 @@ def test_a_full_disk_and_a_folder_in_use(
 
 
 @pytest.mark.parametrize("to", ["torch_gpt2", "mindformers", "megatron", "megatron_core"])
-def test_tensors_go_from_the_mapped_file_to_the_disk_without_a_copy_of_their_own(
-    tmp_path: Path, to: str
-) -> None:
+def test_tensors_go_from_the_mapped_file_to_the_disk_without_a_copy_of_their_own(tmp_path: Path, to: str) -> None:
     """Memory is less than any matrix needs, transposed, cut or fused, and the table of tokens."""
     model = resolve_model(MODEL.model_copy(update=LARGE))
     given = random_arrays(model)
@@ -494,9 +490,7 @@ INSTEAD = (
 )
 
 
-def test_what_is_there_instead_and_what_to_give(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_there_instead_and_what_to_give(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the message says to give is taken."""
     monkeypatch.chdir(tmp_path)
     Path("there").mkdir()

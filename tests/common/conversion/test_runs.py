@@ -20,10 +20,7 @@ from tests.tiny import SGD, require_same_bits, rows_of, tiny_run, train_here  # 
 from tools.convert_weight import main  # noqa: E402
 
 ADAMW = {"learning_rate": 0.01, "warmup_steps": 2, "decay_steps": 6, "weight_decay": 0.1}
-FLOAT16 = {
-    "precision": {"compute": "float16"},
-    "loss_scale": {"mode": "dynamic", "initial": 1024, "window": 2},
-}
+FLOAT16 = {"precision": {"compute": "float16"}, "loss_scale": {"mode": "dynamic", "initial": 1024, "window": 2}}
 
 
 def train(folder: Path, prefix: Path, steps: int = 2, **changes: Any) -> Path:
@@ -33,10 +30,7 @@ def train(folder: Path, prefix: Path, steps: int = 2, **changes: Any) -> Path:
 
 @pytest.mark.parametrize(
     ("way", "changes"),
-    [
-        (["mindformers", "megatron"], FLOAT16),
-        (["torch_gpt2", "mindformers_r0.3", "megatron_core"], {"optimizer": SGD}),
-    ],
+    [(["mindformers", "megatron"], FLOAT16), (["torch_gpt2", "mindformers_r0.3", "megatron_core"], {"optimizer": SGD})],
 )
 def test_a_run_resumes_bit_for_bit(
     tmp_path: Path, corpus_prefix: Path, way: list[str], changes: dict[str, Any]
@@ -67,9 +61,7 @@ def test_training_says_that_it_does_not_begin_at_checkpoint_load(
     assert rows_of(tmp_path)[0]["step"] == 1
 
 
-def test_weights_without_a_run(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_without_a_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def told(to: str, name: str, *more: str) -> str:
         words = ["--input", str(trained), "--output", str(tmp_path / name), "--verify", *more]
         assert main([*words, "--to", to]) == 0
@@ -88,9 +80,7 @@ def test_weights_without_a_run(
         assert len(alone_file) == 36 and len(run) == 3 * 36 + 3 and run["step_num"].read() == 2
 
 
-def test_a_checkpoint_of_mindspore_itself(
-    tmp_path: Path, mindspore: ModuleType, trained: Path
-) -> None:
+def test_a_checkpoint_of_mindspore_itself(tmp_path: Path, mindspore: ModuleType, trained: Path) -> None:
     """Its optimizers name their state, and save_checkpoint its counters."""
     ms, random = mindspore, np.random.default_rng(0)
     ours = convert(trained, tmp_path / "ours", target_format="mindformers", weights_only=True)
@@ -98,8 +88,7 @@ def test_a_checkpoint_of_mindspore_itself(
     loaded = ms.load_checkpoint(str(tmp_path / "ours" / "gpt2.ckpt"))
     optimizer = ms.nn.AdamWeightDecay(list(loaded.values()), learning_rate=0.1)
     gradients = {
-        parameter.name: random.standard_normal(parameter.shape).astype(np.float32)
-        for parameter in loaded.values()
+        parameter.name: random.standard_normal(parameter.shape).astype(np.float32) for parameter in loaded.values()
     }
     optimizer(tuple(map(ms.Tensor, gradients.values())))
     folder = tmp_path / "theirs"

@@ -31,9 +31,7 @@ def ids_of(folder: Path, file: str) -> dict[str, Any]:
 
 def save(folder: Path, vocabulary: int, **ids: Any) -> Path:
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**SIZES, vocab_size=vocabulary, **ids)
-    )
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, vocab_size=vocabulary, **ids))
     model.save_pretrained(folder)
     return folder
 
@@ -92,9 +90,7 @@ def test_ids_and_settings_go_along_without_a_tokenizer(
 
 
 @pytest.mark.parametrize("way", [("hf",), ("torch_gpt2", "hf"), ("onnx",)])
-def test_marks_go_along(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], way: tuple[str, ...]
-) -> None:
+def test_marks_go_along(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], way: tuple[str, ...]) -> None:
     last = folder
     for number, format in enumerate(way):
         words = ["--to", format, "--input", str(last), "--output", str(tmp_path / str(number))]
@@ -125,9 +121,7 @@ def test_the_library_of_gguf_reads_the_marks(folder: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("format", ["torch_gpt2", "mindformers", "gguf"])
-def test_a_mark_without_a_row_stays_with_the_tokenizer(
-    chat: Path, tmp_path: Path, format: str
-) -> None:
+def test_a_mark_without_a_row_stays_with_the_tokenizer(chat: Path, tmp_path: Path, format: str) -> None:
     """Many a fine-tune has added a padding token and left the table as it was."""
     ends = {"bos_token_id": 257, "eos_token_id": 257, "pad_token_id": None}
     save(chat, 258, **ends)

@@ -27,16 +27,11 @@ def write_pair(tmp_path: Path) -> WritePair:
     """
 
     def write(
-        lengths: Sequence[int],
-        name: str = "data",
-        dtype: str = "uint16",
-        documents: Sequence[int] | None = None,
+        lengths: Sequence[int], name: str = "data", dtype: str = "uint16", documents: Sequence[int] | None = None
     ) -> Path:
         tokens = np.arange(sum(lengths)) % 60_000
         with IndexedWriter(tmp_path / name, dtype) as writer:
-            writer.append(
-                tokens, np.array(lengths), None if documents is None else np.array(documents)
-            )
+            writer.append(tokens, np.array(lengths), None if documents is None else np.array(documents))
         return tmp_path / name
 
     return write
@@ -56,9 +51,7 @@ def files_of(prefix: Path, *endings: str) -> list[bytes]:
     return [Path(f"{prefix}{ending}").read_bytes() for ending in endings or (".bin", ".idx")]
 
 
-def write_table(
-    pa: Any, path: Path, rows: Any, kind: str = "parquet", group: int = 130, column: str = "body"
-) -> Path:
+def write_table(pa: Any, path: Path, rows: Any, kind: str = "parquet", group: int = 130, column: str = "body") -> Path:
     """Write a table of the columns number and ``column``, in groups of ``group`` rows."""
     from pyarrow import parquet
 
@@ -85,9 +78,7 @@ class ByteTokenizer:
         data = [text.encode() for text in texts]
         offsets = np.zeros(len(data) + 1, dtype=np.int64)
         np.cumsum([len(text) for text in data], out=offsets[1:])
-        return PackedIds(
-            ids=np.frombuffer(b"".join(data), dtype=np.uint8).astype(np.int32), offsets=offsets
-        )
+        return PackedIds(ids=np.frombuffer(b"".join(data), dtype=np.uint8).astype(np.int32), offsets=offsets)
 
 
 @pytest.fixture
@@ -98,9 +89,7 @@ def byte_tokenizer(monkeypatch: pytest.MonkeyPatch) -> TokenizerChoice:
 
 
 @pytest.fixture
-def options_for(
-    tmp_path: Path, byte_tokenizer: TokenizerChoice
-) -> Callable[..., PreprocessOptions]:
+def options_for(tmp_path: Path, byte_tokenizer: TokenizerChoice) -> Callable[..., PreprocessOptions]:
     """options_for(file, file, ..., **options): of bytes, to the prefix ``out``."""
 
     def make(*inputs: Path, **options: Any) -> PreprocessOptions:
@@ -121,8 +110,6 @@ def read_back(options_for: Callable[..., PreprocessOptions]) -> Callable[..., li
         (prefix,) = preprocess(options_for(*files, **options)).prefixes
         data = IndexedDataset(prefix)
         texts = [data[n].astype(np.int32) for n in range(len(data))]
-        return [
-            bytes(ids[ids < 256].tolist()).decode() + "¶" * int((ids == 256).sum()) for ids in texts
-        ]
+        return [bytes(ids[ids < 256].tolist()).decode() + "¶" * int((ids == 256).sum()) for ids in texts]
 
     return run

@@ -74,8 +74,7 @@ def test_shares_are_exact_down_to_one_in_two_billion(weights, counts) -> None:
 
 
 @pytest.mark.parametrize(
-    "weights",
-    [[0.5, 0.3, 0.2], [0.9998, 0.00014, 0.00006], [7, 1, 1, 1, 0.25], np.arange(1, 300).tolist()],
+    "weights", [[0.5, 0.3, 0.2], [0.9998, 0.00014, 0.00006], [7, 1, 1, 1, 0.25], np.arange(1, 300).tolist()]
 )
 def test_counts_are_those_of_megatron_core(weights) -> None:
     """Megatron takes the data set that lacks most. Its data sets hold 1.005 times their samples

@@ -56,9 +56,7 @@ def test_the_format_is_judged_by_content(tmp_path, caplog, name, content, expect
     with caplog.at_level(logging.INFO, "common.dataset.corpus"):
         assert open_corpus(path).format is expected
     lies = expected is not TEXT and name in ("a.txt", "a.bin")
-    assert [record.levelno for record in caplog.records] == [
-        logging.WARNING if lies else logging.INFO
-    ]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING if lies else logging.INFO]
 
 
 def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
@@ -73,9 +71,7 @@ def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
             open_corpus(path)
 
 
-def documents(
-    path: Path, rule: DocumentRule = DocumentRule.BLANK_LINE, block_bytes: int = 1 << 20
-) -> list[str]:
+def documents(path: Path, rule: DocumentRule = DocumentRule.BLANK_LINE, block_bytes: int = 1 << 20) -> list[str]:
     found = []
     for block in read_blocks(open_corpus(path), rule, ("text",), block_bytes):
         found += documents_of(block, ("text",))[0].texts
@@ -87,14 +83,8 @@ PARAGRAPH = st.text(st.sampled_from("ab é中\U0001f600.,"), min_size=1, max_siz
 )
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    texts=st.lists(PARAGRAPH, min_size=1, max_size=12),
-    block_bytes=st.integers(1, 60),
-    windows=st.booleans(),
-)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(PARAGRAPH, min_size=1, max_size=12), block_bytes=st.integers(1, 60), windows=st.booleans())
 def test_every_format_gives_the_same_documents(tmp_path, texts, block_bytes, windows) -> None:
     files = {
         "a.json": json.dumps(texts, ensure_ascii=False),
@@ -128,11 +118,7 @@ STRINGS = st.lists(st.sampled_from(PARTS)).map(lambda parts: f'"{"".join(parts)}
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    items=st.lists(VALUES | STRINGS),
-    size=st.integers(1, 40),
-    comma=st.sampled_from([",", " ,", ",\n  "]),
-)
+@given(items=st.lists(VALUES | STRINGS), size=st.integers(1, 40), comma=st.sampled_from([",", " ,", ",\n  "]))
 def test_items_of_an_array_are_those_of_json(items, size, comma) -> None:
     """Whatever is read at once: values and escapes may be cut anywhere."""
     text = f"[{comma.join(items)}]"

@@ -36,8 +36,7 @@ def test_samples_equal_those_of_a_pair(tmp_path, write_pair, offsets_of) -> None
     assert offsets_of(ours) == offsets_of(pair)
     for shuffle in (True, False):
         one, other = (
-            GPTDataset(data, seq_length=8, shuffle=shuffle, **WHOLE).read(np.arange(40))
-            for data in (ours, pair)
+            GPTDataset(data, seq_length=8, shuffle=shuffle, **WHOLE).read(np.arange(40)) for data in (ours, pair)
         )
         assert (one == other).all()
 
@@ -102,11 +101,7 @@ WRONG_BIT = LENS ^ np.array([1, 1, 0, 0], np.int32)
         # whose sum is 13 in 64 bits
         ("_idx.npz", _zip(lens=_npy(np.array([2**64 - 1, 14], np.uint64))), "lens has numbers"),
         ("_idx.npz", _zip(lens=_npy(LENS + 1)), r"adds up to 17 tokens, but data_ids\.npy holds"),
-        (
-            "_idx.npz",
-            _zip(lens=_npy(LENS)).replace(LENS.tobytes(), WRONG_BIT.tobytes()),
-            "Bad CRC-32",
-        ),
+        ("_idx.npz", _zip(lens=_npy(LENS)).replace(LENS.tobytes(), WRONG_BIT.tobytes()), "Bad CRC-32"),
         ("_idx.npz", _docs(0, 3, 1, 4, dtype=np.uint64), "docs does not rise from 0 to the 4 ent"),
         ("_idx.npz", _docs(0, 9), "docs does not rise from 0 to the 4 entries"),
     ],

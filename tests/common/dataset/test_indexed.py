@@ -25,9 +25,7 @@ def megatron():
     pytest.importorskip("torch", reason="megatron-core needs torch, which is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return pytest.importorskip(
-            "megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed"
-        )
+        return pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed")
 
 
 def write_theirs(megatron, prefix: Path, dtype, documents: list[list[list[int]]]) -> None:
@@ -50,19 +48,13 @@ def write_ours(writer, prefix: Path, dtype, documents: list[list[list[int]]]) ->
 
 
 DOCUMENTS = st.lists(
-    st.lists(st.lists(st.integers(0, 65535), min_size=1, max_size=9), max_size=4),
-    min_size=1,
-    max_size=8,
+    st.lists(st.lists(st.integers(0, 65535), min_size=1, max_size=9), max_size=4), min_size=1, max_size=8
 ).filter(any)
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(documents=DOCUMENTS, vocab_size=st.sampled_from([300, 65499, 65500, 100_000]))
-def test_bytes_equal_megatrons_and_each_reads_the_other(
-    megatron, tmp_path, documents, vocab_size
-) -> None:
+def test_bytes_equal_megatrons_and_each_reads_the_other(megatron, tmp_path, documents, vocab_size) -> None:
     dtype = megatron.DType.optimal_dtype(vocab_size)
     assert token_dtype(vocab_size) == dtype
     write_theirs(megatron, tmp_path / "theirs", dtype, documents)
@@ -76,9 +68,7 @@ def test_bytes_equal_megatrons_and_each_reads_the_other(
     assert ours.document_index[:].tolist() == theirs.document_indices.tolist()
 
 
-@settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(documents=DOCUMENTS, vocab_size=st.sampled_from([65534, 65535]))
 def test_fleetx_files_have_the_bytes_of_numpy(tmp_path, documents, vocab_size, offsets_of) -> None:
     """numpy.save and numpy.savez wrote FleetX's own."""
@@ -109,9 +99,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "strings.json", "array.json", "a.parquet", "a.arrow"])
-def test_every_row_is_a_document_as_in_megatron(
-    megatron, tmp_path, options_for, name, offsets_of
-) -> None:
+def test_every_row_is_a_document_as_in_megatron(megatron, tmp_path, options_for, name, offsets_of) -> None:
     """Their builder is driven as tools/preprocess_data.py of Megatron-LM drives it: a text without
     a token is a document without a sequence, and has no end-of-document token.
     """
@@ -152,12 +140,9 @@ def test_the_older_index_of_lazy_and_cached_is_read(tmp_path, writer, offsets_of
     """DeepSpeed still has the class that wrote it. fairseq's has neither documents nor their
     number.
     """
-    torch = pytest.importorskip(
-        "torch", reason="the builder takes tensors, and torch is not installed"
-    )
+    torch = pytest.importorskip("torch", reason="the builder takes tensors, and torch is not installed")
     deepspeed = pytest.importorskip(
-        "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset",
-        reason="DeepSpeed is not installed",
+        "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset", reason="DeepSpeed is not installed"
     )
     builder = deepspeed.IndexedDatasetBuilder(str(tmp_path / "old.bin"), dtype=np.int32)
     for document in ([[5, 6, 7], [8]], [], [[9, 70000]]):

@@ -69,9 +69,7 @@ def write(
     writer.add_schema(schema, "test")
     own = schema["input_ids"]
     columns = {
-        "input_ids": lambda n: (
-            np.asarray(rows[n], own["type"]) if "shape" in own else int(rows[n][0])
-        ),
+        "input_ids": lambda n: np.asarray(rows[n], own["type"]) if "shape" in own else int(rows[n][0]),
         "label": lambda n: n,
         "name": lambda n: f"row {n}",
         "blob": lambda n: b"x" * (n % 5),
@@ -90,12 +88,8 @@ def mindspore_reads(source: Path | list[Path]) -> np.ndarray:
     import mindspore.dataset
 
     files = [str(path) for path in source] if isinstance(source, list) else str(source)
-    data = mindspore.dataset.MindDataset(
-        files, columns_list=["input_ids"], shuffle=False, num_parallel_workers=1
-    )
-    return np.stack(
-        [row["input_ids"] for row in data.create_dict_iterator(num_epochs=1, output_numpy=True)]
-    )
+    data = mindspore.dataset.MindDataset(files, columns_list=["input_ids"], shuffle=False, num_parallel_workers=1)
+    return np.stack([row["input_ids"] for row in data.create_dict_iterator(num_epochs=1, output_numpy=True)])
 
 
 @pytest.mark.parametrize("kind", ["int32", "int64"])
@@ -226,9 +220,7 @@ def test_written_rows_are_the_windows_of_the_pair(tmp_path, write_pair, seq_leng
         ("a&b.mindrecord", 4, 1, "names hold none of"),
     ],
 )
-def test_what_cannot_be_written_leaves_nothing(
-    tmp_path, write_pair, name, seq_length, shards, message
-) -> None:
+def test_what_cannot_be_written_leaves_nothing(tmp_path, write_pair, name, seq_length, shards, message) -> None:
     from mindformers_gpt2.mindrecord import write_mindrecord
 
     with pytest.raises((ConfigError, DataError), match=message):
@@ -333,10 +325,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "hold 5 tokens, expected seq_length [+] 1 = 9; set model.seq_length=4",
     ),
     "no rows": (_rewrite([]), "holds none of 0 rows"),
-    "beyond int32": (
-        _rewrite(tokens_of(20, 9) + (1 << 40), ids("int64", -1)),
-        "row 0 holds a number beyond 32 bits",
-    ),
+    "beyond int32": (_rewrite(tokens_of(20, 9) + (1 << 40), ids("int64", -1)), "row 0 holds a number beyond 32 bits"),
     "the last row is short": (_rewrite(_ragged(19)), "row 19 has 7 tokens, the first row 9; all"),
     "a row is short": (_rewrite(_ragged(7)), "row 7 has 7 tokens, the first row 9"),
 }

@@ -47,8 +47,7 @@ def test_the_permutation_is_frozen() -> None:
 def test_all_orders_of_a_few_are_equally_likely(n: int) -> None:
     orders = {order: number for number, order in enumerate(itertools.permutations(range(n)))}
     found = [
-        orders[tuple(permuted(np.arange(n), n, f"key {key}").tolist())]
-        for key in range(max(400, 6 * len(orders)))
+        orders[tuple(permuted(np.arange(n), n, f"key {key}").tolist())] for key in range(max(400, 6 * len(orders)))
     ]
     assert is_even(np.bincount(found, minlength=len(orders)))
 

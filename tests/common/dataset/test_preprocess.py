@@ -145,22 +145,14 @@ def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path, read_
     assert read_back(inputs) == [*once, *once, "\ufffd\ufffd\\ud83d¶"]
 
 
-def run(
-    tmp_path: Path, inputs: Path, files: tuple[Path, Path], name: str, **options: object
-) -> list[bytes]:
-    choice = TokenizerChoice(
-        kind="GPT2BPETokenizer", vocab_file=files[0], merge_file=files[1], backend="auto"
-    )
-    settings = PreprocessOptions(
-        inputs=(inputs,), output_prefix=tmp_path / name, tokenizer=choice, **options
-    )
+def run(tmp_path: Path, inputs: Path, files: tuple[Path, Path], name: str, **options: object) -> list[bytes]:
+    choice = TokenizerChoice(kind="GPT2BPETokenizer", vocab_file=files[0], merge_file=files[1], backend="auto")
+    settings = PreprocessOptions(inputs=(inputs,), output_prefix=tmp_path / name, tokenizer=choice, **options)
     return files_of(preprocess(settings).prefixes[0], ".bin", ".idx", ".meta.json")
 
 
 @pytest.mark.campaign
-def test_tinyshakespeare_is_one_document_of_338025_tokens(
-    tmp_path, real_data, gpt2_vocab_files
-) -> None:
+def test_tinyshakespeare_is_one_document_of_338025_tokens(tmp_path, real_data, gpt2_vocab_files) -> None:
     corpus = real_data / "corpora" / "en" / "tinyshakespeare.txt"
     run(tmp_path, corpus, gpt2_vocab_files, "x", documents=DocumentRule.FILE, append_eod=False)
     assert IndexedDataset(tmp_path / "x_text_document").sizes[:].tolist() == [338025]
@@ -181,9 +173,7 @@ def test_an_error_in_a_worker_is_the_same_error(tmp_path, gpt2_vocab_files) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-@pytest.mark.parametrize(
-    ("output", "way"), [(".bin", "itself"), (".idx", "link"), (".meta.json", "hard link")]
-)
+@pytest.mark.parametrize(("output", "way"), [(".bin", "itself"), (".idx", "link"), (".meta.json", "hard link")])
 def test_a_corpus_is_never_replaced_by_its_own_output(tmp_path, read_back, output, way) -> None:
     file = tmp_path / f"out_text_document{output}"
     corpus = file if way == "itself" else tmp_path / "corpus.txt"
@@ -229,9 +219,7 @@ PLACES = pytest.mark.parametrize(
 
 @PLACES
 @pytest.mark.parametrize("zipped", [False, True])
-def test_a_document_beyond_the_limit_is_refused(
-    tmp_path, monkeypatch, read_back, name, text, where, zipped
-) -> None:
+def test_a_document_beyond_the_limit_is_refused(tmp_path, monkeypatch, read_back, name, text, where, zipped) -> None:
     monkeypatch.setattr(json_array, "_READ_BYTES", 100)
     path, content = tmp_path / (name + ".gz" * zipped), text.format("ab " * 3000).encode()
     path.write_bytes(gzip.compress(content) if zipped else content)

@@ -25,17 +25,11 @@ def samples(write_pair) -> Samples:
 
 
 def rank_of(samples: Samples, rank: int, ranks: int, batch: int) -> ShardedSampler:
-    return ShardedSampler(
-        samples, global_batch_size=batch, data_parallel_size=ranks, data_parallel_rank=rank
-    )
+    return ShardedSampler(samples, global_batch_size=batch, data_parallel_size=ranks, data_parallel_rank=rank)
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    size=st.sampled_from([1, 2, 3, 4, 64]), per_rank=st.integers(1, 5), consumed=st.integers(0, 500)
-)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(size=st.sampled_from([1, 2, 3, 4, 64]), per_rank=st.integers(1, 5), consumed=st.integers(0, 500))
 def test_the_ranks_parts_make_the_global_batch(samples, size, per_rank, consumed) -> None:
     batch = size * per_rank
     whole = ShardedSampler(samples, global_batch_size=batch)
@@ -51,9 +45,7 @@ def test_the_ranks_parts_make_the_global_batch(samples, size, per_rank, consumed
 def test_readers_that_open_the_data_themselves_agree(write_pair) -> None:
     prefix = write_pair(np.random.default_rng(0).integers(1, 90, size=400))
     readers = [rank_of(windows_of(prefix, 6), rank, 64, 128) for rank in range(64)]
-    streams = [
-        sampler.batches() for sampler in (rank_of(windows_of(prefix, 6), 0, 1, 128), *readers)
-    ]
+    streams = [sampler.batches() for sampler in (rank_of(windows_of(prefix, 6), 0, 1, 128), *readers)]
     for _ in range(50):  # beyond an epoch
         whole, *parts = map(next, streams)
         assert (np.concatenate([part.tokens for part in parts]) == whole.tokens).all()
@@ -83,9 +75,7 @@ def test_the_hash_tells_other_data_and_other_settings(write_pair) -> None:
     assert len({first(), *others}) == 7 and first() == first()
 
 
-@pytest.mark.parametrize(
-    ("size", "rank", "batch"), [(3, 0, 8), (2, 2, 8), (2, -1, 8), (0, 0, 8), (1, 0, 0)]
-)
+@pytest.mark.parametrize(("size", "rank", "batch"), [(3, 0, 8), (2, 2, 8), (2, -1, 8), (0, 0, 8), (1, 0, 0)])
 def test_contradicting_sizes_are_refused(samples, size, rank, batch) -> None:
     with pytest.raises(ConfigError, match=r"global_batch_size|data_parallel_rank"):
         rank_of(samples, rank, size, batch)
@@ -115,9 +105,7 @@ def test_a_token_beyond_the_vocabulary_is_named(write_pair, dtype, bad, message)
         next(batches)
 
 
-@pytest.mark.parametrize(
-    ("limit", "rows"), [(None, [4, 4, 1]), (6, [4, 2]), (100, [4, 4, 1]), (0, [])]
-)
+@pytest.mark.parametrize(("limit", "rows"), [(None, [4, 4, 1]), (6, [4, 2]), (100, [4, 4, 1]), (0, [])])
 def test_validation_reads_in_order(write_pair, limit, rows) -> None:
     batches = list(ordered_batches(windows_of(write_pair([10] * 4), 4, shuffle=False), 4, limit))
     assert [len(batch) for batch in batches] == rows

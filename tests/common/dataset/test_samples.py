@@ -18,9 +18,7 @@ from tests.common.dataset.conftest import windows_of
 FROZEN_ROWS = [[34, 35, 36, 37, 38], [58, 59, 60, 61, 62], [50, 51, 52, 53, 54]]
 
 
-def expected_windows(
-    stream: list[int], seq_length: int, stride: int | None, start: int
-) -> list[list[int]]:
+def expected_windows(stream: list[int], seq_length: int, stride: int | None, start: int) -> list[list[int]]:
     """Cut a stream that begins at ``start`` and goes on at its begin, by the words of the page."""
     stream = stream[start:] + stream[:start]
     width, step, begins = seq_length + 1, stride or seq_length, []
@@ -31,9 +29,7 @@ def expected_windows(
     return [stream[begin : begin + width] for begin in begins]
 
 
-@settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=25),
     seq_length=st.integers(1, 12),
@@ -160,20 +156,13 @@ def test_an_empty_split_says_how_to_fix_it(write_pair) -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        ("949,50,1", (949, 50, 1)),
-        ("949/50/1", (949, 50, 1)),
-        ("1", (1, 0, 0)),
-        ("0.9, 0.1", (0.9, 0.1, 0)),
-    ],
+    [("949,50,1", (949, 50, 1)), ("949/50/1", (949, 50, 1)), ("1", (1, 0, 0)), ("0.9, 0.1", (0.9, 0.1, 0))],
 )
 def test_parse_split(text, expected) -> None:
     assert parse_split(text) == expected
 
 
-@pytest.mark.parametrize(
-    "text", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2,0", "nan,1,1", "1e308,1e308,1e308", "9,5/1"]
-)
+@pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2,0", "nan,1,1", "1e308,1e308,1e308", "9,5/1"])
 def test_bad_splits_are_refused(text) -> None:
     with pytest.raises(DataError, match=r"expected|split"):
         parse_split(text)

@@ -34,9 +34,7 @@ def options(tmp_path: Path, byte_tokenizer: TokenizerChoice) -> PreprocessOption
     with gzip.open(tmp_path / "d.txt.gz", "wt", encoding="utf-8") as file:
         file.write("\r\n\r\n".join(texts[450:]))
     return PreprocessOptions(
-        inputs=tuple(sorted(tmp_path.glob("?.*"))),
-        output_prefix=tmp_path / "whole",
-        tokenizer=byte_tokenizer,
+        inputs=tuple(sorted(tmp_path.glob("?.*"))), output_prefix=tmp_path / "whole", tokenizer=byte_tokenizer
     )
 
 
@@ -108,17 +106,13 @@ def test_shards_that_do_not_make_a_whole_are_refused(tmp_path, options) -> None:
 
 def test_other_pairs_follow_one_another(tmp_path: Path) -> None:
     """Sentences and documents included, with the bytes of Megatron's own builder."""
-    indexed = pytest.importorskip(
-        "megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed"
-    )
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed")
     random_numbers = np.random.default_rng(0)
     folder = tmp_path / "pairs"
     for name, documents in (("a", [2, 0, 1]), ("b", [1]), ("c", [3, 1])):
         sizes = random_numbers.integers(0, 9, sum(documents))
         with IndexedWriter(folder / name, np.uint16) as writer:
-            writer.append(
-                random_numbers.integers(0, 60000, sizes.sum()), sizes, np.array(documents)
-            )
+            writer.append(random_numbers.integers(0, 60000, sizes.sum()), sizes, np.array(documents))
     merge_datasets([folder], tmp_path / "merged")
     builder: Any = indexed.IndexedDatasetBuilder(str(tmp_path / "megatron.bin"), dtype=np.uint16)
     for name in "abc":

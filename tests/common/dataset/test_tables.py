@@ -26,13 +26,7 @@ from common.errors import ConfigError, DataError
 from tests.common.dataset.conftest import files_of, write_table
 
 DATA = Path(__file__).parent / "data"
-SAVED = [
-    "Hello world",
-    "你好，世界。\n\nwith a blank line",
-    "",
-    "Ünïcode \u2028 and 🙂",
-    "the last row",
-]
+SAVED = ["Hello world", "你好，世界。\n\nwith a blank line", "", "Ünïcode \u2028 and 🙂", "the last row"]
 
 
 @pytest.fixture
@@ -47,9 +41,7 @@ def run(options_for: Callable[..., PreprocessOptions]) -> Callable[..., Path]:
 
 def texts(count: int = 700) -> list[str]:
     words = random.Random(0)
-    found = [
-        "".join(words.choices("abcdefgh 中文é\n", k=words.randrange(900))) for _ in range(count)
-    ]
+    found = ["".join(words.choices("abcdefgh 中文é\n", k=words.randrange(900))) for _ in range(count)]
     return [text * (number % 7 > 0) for number, text in enumerate(found)]
 
 
@@ -79,9 +71,7 @@ def test_a_table_gives_the_bytes_of_json_lines(pa, tmp_path, run, kind) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 8, 40])
-def test_merged_shards_of_many_files_have_the_bytes_of_one_process(
-    pa, tmp_path, run, count
-) -> None:
+def test_merged_shards_of_many_files_have_the_bytes_of_one_process(pa, tmp_path, run, count) -> None:
     rows = texts()
     (tmp_path / "more").mkdir()
     inputs = (

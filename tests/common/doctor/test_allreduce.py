@@ -33,13 +33,10 @@ STAY = "time.sleep(60)"
 
 def make_trial(*hosts: str) -> AllReduceTrial:
     places = tuple(
-        RankPlacement(rank=rank, device_id=rank + 4, local_rank=rank, host=host)
-        for rank, host in enumerate(hosts)
+        RankPlacement(rank=rank, device_id=rank + 4, local_rank=rank, host=host) for rank, host in enumerate(hosts)
     )
     everywhere = Placement(all=places, own_host=hosts[0], master=hosts[0])
-    return AllReduceTrial(
-        places=everywhere, backend="torch", communication="gloo", address="10.0.0.1:29500"
-    )
+    return AllReduceTrial(places=everywhere, backend="torch", communication="gloo", address="10.0.0.1:29500")
 
 
 def run(folder: Path, *ranks: tuple[str, str], limit: float = 30) -> Check:
@@ -101,10 +98,7 @@ def test_a_wrong_sum_names_the_rank() -> None:
 
 @pytest.mark.parametrize(
     ("ahead", "clock"),
-    [
-        (0.25, (State.OK, "within 0.250 s of a's (the furthest: b)")),
-        (-9.0, (State.WARNING, "b is 9.0 s behind a")),
-    ],
+    [(0.25, (State.OK, "within 0.250 s of a's (the furthest: b)")), (-9.0, (State.WARNING, "b is 9.0 s behind a"))],
 )
 def test_hosts_compare_clocks_and_versions(ahead: float, clock: tuple[State, str]) -> None:
     here: dict[str, Any] = {"speed": SPEED, "time": 100.0, "torch": "2.13"}

@@ -82,10 +82,7 @@ def test_ascend_devices_and_driver(tmp_path: Path, tools: Path) -> None:
     put(tools, "npu-smi", NPU_SMI.format(state="OK   "))
     checks, count = check_devices(root)
     assert npu_numbers(root) == [0, 1, 10] and count == 3
-    assert checks == [
-        ok("Ascend driver", "25.0.rc1.1"),
-        ok("devices", "3 Ascend devices: 0, 1, 10"),
-    ]
+    assert checks == [ok("Ascend driver", "25.0.rc1.1"), ok("devices", "3 Ascend devices: 0, 1, 10")]
     put(tools, "npu-smi", NPU_SMI.format(state="Alarm"))
     assert check_devices(root)[0][1].found == "3 Ascend devices: 0, 1, 10; NPU 1 is Alarm"
     put(tools, "npu-smi", "#!/bin/sh\necho 'dcmi failed. ret is -8005' >&2; exit 1\n")
@@ -137,11 +134,7 @@ def test_ports_of_hccl_that_the_kernel_may_give_away(tmp_path, monkeypatch) -> N
     settings.mkdir(parents=True)
     (settings / "ip_local_port_range").write_text("32768\t60999\n")
     given: Any = {"first_host": False, "npu": True, "several_hosts": True, "root": tmp_path}
-    for reserved, state in (
-        ("\n", State.WARNING),
-        ("60000-60007\n", State.WARNING),
-        ("8080,60000-60015\n", State.OK),
-    ):
+    for reserved, state in (("\n", State.WARNING), ("60000-60007\n", State.WARNING), ("8080,60000-60015\n", State.OK)):
         (settings / "ip_local_reserved_ports").write_text(reserved)
         (check,) = check_ports(29500, {}, **given)
         assert check.state is state, reserved

@@ -33,9 +33,7 @@ def test_every_token_but_the_first_is_scored_once_in_the_guides_windows(
     for row in rows:
         inputs, first = len(row.tokens) - 1, int(row.tokens[-row.scored])
         assert row.scored <= inputs <= window
-        assert inputs - row.scored + 1 >= min(first, window - stride + 1), (
-            "tokens before the first scored one"
-        )
+        assert inputs - row.scored + 1 >= min(first, window - stride + 1), "tokens before the first scored one"
     expected = guide(length, window + 1, stride)
     # the guide counts the very first token, whose loss it then shifts away
     expected[0] = (0, expected[0][1], expected[0][2] - 1)
@@ -66,10 +64,9 @@ def test_scores_do_not_depend_on_the_batch(batch_size: int) -> None:
 
     found = score_rows(rows, scorer, batch_size)
     for row, nats, hits in zip(rows, found.nats, found.hits, strict=True):
-        each = [
-            (int(row.tokens[:at].sum()) * 7 + int(row.tokens[at])) % 13
-            for at in range(1, len(row.tokens))
-        ][-row.scored :]
+        each = [(int(row.tokens[:at].sum()) * 7 + int(row.tokens[at])) % 13 for at in range(1, len(row.tokens))][
+            -row.scored :
+        ]
         assert nats == sum(each) and hits == sum(loss < 4 for loss in each)
     assert len(shapes) == 1, "a graph is compiled for one shape"
 

@@ -54,9 +54,7 @@ def open_text(folder: Path, name: str, content: str, **settings: Any) -> RowTask
 
 
 def open_lambada(folder: Path, passages: list[str], **settings: Any) -> RowTask:
-    (folder / "passages.jsonl").write_text(
-        "".join(json.dumps({"text": passage}) + "\n" for passage in passages)
-    )
+    (folder / "passages.jsonl").write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
     config = make_config(folder, task="lambada", file=str(folder / "passages.jsonl"), **settings)
     file = read_evaluation_file(config.evaluation)
     return lambada.open_lambada(file, Characters(), config)  # type: ignore[arg-type]
@@ -83,9 +81,7 @@ def test_figures_of_a_plain_text(tmp_path: Path) -> None:
     assert record["adjusted_perplexity"] == pytest.approx(math.exp(19 / (originals - 1)))
 
 
-def test_marks_in_a_plain_text_are_tokens_and_detokenized_words_are_counted_before(
-    tmp_path: Path,
-) -> None:
+def test_marks_in_a_plain_text_are_tokens_and_detokenized_words_are_counted_before(tmp_path: Path) -> None:
     task = open_text(tmp_path, "a.txt", "ab , c<|endoftext|>d", detokenize="wikitext")
     assert task.rows[0].tokens.tolist() == [
         *Characters().encode("ab, c").tolist(),
@@ -104,9 +100,7 @@ def test_documents_of_a_jsonl_begin_with_the_end_of_text(tmp_path: Path) -> None
     assert record["documents"] == 2 and record["first_context"] == "end-of-text token"
     page = open_text(tmp_path, "b.jsonl", '{"text": " a \\n b "}')  # lm-eval: "", a, b, ""
     assert page.result(scores([1.0], [0])).record["words"] == 4
-    assert (
-        record["word_perplexity"] == pytest.approx(math.exp(3 / 2)) == record["adjusted_perplexity"]
-    )
+    assert record["word_perplexity"] == pytest.approx(math.exp(3 / 2)) == record["adjusted_perplexity"]
 
 
 def test_a_part_of_a_text_has_no_figures_of_the_whole(tmp_path: Path) -> None:
@@ -142,10 +136,7 @@ def test_last_words(tmp_path: Path) -> None:
     assert (record["correct"], record["accuracy"], record["passages"]) == (2, 0.5, 4)
     assert record["cut_passages"] == 3
     assert record["loss"] == 3.0 and record["perplexity"] == pytest.approx(math.exp(3.0))
-    assert (
-        "number correct: 2.0000E+00 | total examples: 4.0000E+00 | avg accuracy: 5.0000E-01"
-        in result.lines[-1]
-    )
+    assert "number correct: 2.0000E+00 | total examples: 4.0000E+00 | avg accuracy: 5.0000E-01" in result.lines[-1]
     assert len(open_lambada(tmp_path, ["a b", "c d", "e"], max_samples=2).rows) == 2
 
 
@@ -156,9 +147,7 @@ def test_last_words(tmp_path: Path) -> None:
         (["a bcdefghi"], "passage 1 has 9 tokens, expected 1 to model.seq_length=8"),
     ],
 )
-def test_passages_without_context_or_room_are_refused(
-    tmp_path: Path, passages: list[str], message: str
-) -> None:
+def test_passages_without_context_or_room_are_refused(tmp_path: Path, passages: list[str], message: str) -> None:
     with pytest.raises(DataError, match=message):
         open_lambada(tmp_path, passages)
 
@@ -177,9 +166,7 @@ MISSING = "the key 'text' is missing, the keys present are 'body'; evaluation re
         ("", "is empty"),
     ],
 )
-def test_errors_speak_of_the_evaluations_own_settings(
-    tmp_path: Path, content: str | Path, message: str
-) -> None:
+def test_errors_speak_of_the_evaluations_own_settings(tmp_path: Path, content: str | Path, message: str) -> None:
     path = tmp_path / "a.jsonl" if isinstance(content, str) else content
     if isinstance(content, str):
         path.write_text(content)
@@ -192,21 +179,13 @@ def test_errors_speak_of_the_evaluations_own_settings(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"file": "a.txt"},
-            r"evaluation.file=a.txt is for task text or lambada, and evaluation.task=validation",
-        ),
+        ({"file": "a.txt"}, r"evaluation.file=a.txt is for task text or lambada, and evaluation.task=validation"),
         ({"task": "lambada", "file": "a", "stride": 3}, "evaluation.stride=3 is for task text,"),
         ({"task": "text"}, "evaluation.task=text needs a file"),
-        (
-            {"task": "text", "file": "a", "stride": 9},
-            "evaluation.stride=9 is above model.seq_length=8",
-        ),
+        ({"task": "text", "file": "a", "stride": 9}, "evaluation.stride=9 is above model.seq_length=8"),
     ],
 )
-def test_settings_that_would_be_ignored_are_refused(
-    tmp_path: Path, settings: dict[str, Any], message: str
-) -> None:
+def test_settings_that_would_be_ignored_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_task(make_config(tmp_path, **settings))
 

@@ -38,8 +38,7 @@ def cases() -> Iterator[tuple[np.random.Generator, dict[str, Any]]]:
         chosen: dict[str, Any] = {}
         if generator.random() < 0.6:
             chosen["sequence_bias"] = [
-                [word, float(np.float32(generator.normal() * 3))]
-                for word in random_words(generator)
+                [word, float(np.float32(generator.normal() * 3))] for word in random_words(generator)
             ]
         if generator.random() < 0.6:
             chosen["bad_words_ids"] = random_words(generator)
@@ -108,11 +107,7 @@ class Words:
     def encode(self, text: str, allow_special: bool = False) -> Any:
         ids, at = [], 0
         while at < len(text):
-            fits = [
-                piece
-                for piece in self.pieces
-                if isinstance(piece, str) and piece and text.startswith(piece, at)
-            ]
+            fits = [piece for piece in self.pieces if isinstance(piece, str) and piece and text.startswith(piece, at)]
             best = max(fits, key=len, default="")
             ids.append(self.pieces.index(best) if best else self.unknown_id)
             at += len(best) or 1

@@ -91,13 +91,9 @@ def config(**predict: Any) -> Run:
     return tiny_config("out", **sizes, predict=predict)
 
 
-def say(
-    text: str | bytes, count: int = 1, rows: int = 1, new_tokens: int = 40, **predict: Any
-) -> None:
+def say(text: str | bytes, count: int = 1, rows: int = 1, new_tokens: int = 40, **predict: Any) -> None:
     raw = text.encode() if isinstance(text, str) else text
-    prompts = [
-        Prompt(text=f"p{index}", ids=[index], new_tokens=new_tokens) for index in range(count)
-    ]
+    prompts = [Prompt(text=f"p{index}", ids=[index], new_tokens=new_tokens) for index in range(count)]
     script = Script(raw, rows)
     write_continuations(script, prompts, config(**predict), Bytes())  # type: ignore[arg-type]
 
@@ -111,10 +107,7 @@ SAMPLES: dict[str, Any] = {"strategy": "sampling", "top_k": 1, "num_sequences": 
         ({"temperature": 0, "top_k": 40}, None),
         ({"strategy": "greedy", "top_k": 0, "top_p": 0, "repetition_penalty": 1.5}, None),
         ({"temperature": 0.8, "strategy": "greedy"}, "predict.temperature=0.8"),
-        (
-            {"strategy": "greedy", "top_k": 40, "top_p": 0.9},
-            "predict.top_k=40 and predict.top_p=0.9",
-        ),
+        ({"strategy": "greedy", "top_k": 40, "top_p": 0.9}, "predict.top_k=40 and predict.top_p=0.9"),
     ],
 )
 def test_settings_that_greedy_does_not_look_at_are_said(
@@ -147,11 +140,7 @@ def test_lines_on_standard_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("text", "pieces"),
-    [
-        ("aé跑🙂.", ["a", "é", "跑", "🙂", "."]),
-        (b"a\xf0\x9f", ["a", "\ufffd"]),
-        (b"\xe8b", ["\ufffdb"]),
-    ],
+    [("aé跑🙂.", ["a", "é", "跑", "🙂", "."]), (b"a\xf0\x9f", ["a", "\ufffd"]), (b"\xe8b", ["\ufffdb"])],
 )
 def test_a_character_is_printed_when_it_is_whole(
     monkeypatch: pytest.MonkeyPatch, text: str | bytes, pieces: list[str]
@@ -164,13 +153,7 @@ def test_a_character_is_printed_when_it_is_whole(
     assert shown_by(streamed) == [*pieces, "\n\n"]
 
 
-@pytest.mark.parametrize(
-    ("stop", "pieces"),
-    [
-        ("end", ["a", "b", " ", "en "]),
-        (["。", "x"], [*"ab en end"]),
-    ],
-)
+@pytest.mark.parametrize(("stop", "pieces"), [("end", ["a", "b", " ", "en "]), (["。", "x"], [*"ab en end"])])
 def test_no_part_of_a_stop_string_is_shown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stop: str | list[str], pieces: list[str]
 ) -> None:
@@ -280,9 +263,7 @@ def test_random_texts_in_random_pieces() -> None:
     stopped = 0
     for _ in range(2000):
         text = "".join(draw.choices("ab\n。", k=draw.randrange(12)))
-        stops = [
-            "".join(draw.choices("ab\n。", k=draw.randint(1, 4))) for _ in range(draw.randint(0, 3))
-        ]
+        stops = ["".join(draw.choices("ab\n。", k=draw.randint(1, 4))) for _ in range(draw.randint(0, 3))]
         expected, stop = by_definition(text, stops)
         reader, at, shown = StopText(stops), 0, ""
         while at < len(text):

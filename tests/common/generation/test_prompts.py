@@ -37,9 +37,7 @@ def test_a_text_file_and_a_json_file(tmp_path: Path) -> None:
 
 def test_prompts_as_ids(tmp_path: Path) -> None:
     """In the configuration, where a plain list of ids is one prompt, and in files."""
-    assert [(each.text, each.ids, each.is_given_as_ids) for each in read(prompt=[97, 98])] == [
-        ("ab", [97, 98], True)
-    ]
+    assert [(each.text, each.ids, each.is_given_as_ids) for each in read(prompt=[97, 98])] == [("ab", [97, 98], True)]
     assert [(each.ids, each.is_given_as_ids) for each in read(prompt=[[97], "12", [98, 99]])] == [
         ([97], True), ([49, 50], False), ([98, 99], True),
     ]  # fmt: skip

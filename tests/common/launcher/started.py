@@ -21,10 +21,7 @@ BEAT = (
     " common.processes.heartbeat import beat, start_heartbeat;start_heartbeat();"
 )
 SLEEP = BEAT + "print('ready'); time.sleep(600)"
-SAVE_AND_LEAVE = (
-    BEAT + "signal.signal(15, lambda *_: (print('saved'), sys.exit(143))); print('ready');"
-    " time.sleep(600)"
-)
+SAVE_AND_LEAVE = BEAT + "signal.signal(15, lambda *_: (print('saved'), sys.exit(143))); print('ready'); time.sleep(600)"
 IGNORE = BEAT + "signal.signal(15, signal.SIG_IGN); print('ready'); time.sleep(600)"
 FAILS = BEAT + "[beat(step, 'computing') for step in (1, 2)]; raise SystemExit(7)"
 SUPERVISOR = """

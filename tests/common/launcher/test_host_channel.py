@@ -88,9 +88,7 @@ def launch(tmp_path: Path, port: int) -> Iterator[Launch]:
 
 def ranks_left(folder: Path) -> list[str]:
     """Processes whose log is still open."""
-    found = subprocess.run(
-        ["bash", "-c", "ls -l /proc/[0-9]*/fd 2>/dev/null"], capture_output=True, text=True
-    ).stdout
+    found = subprocess.run(["bash", "-c", "ls -l /proc/[0-9]*/fd 2>/dev/null"], capture_output=True, text=True).stdout
     return [line for line in found.splitlines() if f"{folder}/mf_parallel" in line]
 
 
@@ -104,13 +102,10 @@ def test_hosts_end_well_together(launch: Launch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_failure_on_one_host_ends_both_with_its_code_and_blame(
-    launch: Launch, tmp_path: Path, failing: int
-) -> None:
+def test_a_failure_on_one_host_ends_both_with_its_code_and_blame(launch: Launch, tmp_path: Path, failing: int) -> None:
     now = tmp_path / "now"
     broken = (
-        f"import os, time\nwhile not os.path.exists({str(now)!r}): time.sleep(.01)\nprint('why');"
-        " raise SystemExit(7)"
+        f"import os, time\nwhile not os.path.exists({str(now)!r}): time.sleep(.01)\nprint('why'); raise SystemExit(7)"
     )
     both = [launch(own, SLEEP, broken if own == failing else SLEEP) for own in (0, 1)]
     both[1 - failing].until_said("started ranks")
@@ -168,11 +163,7 @@ CLOSED = "closed its connection without saying how it ended"
 
 @pytest.mark.parametrize(
     ("lost", "by", "why"),
-    [
-        (0, signal.SIGKILL, CLOSED),
-        (1, signal.SIGKILL, CLOSED),
-        (1, signal.SIGSTOP, "has not been heard from for 2 s"),
-    ],
+    [(0, signal.SIGKILL, CLOSED), (1, signal.SIGKILL, CLOSED), (1, signal.SIGSTOP, "has not been heard from for 2 s")],
 )
 def test_a_host_that_is_killed_or_silent_is_lost(
     launch: Launch, tmp_path: Path, lost: int, by: signal.Signals, why: str
@@ -192,21 +183,14 @@ def test_a_stall_is_blamed_on_the_rank_of_the_other_host(launch: Launch, tmp_pat
     both = [launch(0, wait, wait, stall_limit=5.0), launch(1, stop, wait, stall_limit=5.0)]
     for code, output in (one.end() for one in both):
         assert code == 1
-        assert re.search(
-            r"rank 2 \(host 127.0.0.2\) has made no progress .*its process is stopped \(state T\)",
-            output,
-        )
+        assert re.search(r"rank 2 \(host 127.0.0.2\) has made no progress .*its process is stopped \(state T\)", output)
         assert not re.search(r"rank [013] .*no progress", output)
 
 
 @pytest.mark.parametrize(
     ("own", "other", "why"),
     [
-        (
-            0,
-            r"host 127.0.0.2 \(ranks 2-3\)",
-            r"its launcher has not come to port \d+, which must be open",
-        ),
+        (0, r"host 127.0.0.2 \(ranks 2-3\)", r"its launcher has not come to port \d+, which must be open"),
         (
             1,
             r"host 127.0.0.1 \(ranks 0-1\)",
@@ -214,9 +198,7 @@ def test_a_stall_is_blamed_on_the_rank_of_the_other_host(launch: Launch, tmp_pat
         ),
     ],
 )
-def test_a_host_that_does_not_come_is_spoken_of_early(
-    launch: Launch, own: int, other: str, why: str
-) -> None:
+def test_a_host_that_does_not_come_is_spoken_of_early(launch: Launch, own: int, other: str, why: str) -> None:
     times = {"REMIND_SECONDS": 0.2, "PATIENCE_SECONDS": 0.0}
     code, output = launch(own, "pass", "pass", connect=1, times=times).end()
     assert code == 1
@@ -227,26 +209,19 @@ def test_a_host_that_does_not_come_is_spoken_of_early(
 def hosts(own: int, port: int, *names: str, size: int = 2, devices: tuple[int, ...] = ()) -> Hosts:
     """Return a list of hosts with ``size`` ranks each, by default two of them."""
     names = names or ("127.0.0.1", "127.0.0.2")
-    every = [
-        Host(address=name, ranks=tuple(range(size * n, size * n + size)))
-        for n, name in enumerate(names)
-    ]
+    every = [Host(address=name, ranks=tuple(range(size * n, size * n + size))) for n, name in enumerate(names)]
     return Hosts(all=tuple(every), own=own, port=port, devices=devices)
 
 
 def test_a_port_in_use_is_one_clear_error(port: int) -> None:
     with (
         socket.create_server(("127.0.0.1", port)),
-        pytest.raises(
-            ConfigError, match=rf"port {port}: cannot listen .*Address already in use.*MASTER_PORT"
-        ),
+        pytest.raises(ConfigError, match=rf"port {port}: cannot listen .*Address already in use.*MASTER_PORT"),
     ):
         HostChannel(hosts(0, port), restarts=False)
 
 
-@pytest.mark.parametrize(
-    ("first", "is_open"), [("127.0.0.1", False), ("localhost", True), ("198.51.100.7", True)]
-)
+@pytest.mark.parametrize(("first", "is_open"), [("127.0.0.1", False), ("localhost", True), ("198.51.100.7", True)])
 def test_host_0_listens_at_all_its_addresses_unless_a_loopback_address_was_given(
     port: int, first: str, is_open: bool
 ) -> None:
@@ -256,9 +231,7 @@ def test_host_0_listens_at_all_its_addresses_unless_a_loopback_address_was_given
     control.close()
 
 
-def test_while_file_descriptors_are_short_host_0_does_not_spin(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_file_descriptors_are_short_host_0_does_not_spin(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[socket.socket] = []
 
     def accept(server: socket.socket) -> None:
@@ -325,9 +298,7 @@ def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:
             assert caller.recv(100) == b""
     second = HostChannel(hosts(1, port, *two), restarts=False)
     with ThreadPoolExecutor() as pool:  # host 0 counts the attempts
-        numbers = [
-            pool.submit(gather, channel, 4 + n, 30.0) for n, channel in enumerate((first, second))
-        ]
+        numbers = [pool.submit(gather, channel, 4 + n, 30.0) for n, channel in enumerate((first, second))]
         assert [number.result() for number in numbers] == [4, 4]
     second.tell("stop", signal=15)
     assert first.next(30) == Message(host=1, kind="stop", values={"signal": 15})
@@ -361,9 +332,7 @@ def test_a_host_that_has_heard_the_begin_calls_nobody_again(port: int) -> None:
 
 
 @pytest.mark.parametrize("signalled", [0, 1])
-def test_a_signal_before_a_restart_ends_all_hosts(
-    launch: Launch, tmp_path: Path, signalled: int
-) -> None:
+def test_a_signal_before_a_restart_ends_all_hosts(launch: Launch, tmp_path: Path, signalled: int) -> None:
     """Host 0 is in its pause, and host 1 waits for it to begin. The logs stay as they are."""
     both = [launch(own, [FAILS, SLEEP][own], most=5, pause=60.0) for own in (0, 1)]
     for one in both:
@@ -392,9 +361,7 @@ def test_a_host_0_that_begins_anew_counts_for_all(launch: Launch, tmp_path: Path
         assert "ready 0\n" in log(tmp_path, rank)
 
 
-def test_a_host_0_that_does_not_answer_a_failure_is_not_waited_for(
-    launch: Launch, port: int, tmp_path: Path
-) -> None:
+def test_a_host_0_that_does_not_answer_a_failure_is_not_waited_for(launch: Launch, port: int, tmp_path: Path) -> None:
     control = HostChannel(hosts(0, port), restarts=False)
     second = launch(1, "raise SystemExit(9)", SLEEP, times={"_DECISION_SECONDS": 1.0})
     gather(control, 0, 30.0)
@@ -484,9 +451,7 @@ def start_master(pool: ThreadPoolExecutor, port: int, *devices: int) -> Future[i
     return master
 
 
-def test_hosts_are_numbered_as_they_come_and_one_may_come_again(
-    port: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hosts_are_numbered_as_they_come_and_one_may_come_again(port: int, capsys: pytest.CaptureFixture[str]) -> None:
     for order in ((2, 4), (4, 2)):
         with ThreadPoolExecutor() as pool:
             master = start_master(pool, port, 0, 1)

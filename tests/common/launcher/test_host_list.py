@@ -26,20 +26,12 @@ def table(tmp_path: Path) -> tuple[RankPlacement, ...]:
 
 
 def parts(
-    hosts: str,
-    numbers: range,
-    rank_size: int | None,
-    table: tuple[RankPlacement, ...] = (),
-    master: str | None = None,
+    hosts: str, numbers: range, rank_size: int | None, table: tuple[RankPlacement, ...] = (), master: str | None = None
 ) -> list[tuple[str, Sequence[int], tuple[str, ...]]]:
-    return divide(
-        parse_hosts(hosts), numbers, rank_size=rank_size, table=table, master=master, port=29500
-    )
+    return divide(parse_hosts(hosts), numbers, rank_size=rank_size, table=table, master=master, port=29500)
 
 
-def test_addresses_of_the_table_are_matched_and_names_follow_its_order(
-    table: tuple[RankPlacement, ...],
-) -> None:
+def test_addresses_of_the_table_are_matched_and_names_follow_its_order(table: tuple[RankPlacement, ...]) -> None:
     addresses = ["me@" + ADDRESSES[3], ADDRESSES[1], ADDRESSES[0], ADDRESSES[2]]
     for hosts, order in (
         (["d", "c", "b", "me@a"], ["d", "c", "b", "me@a"]),
@@ -53,20 +45,16 @@ def test_addresses_of_the_table_are_matched_and_names_follow_its_order(
 def test_without_a_table_the_first_host_is_the_master() -> None:
     devices = parts("me@a,b", range(4, 8), None)
     assert [part[1:] for part in devices] == [
-        (range(4, 8), ("--master", "a:29500", "--nnodes", "2", "--node_rank", str(node)))
-        for node in (0, 1)
+        (range(4, 8), ("--master", "a:29500", "--nnodes", "2", "--node_rank", str(node))) for node in (0, 1)
     ]
     ranks = parts("fd00::1,fd00::2", range(8), 8)
-    assert [part[1:] for part in ranks] == [
-        (range(4 * k, 4 * k + 4), ("--master", "[fd00::1]:29500")) for k in (0, 1)
-    ]
+    assert [part[1:] for part in ranks] == [(range(4 * k, 4 * k + 4), ("--master", "[fd00::1]:29500")) for k in (0, 1)]
     assert parts("a,b", range(8), 8, master="10.0.0.9")[1][2] == ("--master", "10.0.0.9:29500")
     assert parts("a", range(8), 8) == [("a", range(8), ())]
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "a,,b", "a,a", "-oProxyCommand=x", "a b", "a\nb", "me@a:2", "10.0.0.1:22", "[fd00::1]"],
+    "text", ["", "a,,b", "a,a", "-oProxyCommand=x", "a b", "a\nb", "me@a:2", "10.0.0.1:22", "[fd00::1]"]
 )
 def test_lists_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--hosts .*(slots: the range says how|is there twice)"):
@@ -77,12 +65,7 @@ def test_lists_that_are_none(text: str) -> None:
     ("hosts", "ranks", "size", "message"),
     [
         ("a,b", 32, 32, "these are 2 hosts, but the rank table has the 4 servers"),
-        (
-            ",".join([*ADDRESSES[:3], "10.0.0.1"]),
-            32,
-            32,
-            "10.0.0.1: these are 4 hosts",
-        ),
+        (",".join([*ADDRESSES[:3], "10.0.0.1"]), 32, 32, "10.0.0.1: these are 4 hosts"),
         ("a,b,c,d", 8, None, r"needs all its ranks and RANK_SIZE: '\[0,32\)' MODE 32"),
         ("a,b", 9, 9, r"give all ranks, '\[0,9\)', as many on each host"),
         ("a,b", 4, 8, r"give all ranks, '\[0,8\)'"),
@@ -132,9 +115,7 @@ STEP = {
     "MASTER_PORT": "29512",
 }
 """Variables that srun(1) lists, of the second of two tasks on two nodes."""
-REQUEST = LaunchRequest(
-    argv=(), config=Path("run.yaml"), mode="train", numbers=range(8), overrides=()
-)
+REQUEST = LaunchRequest(argv=(), config=Path("run.yaml"), mode="train", numbers=range(8), overrides=())
 
 
 @pytest.fixture
@@ -147,8 +128,7 @@ def step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_tells_its_hosts_with_one_task_a_node_unless_the_command_does(
-    step: None,
-    monkeypatch: pytest.MonkeyPatch,
+    step: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = settle_nodes(REQUEST, meet=True)
     assert (found.nnodes, found.node_rank, found.master) == (2, 1, "gpu03:29512")

@@ -168,9 +168,7 @@ def test_fields_of_a_pytorch_job(capsys: pytest.CaptureFixture[str]) -> None:
         (["predict.prompt=\udce4"], "expected text in UTF-8"),
     ],
 )
-def test_values_that_cannot_be(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], said: str
-) -> None:
+def test_values_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], said: str) -> None:
     output = tmp_path / "job.yaml"
     assert main(["volcano", *NAMES, *TINY, "--output", str(output), *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -178,9 +176,7 @@ def test_values_that_cannot_be(
     assert not output.exists()
 
 
-def test_a_file_is_written_whole_and_a_lost_output_is_said(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_file_is_written_whole_and_a_lost_output_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     assert main(["volcano", *NAMES, *TINY, "--output", str(path)]) == 0
     told = capsys.readouterr().err

@@ -46,9 +46,7 @@ TELL = (  # its number, in the file that is its first argument
 )
 
 
-def supervise(
-    folder: Path, ranks: tuple[ProcessSpec, ...], stall_limit: float = NEVER, **options: Any
-) -> int:
+def supervise(folder: Path, ranks: tuple[ProcessSpec, ...], stall_limit: float = NEVER, **options: Any) -> int:
     """Exit code of an attempt with logs in ``folder``."""
     job = Job(children=ranks, log_folder=folder, stall_limit=stall_limit, **options)
     return run_attempts(lambda number: job).code
@@ -80,8 +78,7 @@ def test_all_ranks_end_well(
     """
     monkeypatch.setenv("MS_ROLE", "MS_WORKER")
     show = (
-        "import os; print('rank', *map(os.environ.get, ('RANK_ID', 'DEVICE_ID', 'MS_ROLE')),"
-        " *os.sched_getaffinity(0))"
+        "import os; print('rank', *map(os.environ.get, ('RANK_ID', 'DEVICE_ID', 'MS_ROLE')), *os.sched_getaffinity(0))"
     )
     all_cores = os.sched_getaffinity(0)
     ranks = tuple(
@@ -111,15 +108,10 @@ def test_all_ranks_end_well(
     assert "all ranks ended well" in said.out and said.err == ""
 
 
-def test_the_first_failure_ends_all_and_what_they_started(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_failure_ends_all_and_what_they_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A grandchild in the same session, and one that has left it and lost its parent."""
     grandchild, daemon = tmp_path / "grandchild", tmp_path / "daemon"
-    leave = (
-        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]],"
-        " start_new_session=True)"
-    )
+    leave = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]], start_new_session=True)"
     first = f"""
 import subprocess, sys
 subprocess.Popen([sys.executable, "-c", {TELL + SLEEP!r}, {str(grandchild)!r}])
@@ -162,9 +154,7 @@ def test_a_death_by_signal_goes_before_the_exit_code_1_that_follows_from_it(
     assert "rank 0" not in error
 
 
-def test_the_known_error_that_explains_most_is_named_at_the_end(
-    start: Callable[..., Started], tmp_path: Path
-) -> None:
+def test_the_known_error_that_explains_most_is_named_at_the_end(start: Callable[..., Started], tmp_path: Path) -> None:
     old = tmp_path / "mf_parallel1" / "mindformer.log"
     old.parent.mkdir()
     old.write_text("No space left on device\n")  # of an earlier run
@@ -179,25 +169,17 @@ def test_the_known_error_that_explains_most_is_named_at_the_end(
     assert line.endswith(f"; python tools/doctor.py --explain {old}")
 
 
-def test_a_command_that_cannot_be_started(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_cannot_be_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ranks = (*children(SLEEP), ProcessSpec(rank=1, command=("/no/such/program",), environment={}))
     assert supervise(tmp_path, ranks) == 1
-    assert (
-        "rank 1 could not be started: No such file or directory: /no/such/program"
-        in capsys.readouterr().err
-    )
+    assert "rank 1 could not be started: No such file or directory: /no/such/program" in capsys.readouterr().err
 
 
 def test_the_last_of_stalled_ranks_is_blamed_and_shows_its_stack(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ahead = BEAT + "beat(3, 'reading data'); beat(3, 'computing'); time.sleep(600)"
-    behind = (
-        BEAT
-        + "beat(3, 'reading data')\ndef wait_for_the_disk(): time.sleep(600)\nwait_for_the_disk()"
-    )
+    behind = BEAT + "beat(3, 'reading data')\ndef wait_for_the_disk(): time.sleep(600)\nwait_for_the_disk()"
     assert supervise(tmp_path, children(ahead, ahead, behind), stall_limit=2.0) == 1
     error = capsys.readouterr().err
     assert re.search(r"rank 2 \(device 6\) has made no progress .* step 3, reading data", error)
@@ -233,11 +215,7 @@ WAIT = BEAT + "signal.signal(15, lambda *_: 0); print('ready')\nwhile True: time
     ("programs", "code", "said"),
     [
         ((SAVE_AND_LEAVE, IGNORE), 143, "stopped by SIGTERM; rank 1 did not end within 4 s"),
-        (
-            (SAVE_AND_LEAVE, SAVE_AND_LEAVE.replace("143", "9")),
-            9,
-            "rank 1 (device 5) ended with exit code 9",
-        ),
+        ((SAVE_AND_LEAVE, SAVE_AND_LEAVE.replace("143", "9")), 9, "rank 1 (device 5) ended with exit code 9"),
         (
             (WAIT, BEAT + "print('ready'); time.sleep(600)"),
             143,
@@ -256,9 +234,7 @@ def test_a_rank_that_a_stop_does_not_end_well(
     assert found == code and said in output
 
 
-def test_a_signal_to_one_rank_lets_the_others_save_too(
-    start: Callable[..., Started], tmp_path: Path
-) -> None:
+def test_a_signal_to_one_rank_lets_the_others_save_too(start: Callable[..., Started], tmp_path: Path) -> None:
     """The ranks agree on it among themselves: the launcher waits, and sends no second signal, which
     would kill.
     """
@@ -284,12 +260,9 @@ def test_ranks_and_what_they_started_die_with_a_launcher_that_is_killed(
     """With a heartbeat and, as one that hangs in its imports, without."""
     grandchild = tmp_path / "grandchild"
     first = (
-        BEAT + f"import subprocess; subprocess.Popen([sys.executable, '-c', {TELL + SLEEP!r},"
-        f" {str(grandchild)!r}]);"
+        BEAT + f"import subprocess; subprocess.Popen([sys.executable, '-c', {TELL + SLEEP!r}, {str(grandchild)!r}]);"
     )
-    run = start(
-        first + "print('ready'); time.sleep(600)", "import time; print('ready'); time.sleep(600)"
-    )
+    run = start(first + "print('ready'); time.sleep(600)", "import time; print('ready'); time.sleep(600)")
     pids = run.until_ready(2)
     until(grandchild.exists)
     pids.append(int(grandchild.read_text()))
@@ -297,9 +270,7 @@ def test_ranks_and_what_they_started_die_with_a_launcher_that_is_killed(
     until(lambda: not any(map(is_alive, pids)))
 
 
-def test_a_reader_that_takes_nothing_does_not_stop_the_launcher(
-    start: Callable[..., Started], tmp_path: Path
-) -> None:
+def test_a_reader_that_takes_nothing_does_not_stop_the_launcher(start: Callable[..., Started], tmp_path: Path) -> None:
     """Standard output is a pipe that nobody reads, with more to copy than it holds, or full. What
     was lost is told on standard error.
     """
@@ -314,9 +285,7 @@ def test_a_reader_that_takes_nothing_does_not_stop_the_launcher(
         assert run.process.wait(timeout=30) == 3
 
 
-def test_on_a_terminal_progress_is_shown_below_what_is_copied(
-    start: Callable[..., Started],
-) -> None:
+def test_on_a_terminal_progress_is_shown_below_what_is_copied(start: Callable[..., Started]) -> None:
     """The line gives way to the next that is copied, and to how the run ended."""
     master, slave = pty.openpty()
     run = start(
@@ -339,9 +308,7 @@ def test_on_a_terminal_progress_is_shown_below_what_is_copied(
     assert re.search(rb"\r\x1b\[Kstep 3 of 40, computing\r\x1b\[KSIGTERM: the ranks save", seen)
 
 
-def test_very_much_output_is_copied_also_to_a_late_reader(
-    start: Callable[..., Started], tmp_path: Path
-) -> None:
+def test_very_much_output_is_copied_also_to_a_late_reader(start: Callable[..., Started], tmp_path: Path) -> None:
     """A character that was cut by a look waits for its other half."""
     program = f"""
 import os, time
@@ -361,9 +328,7 @@ while not os.path.exists({str(tmp_path / "now")!r}):
     assert "训" in out and "�" not in out and "not this" not in out
 
 
-def test_hosts_over_ssh_are_named_as_hosts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hosts_over_ssh_are_named_as_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Which launcher ends first is chance, so all may speak before they are ended."""
     programs = (
         "import time; time.sleep(1.5); print('the cause'); raise SystemExit(7)",
@@ -424,13 +389,8 @@ def test_a_full_disk_under_the_logs_does_not_stop_the_launcher(tmp_path: Path) -
     assert os.stat("/dev/full").st_mode == before  # not made private, as a file of env.log is
 
 
-def test_a_helper_is_not_waited_for_but_its_failure_counts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    helper, broken = (
-        replace(child, rank=-1, name="scheduler")
-        for child in children(SLEEP, "raise SystemExit(5)")
-    )
+def test_a_helper_is_not_waited_for_but_its_failure_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    helper, broken = (replace(child, rank=-1, name="scheduler") for child in children(SLEEP, "raise SystemExit(5)"))
     assert supervise(tmp_path, (*children("pass"), helper)) == 0
     assert (tmp_path / "mf_parallel_scheduler" / "mindformer.log").is_file()
     assert supervise(tmp_path, (*children(SLEEP), broken)) == 5
@@ -512,9 +472,7 @@ def test_failures_that_end_the_run(
     assert len(found) == count and all(told in line["then"] for line in found[-1:])
 
 
-def test_a_stuck_terminal_delays_neither_a_restart_nor_a_signal(
-    start: Callable[..., Started], tmp_path: Path
-) -> None:
+def test_a_stuck_terminal_delays_neither_a_restart_nor_a_signal(start: Callable[..., Started], tmp_path: Path) -> None:
     """When it goes on, it says where the rest of the attempt before is."""
     program = (
         BEAT

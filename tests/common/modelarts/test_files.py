@@ -214,9 +214,7 @@ def output(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("the run's own"), SystemExit(3), KeyboardInterrupt()]
-)
+@pytest.mark.parametrize("error", [RuntimeError("the run's own"), SystemExit(3), KeyboardInterrupt()])
 def test_output_is_copied_after_a_failure_too(error: BaseException, output: Path, tmp_path) -> None:
     url = f"file://{tmp_path}/bucket"
     with pytest.raises(type(error)), files.output_copied(url, output, (0,)):

@@ -30,11 +30,7 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
@@ -152,9 +148,7 @@ print(sorted(path.name for path in stores.pull_once(sys.argv[1], Path(sys.argv[3
 """
     words = [f"file://{bucket}/data", str(tmp_path / "calls"), str(tmp_path / "cache" / "data")]
     command = [sys.executable, "-c", program, *words]
-    children = [
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
+    children = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert [child.communicate(timeout=60)[0] for child in children] == ["['a.bin', 'inner']\n"] * 3
     assert (tmp_path / "calls").read_text() == "pull\n"
 

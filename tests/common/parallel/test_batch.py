@@ -12,12 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from common.errors import ConfigError
-from common.parallel.batch import (
-    check_divides,
-    divisors,
-    pad_vocabulary,
-    plan_batch,
-)
+from common.parallel.batch import check_divides, divisors, pad_vocabulary, plan_batch
 from common.parallel.ramp import batch_sizes, check_ramp, describe_ramp, micro_batches
 
 small = st.integers(1, 64)
@@ -91,9 +86,7 @@ STEPS = [(32, [[0, 4], [10, 8], [100, 32]]), (32, [[0, 16], [10, 17], [12, 32]])
 
 
 def test_the_sizes_are_megatrons() -> None:
-    theirs = pytest.importorskip(
-        "megatron.core.num_microbatches_calculator", reason="megatron-core is not installed"
-    )
+    theirs = pytest.importorskip("megatron.core.num_microbatches_calculator", reason="megatron-core is not installed")
     for full, ramp in CASES:
         sizes = batch_sizes(full, ramp)
         calculator = theirs.RampupBatchsizeNumMicroBatchesCalculator(full, 1, 1, False, 1, *ramp)
@@ -125,9 +118,7 @@ def test_steps_and_samples_are_those_of_counting(full: int, ramp: Any) -> None:
     for samples in range(positions[-1]):
         step += samples == positions[step + 1]
         assert sizes.steps_within(samples) == step
-    assert sizes.steps_of_ramp == next(
-        step for step, position in enumerate(positions) if sizes.at(position) == full
-    )
+    assert sizes.steps_of_ramp == next(step for step, position in enumerate(positions) if sizes.at(position) == full)
 
 
 def test_a_constant_size_is_a_product() -> None:

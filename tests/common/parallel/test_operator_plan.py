@@ -45,11 +45,7 @@ def test_pieces_of_ranks_tile_every_parameter(layout: str) -> None:
     for name, shape in padded_shapes(config).items():
         stage = plans.stages_of_parameter(name, config)[0]
         places = {rank: topology.coordinates(rank) for rank in range(8)}
-        pieces = {
-            rank: plans.held_slice(name, config, at)
-            for rank, at in places.items()
-            if at.pipeline == stage
-        }
+        pieces = {rank: plans.held_slice(name, config, at) for rank, at in places.items() if at.pipeline == stage}
         assert {piece.shape for piece in pieces.values()} == {plans.held_shape(name, config)}
         same = Counter(pieces.values())
         assert set(same.values()) == {plans.copies_of(name, config)}
@@ -73,9 +69,7 @@ def test_strategies_follow_from_roles() -> None:
         assert plan[f"h.*.{name}.add"].inputs == ((2, 1), (1,))
     table = plan["wte.gather"].inputs[0], plan["head.matmul"].inputs[1]
     assert table == ((2, 1), (2, 1)), "the two uses of the tied table agree"
-    along = plans.operator_strategies(
-        make_config({**LAYOUTS["all three"], "sequence_parallel": True})
-    )
+    along = plans.operator_strategies(make_config({**LAYOUTS["all three"], "sequence_parallel": True}))
     assert along["h.*.mlp.c_proj.matmul"].output == along["ln_f.layer_norm"].inputs[0] == (4, 1)
     whole = plans.operator_strategies(make_config(LAYOUTS["whole table"]))
     assert whole["wte.gather"].inputs == ((1, 1), (4, 1))

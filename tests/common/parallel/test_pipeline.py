@@ -10,13 +10,7 @@ from typing import Any
 
 import pytest
 
-from common.parallel.pipeline import (
-    bubble,
-    gradients_at_most,
-    held_at_most,
-    order_of_rank,
-    schedule_error,
-)
+from common.parallel.pipeline import bubble, gradients_at_most, held_at_most, order_of_rank, schedule_error
 from common.parallel.topology import Topology
 
 SPLIT = ("interleaved_1f1b", "interleaved_zero_bubble")
@@ -104,9 +98,7 @@ def play(orders: list[list[Step]], stages: int) -> int:
 
 
 @pytest.mark.parametrize(("schedule", "virtual", "ranks", "micro_batches"), CASES)
-def test_orders_bubbles_and_what_is_held(
-    schedule: str, virtual: int, ranks: int, micro_batches: int
-) -> None:
+def test_orders_bubbles_and_what_is_held(schedule: str, virtual: int, ranks: int, micro_batches: int) -> None:
     """Held are the largest for any sizes of stages, and at one moment where sizes are equal."""
     topology = layout(schedule, virtual, ranks)
     if schedule_error(schedule, topology, micro_batches):
@@ -152,9 +144,7 @@ def test_schedules_say_how_many_micro_batches_they_need() -> None:
         assert schedule_error(schedule, Topology(pipeline=ranks), number) == message
 
 
-def played(
-    topology: Topology, place: int, order: list[Step], sizes: Mapping[int, int]
-) -> tuple[dict[int, int], int]:
+def played(topology: Topology, place: int, order: list[Step], sizes: Mapping[int, int]) -> tuple[dict[int, int], int]:
     """Micro batches held when they take most, and gradients held, by counting along the order."""
     sent = {
         stage

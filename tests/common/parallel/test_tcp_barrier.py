@@ -23,10 +23,7 @@ def barriers(size: int) -> list[TcpBarrier]:
     host = BarrierServer("127.0.0.1")
     with ThreadPoolExecutor(size) as pool:
         first = pool.submit(host.receive, size)
-        others = [
-            pool.submit(connect, rank, "127.0.0.1", host.port, host.token)
-            for rank in range(1, size)
-        ]
+        others = [pool.submit(connect, rank, "127.0.0.1", host.port, host.token) for rank in range(1, size)]
         return [first.result(timeout=20), *(other.result(timeout=20) for other in others)]
 
 
@@ -138,9 +135,7 @@ def test_it_says_where_it_waits_and_for_whom(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("address", ["no-such-host.invalid", "10.0.0.1:29500"])
-def test_a_name_that_does_not_resolve_is_refused_at_once(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_does_not_resolve_is_refused_at_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in (0, 1):
         waits = arrival(rank, address, 29500)
         with pytest.raises(ConfigError, match=f"MASTER_ADDR={address} is not an address"):

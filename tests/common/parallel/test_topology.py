@@ -89,9 +89,7 @@ def test_virtual_stages_follow_from_the_schedule() -> None:
         ("zbv_zero_bubble", None, 8),
     ]
     for schedule, virtual, stages in cases:
-        written = ParallelConfig(
-            pipeline_stage=4, pipeline_schedule=schedule, virtual_stages=virtual
-        )
+        written = ParallelConfig(pipeline_stage=4, pipeline_schedule=schedule, virtual_stages=virtual)
         topology = topology_of(written, 1)
         assert topology.stages == stages and topology.v_shape == (schedule == "zbv_zero_bubble")
         assert topology_of(ParallelConfig(pipeline_schedule=schedule), 1).stages == 1

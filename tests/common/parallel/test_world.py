@@ -70,10 +70,7 @@ def test_nobody_leaves_before_the_others(error: GPT2Error | None) -> None:
     another had left.
     """
     met: list[str] = []
-    with (
-        pytest.raises(type(error)) if error else nullcontext(),
-        exit_barrier(lambda: met.append("barrier")),
-    ):
+    with pytest.raises(type(error)) if error else nullcontext(), exit_barrier(lambda: met.append("barrier")):
         if error:
             raise error
     assert met == ["barrier"]

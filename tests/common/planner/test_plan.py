@@ -177,9 +177,7 @@ def test_zero_beside_other_axes() -> None:
     # hybrid sharding cuts over a part of the ranks
     assert each(data=8, parallel={**stage_3, "shard_size": 2})[0][0] == 2
     offload = {"offload_optimizer": True, "offload_parameters": True}
-    [stage] = make_plan(
-        small(data=4, engine="deepspeed", deepspeed=offload, parallel=stage_3)
-    ).stages
+    [stage] = make_plan(small(data=4, engine="deepspeed", deepspeed=offload, parallel=stage_3)).stages
     assert (stage.memory.weights, stage.memory.optimizer) == (0, 0) and stage.memory.gathered > 0
 
 
@@ -199,8 +197,7 @@ def test_parts_of_zero_are_rounded_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "momentum", "bytes_each"),
-    [("sgd", 0.0, 0), ("sgd", 0.9, 4), ("adam", 0.0, 8), ("adamw", 0.0, 8)],
+    ("name", "momentum", "bytes_each"), [("sgd", 0.0, 0), ("sgd", 0.9, 4), ("adam", 0.0, 8), ("adamw", 0.0, 8)]
 )
 def test_state_of_each_optimizer(name: str, momentum: float, bytes_each: int) -> None:
     config = small(optimizer={"name": name, "momentum": momentum})
@@ -246,10 +243,7 @@ def test_a_pipelines_memory_by_hand() -> None:
             continue
         # beside two blocks each: the first keeps what it sends and the ids; what the last receives
         # is its first block's input
-        assert [stage.memory.activations for stage in plan.stages] == [
-            first * (3 * one + ids),
-            last * (2 * one + norm),
-        ]
+        assert [stage.memory.activations for stage in plan.stages] == [first * (3 * one + ids), last * (2 * one + norm)]
         assert [stage.memory.loss for stage in plan.stages] == [0, last * (one + 4 * 1024 * 16)]
         assert [stage.memory.communication for stage in plan.stages] == [one, 0]
 
@@ -295,11 +289,9 @@ def test_text_of_mindformers_13b() -> None:
     lines, plan = text(config), make_plan(config)
     for line in (
         "world: 32 ranks = data 4 x tensor 2 x pipeline 4",
-        "batch: global batch 192 = micro batch 2 x data parallel 4 x accumulation 24 samples;"
-        " 196,608 tokens a step",
+        "batch: global batch 192 = micro batch 2 x data parallel 4 x accumulation 24 samples; 196,608 tokens a step",
         "model: 12,848,143,360 parameters; vocabulary 50257, padded to 50432",
-        "schedule: polynomial to the last step, warm-up 2,000 steps, learning rate 5e-05, at the"
-        " end 1e-06",
+        "schedule: polynomial to the last step, warm-up 2,000 steps, learning rate 5e-05, at the end 1e-06",
         "pipeline: 1f1b; each stage waits 11% of a step for the others",  # 3 of 27
         "ranks: stage x 8 + data x 2 + tensor (--all lists them)",
         "groups of rank 0: tensor 0-1; data 0 2 4 6; pipeline 0 8 16 24",

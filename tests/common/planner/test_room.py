@@ -17,14 +17,7 @@ from common.errors import ConfigError
 from common.parallel.run import Run
 from common.planner import room
 from common.planner.plan import make_plan
-from common.planner.room import (
-    asked_for,
-    check_memory,
-    fits_machine,
-    machine_memory,
-    memory_limit,
-    out_of_memory,
-)
+from common.planner.room import asked_for, check_memory, fits_machine, machine_memory, memory_limit, out_of_memory
 from tests.common.planner.runs import small
 
 CPU = Hardware(kind="cpu")
@@ -53,9 +46,7 @@ def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
     return check
 
 
-@pytest.mark.parametrize(
-    ("cgroup", "expected"), [(None, 6000 * 1024), ("max\n", 6000 * 1024), ("4096\n", 4096)]
-)
+@pytest.mark.parametrize(("cgroup", "expected"), [(None, 6000 * 1024), ("max\n", 6000 * 1024), ("4096\n", 4096)])
 def test_memory_of_a_machine_or_a_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str | None, expected: int
 ) -> None:
@@ -97,11 +88,7 @@ def test_a_device_has_its_own_memory(warned: Any) -> None:
 
 
 def test_runs_too_large_for_the_machine_are_refused_before_they_allocate() -> None:
-    for section, key in (
-        ("model", "vocab_multiple"),
-        ("train", "micro_batch_size"),
-        ("model", "num_layers"),
-    ):
+    for section, key in (("model", "vocab_multiple"), ("train", "micro_batch_size"), ("model", "num_layers")):
         with pytest.raises(ConfigError, match=r"does not fit: .*--run_mode plan shows"):
             check_memory(config(**{section: {key: 2**40}}), training=True)
 
@@ -162,9 +149,7 @@ def test_one_message_with_the_plan_the_machine_and_what_each_key_frees() -> None
     assert out_of_memory(ValueError("x"), run) is None
 
 
-def test_the_plan_says_when_this_machine_is_too_small(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_says_when_this_machine_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "machine_memory", lambda root: 2000)
     line = fits_machine(config(), 10**9, tmp_path)
     assert line is not None and re.match(

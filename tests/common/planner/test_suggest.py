@@ -16,14 +16,7 @@ from common.parallel.run import Run
 from common.planner.fitting import Fitting, resolve_on
 from common.planner.plan import make_plan, time_of
 from common.planner.room import memory_limit
-from common.planner.suggest import (
-    EQUAL,
-    Layout,
-    Suggestions,
-    describe_suggestions,
-    suggest,
-    with_larger_batches,
-)
+from common.planner.suggest import EQUAL, Layout, Suggestions, describe_suggestions, suggest, with_larger_batches
 from common.resolve.derive import resolve_other
 from tests.common.planner import runs
 from tests.common.planner.runs import A100, ASCEND, H100, preset, written
@@ -47,11 +40,7 @@ def axes(layout: Layout) -> Axes:
 
 
 def reasons(found: Suggestions) -> dict[Axes, str]:
-    return {
-        (each.data, each.tensor, each.pipeline): reason
-        for reason, some in found.refused.items()
-        for each in some
-    }
+    return {(each.data, each.tensor, each.pipeline): reason for reason, some in found.refused.items() for each in some}
 
 
 def pasted(found: Suggestions, layout: Layout, devices: int, device: Accelerator) -> list[str]:
@@ -180,9 +169,7 @@ def tried_one_by_one(config: Run, at: Axes) -> Layout | None:
         ("zbv_zero_bubble", {"precision": {"compute": "bfloat16"}}),
     ],
 )
-def test_nothing_is_lost_by_what_is_not_tried(
-    schedule: str, sections: dict[str, Any], memory: int
-) -> None:
+def test_nothing_is_lost_by_what_is_not_tried(schedule: str, sections: dict[str, Any], memory: int) -> None:
     """Some ranks and less recomputation settle what all ranks and every way would: the same
     layouts, in the same time.
     """
@@ -272,8 +259,7 @@ def test_ties_are_named_and_reasons_take_a_line_each() -> None:
     assert count > 1 and max(seconds) <= 1.035 * min(seconds) and memory == sorted(memory)
     said = lines[lines.index("Not possible:") + 1 :]
     assert said[0] == (
-        "  data 1-32, tensor 12-384, pipeline 1-32 (41 layouts): tensor parallel would leave a"
-        " server of 8 devices"
+        "  data 1-32, tensor 12-384, pipeline 1-32 (41 layouts): tensor parallel would leave a server of 8 devices"
     )
     assert len(said) == 4
     everything = describe_suggestions(found, 384, A100_80, all_layouts=True).splitlines()
@@ -292,9 +278,7 @@ def seconds(run: Run) -> float:
     return time_of(make_plan(run), run, A100).total
 
 
-@pytest.mark.parametrize(
-    ("name", "micro"), [("run_gpt2_124m", 160), ("run_gpt2_774m", 40), ("run_gpt2_1558m", 16)]
-)
+@pytest.mark.parametrize(("name", "micro"), [("run_gpt2_124m", 160), ("run_gpt2_774m", 40), ("run_gpt2_1558m", 16)])
 def test_presets_recompute_nothing_on_a_card_with_80_gb(name: str, micro: int) -> None:
     assert chosen(resolve_on(written(name), H100, world_size=1)) == (micro, "none", None)
 

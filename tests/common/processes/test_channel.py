@@ -43,9 +43,7 @@ def test_the_end_of_the_other_side_and_its_silence(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("limit", [0.1, 9.0])
-def test_sending_has_a_limit_of_its_own(
-    limit: float, ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sending_has_a_limit_of_its_own(limit: float, ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever limit a thread has that receives meanwhile."""
     monkeypatch.setattr("common.processes.channel._SEND_SECONDS", 1)
     channel, other = Channel(ends[0]._socket), ends[1]
@@ -78,8 +76,7 @@ def test_threads_that_send_at_once_do_not_mix_their_lines(ends: Ends) -> None:
     channel, other = ends
     peer = Channel(other.dup())
     threads = [
-        threading.Thread(target=lambda n=n: [channel.send({"n": [n] * 2000}) for _ in range(20)])
-        for n in range(4)
+        threading.Thread(target=lambda n=n: [channel.send({"n": [n] * 2000}) for _ in range(20)]) for n in range(4)
     ]
     for thread in threads:
         thread.start()

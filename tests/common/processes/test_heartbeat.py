@@ -114,8 +114,7 @@ def test_a_rank_whose_launcher_has_gone_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "pipe"),
-    [("", "x"), ("own", "x"), ("", "77"), ("x", "77"), ("own", "77"), ("own", "1")],
+    ("launcher", "pipe"), [("", "x"), ("own", "x"), ("", "77"), ("x", "77"), ("own", "77"), ("own", "1")]
 )
 def test_a_process_that_was_not_launched_does_nothing(launcher: str, pipe: str) -> None:
     """77 is not an open file, and 1 is made a file that is not a pipe."""
@@ -135,10 +134,7 @@ assert os.fstat(1).st_size == 0
 def test_a_full_pipe_does_not_hold_the_rank_up() -> None:
     """Nobody reads before it has ended."""
     # under load the sign of life finds no room any more
-    assert (
-        "0 computing"
-        in told("start_heartbeat(); [beat(n, 'computing') for n in range(100000)]").splitlines()
-    )
+    assert "0 computing" in told("start_heartbeat(); [beat(n, 'computing') for n in range(100000)]").splitlines()
 
 
 def test_the_launcher_reads_lines_however_they_come(tmp_path: Path) -> None:

@@ -11,10 +11,7 @@ import pytest
 
 from common.processes.process_tree import Descendants, cores_of_ranks, in_order, share
 
-LEAVE = (
-    "import subprocess as s; print(s.Popen(['sleep', '60'], stdout=s.DEVNULL,"
-    " start_new_session=True).pid)"
-)
+LEAVE = "import subprocess as s; print(s.Popen(['sleep', '60'], stdout=s.DEVNULL, start_new_session=True).pid)"
 
 
 def stat(pid: int) -> tuple[int, str]:

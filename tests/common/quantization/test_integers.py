@@ -16,13 +16,7 @@ from common.config.schema import QuantizationConfig
 from common.conversion.convert import convert
 from common.conversion.logits import config_of
 from common.errors import CheckpointError, ConfigError
-from common.quantization.scheme import (
-    activation_levels,
-    quantize,
-    quantized_layers,
-    scale_of,
-    weight_levels,
-)
+from common.quantization.scheme import activation_levels, quantize, quantized_layers, scale_of, weight_levels
 from common.systems.onnx.folder import logits
 from common.systems.own_folder import write_project
 from common.training.opened_checkpoint import Checkpoint
@@ -44,9 +38,7 @@ def values() -> dict[str, np.ndarray]:
     return {name: array * np.float32(0.3) for name, array in random_arrays(MODEL).items()}
 
 
-def checkpoint(
-    folder: Path, values: dict[str, np.ndarray], settings: dict[str, Any], **state: Any
-) -> Path:
+def checkpoint(folder: Path, values: dict[str, np.ndarray], settings: dict[str, Any], **state: Any) -> Path:
     folder.mkdir()
     write_project(folder, as_weights(MODEL, values), None)
     record = read_manifest(folder)

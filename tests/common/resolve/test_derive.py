@@ -57,9 +57,7 @@ def test_a_run_is_written_and_read_as_a_config() -> None:
     ],
 )
 def test_length_in_steps_epochs_or_tokens(changes: dict[str, Any], steps: int) -> None:
-    resolved = resolve_config(
-        config(optimizer__warmup_fraction=0.1, **changes), samples_per_epoch=100
-    )
+    resolved = resolve_config(config(optimizer__warmup_fraction=0.1, **changes), samples_per_epoch=100)
     assert resolved.train.max_steps == steps
     assert resolved.optimizer.decay == resolved.optimizer.decay_steps == steps
     assert resolved.optimizer.warmup == 0.1 * steps  # a fraction of a step too, as Megatron
@@ -124,10 +122,7 @@ def test_the_end_of_a_schedule() -> None:
 def test_vocabulary_against_the_tokenizer() -> None:
     with pytest.raises(ConfigError, match=r"the tokenizer has 101 tokens but model.vocab_size=100"):
         fitting_vocabulary(config().model, 101, "the tokenizer")
-    for written, tokens, changed_keys in (
-        (50304, 50257, {"vocab_size": 50257}),
-        (13317, 13316, {}),
-    ):
+    for written, tokens, changed_keys in ((50304, 50257, {"vocab_size": 50257}), (13317, 13316, {})):
         model = config(model__vocab_size=written).model
         assert fitting_vocabulary(model, tokens, "t") == changed_keys
 

@@ -149,10 +149,7 @@ def test_the_model_is_not_compiled_for_copies_in_one_process() -> None:
 @pytest.mark.parametrize("backend", ["torch", "mindspore"])
 def test_zero_has_no_effect_on_one_process(backend: str) -> None:
     """MindFormers' files for one device have enable_parallel_optimizer too."""
-    plain, split = (
-        resolved(1, backend=backend, device="auto", parallel={"zero_stage": stage})
-        for stage in (0, 1)
-    )
+    plain, split = (resolved(1, backend=backend, device="auto", parallel={"zero_stage": stage}) for stage in (0, 1))
     assert split == plain
 
 

@@ -80,16 +80,12 @@ def finish(engine: Engine) -> None:
 
 @pytest.mark.parametrize("takes_prompts", [True, False])
 @pytest.mark.parametrize("window", [None, 12])
-def test_each_sequence_is_what_it_is_in_a_batch_of_one(
-    takes_prompts: bool, window: int | None
-) -> None:
+def test_each_sequence_is_what_it_is_in_a_batch_of_one(takes_prompts: bool, window: int | None) -> None:
     """Forty jobs of prompts that share beginnings, in three slots; some outgrow the window."""
     random = np.random.default_rng(0)
     common = random.integers(0, VOCABULARY, 40).tolist()
     jobs = [
-        Job(
-            [*common[: random.integers(0, 40)], number % VOCABULARY], random.integers(1, 30), window
-        )
+        Job([*common[: random.integers(0, 40)], number % VOCABULARY], random.integers(1, 30), window)
         for number in range(40)
     ]
     model = Model(3, takes_prompts)

@@ -32,10 +32,7 @@ def test_nothing_comes_from_elsewhere() -> None:
 
 def test_every_word_is_there_in_both_languages() -> None:
     languages = re.findall(r"^  (en|zh): \{\n(.*?)^  \},", SCRIPT, flags=re.S | re.M)
-    words = {
-        name: set(re.findall(r'(\w+): "', re.sub(r'(?<=: )"[^"]*"', '"', body)))
-        for name, body in languages
-    }
+    words = {name: set(re.findall(r'(\w+): "', re.sub(r'(?<=: )"[^"]*"', '"', body))) for name, body in languages}
     assert words["en"] == words["zh"] and len(words["en"]) > 25
     used = set(PAGE.values("data-text", "data-label"))
     used |= set(re.findall(r'word\("(\w+)"\)', SCRIPT))

@@ -7,16 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from common.study.results import (
-    Cell,
-    CellResult,
-    Machine,
-    Measured,
-    Prediction,
-    Repeat,
-    State,
-    Study,
-)
+from common.study.results import Cell, CellResult, Machine, Measured, Prediction, Repeat, State, Study
 
 STEPS, WARMUP = 8, 2
 TOKENS = 4096
@@ -87,9 +78,7 @@ def cell(name: str, runs: Sequence[Measured | State], **changes: Any) -> CellRes
 
 def prediction(peak: int = 300 * MIB, step_seconds: float | None = None) -> Prediction:
     return Prediction(
-        memory=[{"weights": peak // 2, "activations": peak - peak // 2}] * 2,
-        peak=[peak] * 2,
-        step_seconds=step_seconds,
+        memory=[{"weights": peak // 2, "activations": peak - peak // 2}] * 2, peak=[peak] * 2, step_seconds=step_seconds
     )
 
 

@@ -134,21 +134,13 @@ def ids(**sections: Any) -> list[str]:
     return [each.cell.id for each in cells(**sections)]
 
 
-AXES = {
-    "parallel.data_parallel": [1, 2],
-    "precision": ["float32", "bf16"],
-    "train.recompute": ["none", "full"],
-}
+AXES = {"parallel.data_parallel": [1, 2], "precision": ["float32", "bf16"], "train.recompute": ["none", "full"]}
 
 
 def test_every_combination_is_a_cell_and_the_last_axis_runs_fastest() -> None:
     found = ids(axes=AXES)
     assert len(found) == 8
-    assert found[:3] == [
-        "dp1-float32-recompute_none",
-        "dp1-float32-full",
-        "dp1-bf16-recompute_none",
-    ]
+    assert found[:3] == ["dp1-float32-recompute_none", "dp1-float32-full", "dp1-bf16-recompute_none"]
     kept = ids(axes=AXES, only=[{"precision": "bf16"}, {"parallel.data_parallel": 2}])
     assert len(kept) == 6 and "dp1-float32-full" not in kept
     gone = ids(axes=AXES, **{"except": [{"precision": "bf16", "train.recompute": ["full"]}]})
@@ -172,10 +164,7 @@ def test_ids_are_safe_and_differ() -> None:
 
 
 def test_settings_of_a_cell() -> None:
-    axes = {
-        "layout": {"two": {"ranks": 2, "hosts": 2, "parallel": {"zero_stage": 1}}},
-        "precision": ["bf16"],
-    }
+    axes = {"layout": {"two": {"ranks": 2, "hosts": 2, "parallel": {"zero_stage": 1}}}, "precision": ["bf16"]}
     settings = {"device": "cpu", "precision": "fp16", "train.micro_batch_size": 4}
     found = cells(axes=axes, settings=settings)[0]
     cell, config = found.cell, found.config

@@ -172,9 +172,7 @@ def test_a_processors_trace_of_mindspore(tmp_path: Path) -> None:
         operator("gradient_sync-GradientSync", 40, 90, pid=3),
     ]
     found = read_trace(write(tmp_path / "t.json.gz", events, as_list=True))
-    assert found == Trace(
-        messages=pytest.approx(30e-6), update=pytest.approx(15e-6), allocated=None
-    )
+    assert found == Trace(messages=pytest.approx(30e-6), update=pytest.approx(15e-6), allocated=None)
     events.append(process(4, "Ascend Hardware"))
     unknown = Trace(messages=None, update=None, allocated=None)
     assert read_trace(write(tmp_path / "t.json.gz", events, as_list=True)) == unknown

@@ -46,9 +46,7 @@ def many() -> Study:
             update={"peak": [], "reason": "3 ranks | 2 hosts </td>"})),
         cell("todo", []),
     ]  # fmt: skip
-    return study(
-        cells, title="布局 <layouts> & more", small=True, definition={"title": "布局", "axes": {}}
-    )
+    return study(cells, title="布局 <layouts> & more", small=True, definition={"title": "布局", "axes": {}})
 
 
 @pytest.fixture(scope="module")

@@ -66,9 +66,7 @@ class Fixture:
 
     def run(self, *words: str, redo: tuple[str, ...] = ()) -> Study:
         self.started.clear()
-        request = StudyRequest(
-            config=self.config, overrides=words, redo=redo, output_dir=self.folder
-        )
+        request = StudyRequest(config=self.config, overrides=words, redo=redo, output_dir=self.folder)
         run_study(request, lambda text: None)
         return read_study(self.folder)
 
@@ -103,9 +101,7 @@ def test_rounds_alternate_their_direction(study: Fixture) -> None:
     assert found.finished and list(missing(found)) == []
 
 
-@pytest.mark.parametrize(
-    ("number", "stop"), [(signal.SIGINT, KeyboardInterrupt()), (signal.SIGTERM, SystemExit(143))]
-)
+@pytest.mark.parametrize(("number", "stop"), [(signal.SIGINT, KeyboardInterrupt()), (signal.SIGTERM, SystemExit(143))])
 def test_a_stopped_study_resumes_after_the_last_repeat(study: Fixture, number, stop) -> None:
     end = f"import os; os.kill({os.getpid()}, {int(number)}); import time; time.sleep(60)"
     study.programs["seed2"] = end
@@ -231,9 +227,7 @@ def test_a_program_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert (state, reason) == (State.REFUSED, "/nowhere/srun: No such file or directory")
 
 
-def test_one_launcher_that_fails_ends_those_of_the_other_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_launcher_that_fails_ends_those_of_the_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.study.children._OTHERS_SECONDS", 0.3)
     sleeper = Launch(command=(sys.executable, "-c", "import time; time.sleep(99)"))
     broken = Launch(command=(sys.executable, "-c", "import sys; sys.exit(3)"))
@@ -289,11 +283,7 @@ def test_the_commands_are_those_of_the_launcher(tmp_path: Path) -> None:
 
 
 def test_why_a_cell_cannot_start_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reason_not_started(planned(ranks=2, hosts=2), Where(hosts=("a",))) == (
-        "needs 2 hosts, and --hosts names 1"
-    )
+    assert reason_not_started(planned(ranks=2, hosts=2), Where(hosts=("a",))) == ("needs 2 hosts, and --hosts names 1")
     monkeypatch.setattr("shutil.which", lambda name: None)
     horovod = planned(ranks=2, **{"parallel.strategy": "horovod"})
-    assert reason_not_started(horovod, Where()).startswith(
-        "parallel.strategy=horovod: horovodrun is not"
-    )
+    assert reason_not_started(horovod, Where()).startswith("parallel.strategy=horovod: horovodrun is not")

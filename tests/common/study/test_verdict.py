@@ -15,17 +15,7 @@ from common.study.results import CellResult, State
 from common.study.same_losses import Departure, Kind
 from common.study.statistics import compare, noise_of, summarize
 from common.study.verdict import Verdict, judge
-from tests.common.study.synthetic import (
-    MIB,
-    TOKENS,
-    cell,
-    losses,
-    measured,
-    norms,
-    prediction,
-    speeds,
-    study,
-)
+from tests.common.study.synthetic import MIB, TOKENS, cell, losses, measured, norms, prediction, speeds, study
 
 EXACT = 3e-8
 """Rounding between layouts of the same arithmetic, as real runs show it."""
@@ -39,9 +29,7 @@ def good(name: str, speed: float = 10_000, **changes: Any) -> CellResult:
         "gradient_norm": [value * (1 - sign * EXACT) for value in norms()],
     }
     seed = changes.pop("seed", len(name))
-    return cell(
-        name, [measured(each, **values) for each in speeds(speed, 0.005, seed=seed)], **changes
-    )
+    return cell(name, [measured(each, **values) for each in speeds(speed, 0.005, seed=seed)], **changes)
 
 
 def planted(**changes: Any) -> Departure:
@@ -87,9 +75,7 @@ ONCE = [*norms()[:4], 1.01 * norms()[4], *norms()[5:]]
         ({"loss": losses()[:4], "gradient_norm": norms()[:4]}, Kind.STEPS, 0, None),
     ],
 )
-def test_a_planted_fault_is_named(
-    changes: dict[str, Any], kind: Kind, step: int, factor: Any
-) -> None:
+def test_a_planted_fault_is_named(changes: dict[str, Any], kind: Kind, step: int, factor: Any) -> None:
     """The gradient that is one percent off shows although its losses agree."""
     found = planted(**changes)
     assert (found.kind, found.step, found.factor) == (kind, step, factor)
@@ -208,10 +194,7 @@ def test_models_of_other_sizes_are_ranked_apart(by: str) -> None:
 
 
 def test_memory_outside_ten_percent_is_named() -> None:
-    cells = [
-        good("right", prediction=prediction(329 * MIB)),
-        good("wrong", prediction=prediction(360 * MIB)),
-    ]
+    cells = [good("right", prediction=prediction(329 * MIB)), good("wrong", prediction=prediction(360 * MIB))]
     for each in cells:
         for run in each.repeats:
             assert run.measured is not None
@@ -278,10 +261,7 @@ def test_medians_and_spread_are_numpys() -> None:
 
 def test_speed_up_is_the_median_over_pairs_and_efficiency_counts_ranks() -> None:
     one, four = [1000.0, 1100.0, 900.0], [3000.0, 3960.0, 2880.0]
-    cells = [
-        with_speeds("one", one, ranks=1, baseline="one"),
-        with_speeds("four", four, ranks=4, baseline="one"),
-    ]
+    cells = [with_speeds("one", one, ranks=1, baseline="one"), with_speeds("four", four, ranks=4, baseline="one")]
     found = summarize(study(cells))
     expected = np.median(np.array(four) / np.array(one))
     assert found["four"].speed_up == pytest.approx(expected)
@@ -322,10 +302,7 @@ def test_equal_cells_are_rarely_called_different(count: int, repeats: int) -> No
     comparisons = count * (count - 1) // 2
     for _ in range(300):
         rounds = [noise.gauss(0, 0.05) for _ in range(repeats)]
-        made = [
-            with_speeds(f"c{n}", [1000 * math.exp(r + noise.gauss(0, 0.01)) for r in rounds])
-            for n in range(count)
-        ]
+        made = [with_speeds(f"c{n}", [1000 * math.exp(r + noise.gauss(0, 0.01)) for r in rounds]) for n in range(count)]
         found = summarize(study(made)).values()
         first, *others = sorted(found, key=lambda each: -(each.tokens_per_second or 0))
         keys = {"noise": noise_of([first, *others]), "comparisons": comparisons}

@@ -43,8 +43,7 @@ def differences(config: Any, preset: str, world_size: int) -> dict[str, tuple[An
     return {
         key: (found.get(key), expected.get(key))
         for key in sorted(found.keys() | expected.keys())
-        if found.get(key) != expected.get(key)
-        and not any(key == name or key.startswith(f"{name}.") for name in OURS)
+        if found.get(key) != expected.get(key) and not any(key == name or key.startswith(f"{name}.") for name in OURS)
     }
 
 
@@ -75,9 +74,7 @@ def test_mindformers_smallest_and_largest_run_are_the_presets(name, devices) -> 
     found = differences(opened.config, name, devices)
     # its data have only the column input_ids, and the compiler's graphs have one mask
     masks = {"data.eod_mask_loss": ("targets", False), "data.eod_id": (50256, None)}
-    assert {key: found.pop(key, None) for key in masks} == (
-        masks if devices == 8 else dict.fromkeys(masks)
-    )
+    assert {key: found.pop(key, None) for key in masks} == (masks if devices == 8 else dict.fromkeys(masks))
     assert found.keys() <= without_effect
     assert ("parallel.parallel_mode" in found) == (devices == 128)  # where it is by itself
 
@@ -245,9 +242,7 @@ def test_merge_keys_and_sections_with_only_anchors(tmp_path: Path) -> None:
     assert open_config(path).config.optimizer.learning_rate == 1e-4
 
 
-@pytest.mark.parametrize(
-    ("cloze", "task", "stride"), [("True", "lambada", None), ("False", "text", 32)]
-)
+@pytest.mark.parametrize(("cloze", "task", "stride"), [("True", "lambada", None), ("False", "text", 32)])
 def test_evaluation_on_lambada_and_on_wikitext(cloze: str, task: str, stride: int | None) -> None:
     """The file of evaluation gives overlapping_eval in both cases."""
     words = {"eval_path": "file", "cloze_eval": cloze, "overlapping_eval": "32"}

@@ -56,9 +56,7 @@ def slices(checkpoint: Path, folder: Path) -> Path:
 
 SOURCES: dict[str, Callable[[Path, Path], Path]] = {
     "hf": converted_to("hf"),
-    "a file of hf": lambda checkpoint, folder: (
-        converted_to("hf")(checkpoint, folder) / "model.safetensors"
-    ),
+    "a file of hf": lambda checkpoint, folder: converted_to("hf")(checkpoint, folder) / "model.safetensors",
     "mindformers": converted_to("mindformers"),
     "mindformers_r0.3": converted_to("mindformers_r0.3"),
     "a .ckpt alone": bare_ckpt,
@@ -136,10 +134,7 @@ SETTINGS: dict[str, Any] = {
 def starts(tmp_path: Path) -> dict[str, Path]:
     """One model's weights as two systems have them."""
     checkpoint = write_run(tmp_path / "run")
-    return {
-        "slices": slices(checkpoint, tmp_path),
-        "hf": converted_to("hf")(checkpoint, tmp_path),
-    }
+    return {"slices": slices(checkpoint, tmp_path), "hf": converted_to("hf")(checkpoint, tmp_path)}
 
 
 def test_mindspores_parameters_are_those_of_the_run(
@@ -182,9 +177,7 @@ def test_one_flag_of_mindformers_takes_weights_and_runs(
     assert steps(starts["hf"], "b", 3) == [1, 2, 3]
 
 
-def test_bad_weights_are_one_message(
-    starts: dict[str, Path], corpus_prefix: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_bad_weights_are_one_message(starts: dict[str, Path], corpus_prefix: Path, tmp_path: Path, capsys: Any) -> None:
     more = {"model__num_heads": 4, "checkpoint": {"init_from": str(starts["hf"])}}
     tree = tiny_run(tmp_path / "out", corpus_prefix, **SETTINGS, **more)
     (tmp_path / "run.yaml").write_text(dump_yaml(tree))

@@ -123,9 +123,7 @@ def test_megatrons_sizes_by_tokens_are_ours(text: str) -> None:
 BECOME = yaml.safe_load(Path(__file__).with_name("flags.yaml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    ("system", "text", "keys"), [(system, *row) for system in BECOME for row in BECOME[system]]
-)
+@pytest.mark.parametrize(("system", "text", "keys"), [(system, *row) for system in BECOME for row in BECOME[system]])
 def test_flags_become_keys(system: str, text: str, keys: dict[str, Any]) -> None:
     base = f"{BASES[system]} {FIVE}".split() if system in BASES else []
     opened = open_flags(system, [*base, *shlex.split(text)])
@@ -155,8 +153,7 @@ def test_megatrons_schedule_counts_samples(given: str, warmup: int, decay: int) 
     assert found == ("samples", warmup, decay)
     if warmup == 1000:
         rates = [
-            learning_rate(optimizer, config.batch_sizes.samples_after(updates))
-            for updates in (10, 36, 100)
+            learning_rate(optimizer, config.batch_sizes.samples_after(updates)) for updates in (10, 36, 100)
         ]  # of megatron-core 0.16.1's OptimizerParamScheduler after as many updates
         assert rates == pytest.approx([8e-5, 2.88e-4, 9.17e-4], rel=1e-3)
 
@@ -277,10 +274,7 @@ def test_the_study_s_train_sh_is_its_preset() -> None:
     """On 4 ranks; it validates nothing, and saves after each epoch."""
     found, expected = (
         dict(flatten(resolve_config(config, world_size=4).model_dump()))
-        for config in (
-            open_config(CHINESE / "train.sh").config,
-            load_config(PRESETS / "run_gpt2_chinese_106m.yaml"),
-        )
+        for config in (open_config(CHINESE / "train.sh").config, load_config(PRESETS / "run_gpt2_chinese_106m.yaml"))
     )
     differing = {key for key in found if found[key] != expected.get(key)}
     assert differing == {
@@ -351,9 +345,7 @@ def test_the_last_of_two_equal_flags_counts(tmp_path: Path) -> None:
     script.write_text("python3 train.py --epochs 800 --lr 1 --epochs 1 --lr 1\n")
     opened = open_config(script)
     assert opened.config.train.max_epochs == 1
-    assert opened.ours.without_effect == {
-        "--epochs 800": f"{script}:1: --epochs 1 is given later and counts"
-    }
+    assert opened.ours.without_effect == {"--epochs 800": f"{script}:1: --epochs 1 is given later and counts"}
 
 
 def test_the_system_of_flags() -> None:

@@ -101,9 +101,7 @@ def test_flags_that_deepspeed_does_not_read_are_listed(tmp_path) -> None:
     flags = "--clip-grad 0.5 --initial-loss-scale 1024 --hysteresis 7 --zero-stage 1"
     opened = ds_run({"fp16": {"enabled": True}}, tmp_path, flags)
     assert opened.config == ds_run({"fp16": {"enabled": True}}, tmp_path).config
-    assert {"clip_grad", "initial_loss_scale", "hysteresis", "zero_stage"} <= {
-        *opened.ours.without_effect
-    }
+    assert {"clip_grad", "initial_loss_scale", "hysteresis", "zero_stage"} <= {*opened.ours.without_effect}
     assert "DeepSpeed reads gradient_clipping of" in opened.ours.without_effect["clip_grad"]
 
 

@@ -79,9 +79,7 @@ def read(kind: str, given: list[Any]) -> object:
 
 
 @pytest.mark.parametrize(("kind", "given", "message"), [*rows()])
-def test_refused(
-    kind: str, given: list[Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused(kind: str, given: list[Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
         read(kind, given)

@@ -83,11 +83,7 @@ def values_of(dialect: Dialect, leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 def mapped_keys(dialect: Dialect) -> dict[str, str]:
     """Return the keys that become one of ours by the table, with the key of ours."""
-    return {
-        key: rule.key
-        for key, rule in dialect.table.items()
-        if isinstance(rule, MapTo) and not key.endswith("*")
-    }
+    return {key: rule.key for key, rule in dialect.table.items() if isinstance(rule, MapTo) and not key.endswith("*")}
 
 
 @SYSTEMS
@@ -109,9 +105,7 @@ def test_a_file_without_a_key_is_the_run_of_a_file_with_its_default(rows: Rows) 
         assert values_of(rows.dialect, leaves) == given, key
 
 
-def ours_with_a_meaning_of_zero(
-    section: type[BaseModel] = RunConfig, prefix: str = ""
-) -> Iterator[str]:
+def ours_with_a_meaning_of_zero(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
     for name, each in section.model_fields.items():
         below = section_of(each.annotation)
         if below is not None:

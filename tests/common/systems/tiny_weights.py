@@ -19,15 +19,10 @@ from tools.convert_weight import main
 def random_arrays(model: ResolvedModel, seed: int = 0) -> dict[str, np.ndarray]:
     """Return a normal array for each parameter."""
     random = np.random.default_rng(seed)
-    return {
-        name: random.standard_normal(shape, np.float32)
-        for name, shape in parameter_shapes(model).items()
-    }
+    return {name: random.standard_normal(shape, np.float32) for name, shape in parameter_shapes(model).items()}
 
 
-def as_weights(
-    model: ResolvedModel, arrays: Mapping[str, Any], dtype: str = "float32", **more: Any
-) -> Weights:
+def as_weights(model: ResolvedModel, arrays: Mapping[str, Any], dtype: str = "float32", **more: Any) -> Weights:
     """Return weights of these arrays. more: fields of Weights, with moments as arrays."""
 
     def named(tensors: Mapping[str, Any], dtype: str) -> dict[str, Weight]:
@@ -65,9 +60,7 @@ def resave(file: Path, edit: Callable[[Any], object]) -> None:
     torch.save(tree, file)
 
 
-def refused(
-    capsys: pytest.CaptureFixture[str], source: Path, message: str, *words: str, to: str = "hf"
-) -> None:
+def refused(capsys: pytest.CaptureFixture[str], source: Path, message: str, *words: str, to: str = "hf") -> None:
     """Convert ``source``: one message says why not, and nothing is left."""
     capsys.readouterr()  # what made the source may have said something
     out = source.parent / "refused"

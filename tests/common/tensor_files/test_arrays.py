@@ -8,20 +8,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from common.tensor_files.arrays import (
-    bytes_of,
-    prefetch_arrays,
-    round_to_bfloat16,
-    widen_bfloat16,
-)
+from common.tensor_files.arrays import bytes_of, prefetch_arrays, round_to_bfloat16, widen_bfloat16
 
 
 def test_every_bfloat16_is_widened_as_torch_does_and_comes_back() -> None:
     words = np.arange(2**16, dtype=np.uint16)
     wide = widen_bfloat16(words)
-    np.testing.assert_array_equal(
-        wide, torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).float().numpy()
-    )
+    np.testing.assert_array_equal(wide, torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).float().numpy())
     back, number = round_to_bfloat16(wide), ~np.isnan(wide)
     np.testing.assert_array_equal(back[number], words[number])
     assert np.isnan(widen_bfloat16(back[~number])).all()
@@ -56,9 +49,7 @@ def test_the_bytes_of_a_transposed_matrix(shape: tuple[int, int]) -> None:
 def test_arrays_made_ahead_are_whole_when_they_come() -> None:
     """They are what was made, views too. An error comes in its turn."""
     shapes = [(300, 7), (0, 5), (2, 900), (7, 300), (4,), (), (513, 300)]
-    made = [
-        np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape) for shape in shapes
-    ]
+    made = [np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape) for shape in shapes]
 
     def broken() -> NDArray[Any]:
         raise OSError("unreadable")
@@ -68,9 +59,7 @@ def test_arrays_made_ahead_are_whole_when_they_come() -> None:
         turned = next(found)
         assert turned.base is array.base
         np.testing.assert_array_equal(turned, array.T)
-        np.testing.assert_array_equal(
-            np.frombuffer(bytes_of(turned), np.float32), array.T.reshape(-1)
-        )
+        np.testing.assert_array_equal(np.frombuffer(bytes_of(turned), np.float32), array.T.reshape(-1))
     with pytest.raises(OSError, match="unreadable"):
         next(found)
 

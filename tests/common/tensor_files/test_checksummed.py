@@ -81,9 +81,7 @@ def test_full_buffers_pass_the_page_cache_unless_the_file_system_refuses(
     assert sum(sizes[True] + sizes[False]) == SOURCE.size
 
 
-def test_a_full_disk_is_an_error_and_ends_the_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_an_error_and_ends_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, data: Any, offset: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -93,9 +93,7 @@ ONE = value(b"a", tensor(b"\x08\x01", b"Float32", b"\0" * 4))
         (b"\x10\x01", "no tensor"),
     ],
 )
-def test_a_message_that_does_not_fit_is_refused(
-    tmp_path: Path, content: bytes, reason: str
-) -> None:
+def test_a_message_that_does_not_fit_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
     (tmp_path / "x.ckpt").write_bytes(content)
     message = f"not a whole MindSpore checkpoint.*({reason})"
     with pytest.raises(CheckpointError, match=message), open_tensors(tmp_path / "x.ckpt"):

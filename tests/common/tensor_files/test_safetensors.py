@@ -14,12 +14,7 @@ from safetensors.torch import load_file as load_torch, save_file
 from common.errors import CheckpointError
 from common.tensor_files.arrays import TensorKind
 from common.tensor_files.containers import open_tensors
-from common.tensor_files.safetensors_file import (
-    INDEX,
-    stream_safetensors,
-    stream_shards,
-    write_safetensors,
-)
+from common.tensor_files.safetensors_file import INDEX, stream_safetensors, stream_shards, write_safetensors
 
 TENSORS = {
     "half": torch.tensor([[1.5, -2.0, 3.25], [0.1, 1e30, -0.0]], dtype=torch.bfloat16),
@@ -50,11 +45,7 @@ arrays = hnp.arrays(
 
 @settings(deadline=None, max_examples=50)
 @given(
-    st.dictionaries(
-        st.text(min_size=1, max_size=20).filter(lambda name: name != "__metadata__"),
-        arrays,
-        max_size=5,
-    )
+    st.dictionaries(st.text(min_size=1, max_size=20).filter(lambda name: name != "__metadata__"), arrays, max_size=5)
 )
 def test_the_library_reads_what_we_write(
     tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, np.ndarray]
@@ -92,9 +83,7 @@ WHOLE = raw({"a": entry(0, 4), "b": entry(4, 8)})
         (raw({"a": entry(0, 0, "F32", [0, 2**62, 2**62])}, b""), "beyond what an array can have"),
     ],
 )
-def test_a_file_that_does_not_fit_together_is_refused(
-    tmp_path: Path, content: bytes, reason: str
-) -> None:
+def test_a_file_that_does_not_fit_together_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
     message = f"x.safetensors: not a whole safetensors file: .*{reason}.*; copy it again"

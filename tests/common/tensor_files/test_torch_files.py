@@ -138,9 +138,7 @@ CODE = {
 
 @pytest.mark.parametrize("kind", CODE)
 @pytest.mark.parametrize("old", [False, True])
-def test_a_pickle_that_names_code_is_refused_and_not_executed(
-    tmp_path: Path, kind: str, old: bool
-) -> None:
+def test_a_pickle_that_names_code_is_refused_and_not_executed(tmp_path: Path, kind: str, old: bool) -> None:
     target, path = tmp_path / "executed", tmp_path / "x.bin"
     program = CODE[kind].replace(b"{}", str(target).encode())
     if old:
@@ -170,9 +168,7 @@ def test_a_pickle_that_means_nothing_is_one_error(tmp_path: Path, program: bytes
     refused(archive(tmp_path / "x.pt", program), r"not a whole file of torch\.save")
 
 
-def test_lists_of_lists_that_grow_without_end_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lists_of_lists_that_grow_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pickled_values, "MAX_VALUES", 1000)
     grown: list[Any] = []
     for _ in range(40):
@@ -189,10 +185,7 @@ def test_objects_of_megatron_are_records_without_code(tmp_path: Path) -> None:
     with open_tensors(archive(tmp_path / "x.pt", program)) as stored:
         kind, scaler = stored.plain["kind"], stored.plain["scaler"]
     assert (kind.name, kind.arguments) == ("megatron.core.enums.ModelType", (1,))
-    assert (scaler.name, scaler.state) == (
-        "megatron.fp16.loss_scaler.DynamicLossScaler",
-        {"cur_scale": 8},
-    )
+    assert (scaler.name, scaler.state) == ("megatron.fp16.loss_scaler.DynamicLossScaler", {"cur_scale": 8})
 
 
 @pytest.mark.parametrize("as_zip", [True, False])
@@ -233,9 +226,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
         assert stored["a"].read().tolist() == [0, 1, 2]
 
 
-def test_a_machine_without_torch_is_told_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_torch_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "x.pt")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refused(tmp_path / "x.pt", r"package torch, .*x.pt, is not .*'\.\[torch\]'", ConfigError)
@@ -251,10 +242,7 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
         "double": ("float64", np.ones(1)), "byte": ("uint8", np.array([7, 8], np.uint8)),
         "turned": ("float32", matrix.T),
     }  # fmt: skip
-    leaves = {
-        name: TensorLeaf(name=name, dtype=word, shape=array.shape)
-        for name, (word, array) in arrays.items()
-    }
+    leaves = {name: TensorLeaf(name=name, dtype=word, shape=array.shape) for name, (word, array) in arrays.items()}
     plain = {
         "groups": [{"params": [0, 1], "betas": (0.9, 0.95), "none": ()}, []],
         "iteration": 2**40, "version": 3.0, "name": "é\n", "flag": True, "nothing": None, 3: -1,

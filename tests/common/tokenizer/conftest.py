@@ -43,9 +43,7 @@ def huggingface_ids(gpt2_vocab_files: tuple[Path, Path]) -> Encode:
 
 
 @pytest.fixture(scope="session", params=BACKENDS)
-def tokenizer(
-    request: pytest.FixtureRequest, gpt2_vocab_files: tuple[Path, Path]
-) -> GPT2BPETokenizer:
+def tokenizer(request: pytest.FixtureRequest, gpt2_vocab_files: tuple[Path, Path]) -> GPT2BPETokenizer:
     """The tokenizer under test, once with each backend."""
     pytest.importorskip(request.param)
     built = GPT2BPETokenizer(*gpt2_vocab_files, backend=request.param)
@@ -73,9 +71,7 @@ class SmallVocabulary:
         tokens = [*byte_characters, *made, "<|endoftext|>"]
         self.ids: dict[str, object] = {token: number for number, token in enumerate(tokens)}
 
-    def write(
-        self, vocab_text: str | None = None, merge_text: str | None = None
-    ) -> tuple[Path, Path]:
+    def write(self, vocab_text: str | None = None, merge_text: str | None = None) -> tuple[Path, Path]:
         files = self.folder / "vocab.json", self.folder / "merges.txt"
         texts = (
             json.dumps(self.ids) if vocab_text is None else vocab_text,

@@ -110,9 +110,7 @@ def test_ids_of_every_code_point(large, lower_case, forms, step) -> None:
 OF_GPT2_CHINESE = ("vocab", "vocab_all", "vocab_guwen", "vocab_small")
 
 
-@pytest.mark.parametrize(
-    "name", [None, *(pytest.param(name, marks=pytest.mark.campaign) for name in OF_GPT2_CHINESE)]
-)
+@pytest.mark.parametrize("name", [None, *(pytest.param(name, marks=pytest.mark.campaign) for name in OF_GPT2_CHINESE)])
 def test_ids_of_a_novel(large, chinese, name, request) -> None:
     file, chapters = large, chinese
     if name is not None:
@@ -126,9 +124,7 @@ def test_ids_of_a_novel(large, chinese, name, request) -> None:
 
 def _is_alike(point: int) -> bool:
     ranges = ((0x3500, 0x9F00), (0xAC10, 0xD700), (0x20010, 0x2A600))
-    return unicodedata.category(chr(point)) in ("Cn", "Co") or any(
-        first <= point < last for first, last in ranges
-    )
+    return unicodedata.category(chr(point)) in ("Cn", "Co") or any(first <= point < last for first, last in ranges)
 
 
 def _kind(lower_case: bool) -> str:
@@ -181,10 +177,7 @@ def test_line_ends_are_marks_in_documents_and_prompts(vocabulary: Path) -> None:
     tokenizer = load_tokenizer(None, vocabulary)
     texts = ["她\n说\n", "", "\n", "你好", "a\n\nb"]
     theirs = transformers.BertTokenizer(str(vocabulary))
-    expected = [
-        theirs(text.replace("\n", " [SEP] "), add_special_tokens=False)["input_ids"]
-        for text in texts
-    ]
+    expected = [theirs(text.replace("\n", " [SEP] "), add_special_tokens=False)["input_ids"] for text in texts]
     assert [row.tolist() for row in encode_documents(tokenizer, texts).rows()] == expected
     assert [encode_prompt(tokenizer, text).tolist() for text in texts] == expected
     assert encode_prompt(tokenizer, "[MASK]她\n").tolist() == [4, TOKENS.index("她"), 3]

@@ -40,10 +40,7 @@ SIZE = 330
 def decoder(**flags: bool) -> dict[str, Any]:
     """Entry added_tokens_decoder of a tokenizer_config.json, as transformers 4 writes it."""
     flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False) | flags
-    return {
-        str(SIZE + number): {"content": text, "special": True} | flags
-        for number, text in enumerate(MARKS)
-    }
+    return {str(SIZE + number): {"content": text, "special": True} | flags for number, text in enumerate(MARKS)}
 
 
 ADDED = {text: SIZE + number for number, text in enumerate(MARKS)}
@@ -169,9 +166,7 @@ def test_documents_and_prompts_have_one_encoder(name, has_marks, folder, tmp_pat
         options = PreprocessOptions(
             inputs=(tmp_path / "corpus.json",),
             output_prefix=tmp_path / "out",
-            tokenizer=TokenizerChoice(
-                kind=None, vocab_file=folder, merge_file=None, backend="auto"
-            ),
+            tokenizer=TokenizerChoice(kind=None, vocab_file=folder, merge_file=None, backend="auto"),
             special_tokens=wish,  # type: ignore[arg-type]
         )
         (prefix,) = preprocess(options).prefixes

@@ -77,10 +77,7 @@ def test_threads_share_one(tokenizer: GPT2BPETokenizer, english: str) -> None:
 
 def test_both_namings_are_one_vocabulary(gpt2_vocab_files, tmp_path) -> None:
     found = []
-    for backend, names in (
-        ("tiktoken", ("encoder.json", "vocab.bpe")),
-        ("tokenizers", ("vocab.json", "merges.txt")),
-    ):
+    for backend, names in (("tiktoken", ("encoder.json", "vocab.bpe")), ("tokenizers", ("vocab.json", "merges.txt"))):
         folder = tmp_path / backend
         folder.mkdir()
         for file, name in zip(gpt2_vocab_files, names, strict=True):

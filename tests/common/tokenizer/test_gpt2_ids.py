@@ -99,13 +99,9 @@ def test_a_disputed_character_in_a_batch(tokenizer: GPT2BPETokenizer, tiktoken_i
 
 
 # Any character, and far more often than chance those at which the pattern of GPT-2 cuts.
-borders = st.sampled_from(
-    "\U00010955\ua7ce\U000323b0 \t\n\r\x1c\x85\xa0\u3000'sltdvremaZ09²½中é!-😀\u0301"
-)
+borders = st.sampled_from("\U00010955\ua7ce\U000323b0 \t\n\r\x1c\x85\xa0\u3000'sltdvremaZ09²½中é!-😀\u0301")
 texts = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), borders), max_size=200)
-quick = settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+quick = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @quick

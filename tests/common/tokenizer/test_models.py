@@ -194,10 +194,7 @@ def test_files_that_are_not_a_tokenizer(tmp_path, kind, file, content, message) 
 
 @pytest.mark.parametrize(
     ("library", "kind", "name"),
-    [
-        ("sentencepiece", "SentencePieceTokenizer", "a.model"),
-        ("rjieba", "BertWordLevel", "vocab.txt"),
-    ],
+    [("sentencepiece", "SentencePieceTokenizer", "a.model"), ("rjieba", "BertWordLevel", "vocab.txt")],
 )
 def test_a_library_that_is_not_there_is_named(tmp_path, monkeypatch, library, kind, name) -> None:
     monkeypatch.setitem(sys.modules, library, None)

@@ -84,9 +84,7 @@ def test_the_same_text_gives_the_same_tokenizer(corpus, tmp_path, kind, size) ->
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     tokenizer = load_tokenizer(None, tmp_path / "a")
     assert tokenizer.vocab_size == size or kind.startswith("Bert")
-    assert tokenizer.kind == kind.partition("/")[0].replace(
-        "BertTokenizer", "BertWordPieceLowerCase"
-    )
+    assert tokenizer.kind == kind.partition("/")[0].replace("BertTokenizer", "BertWordPieceLowerCase")
     for text in TEXTS:
         ids = tokenizer.encode(text)
         if not kind.startswith("Bert"):

@@ -66,9 +66,7 @@ class Scripted:
     under_way: list[StepResult] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
 
-    def run(
-        self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS
-    ) -> list[StepResult]:
+    def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
         self.asked.append(steps)
         self.limits.append(limits)
         known = self.finish()
@@ -112,10 +110,7 @@ class Scripted:
 
 
 def start(
-    folder: Path,
-    engine: Scripted | None = None,
-    feed: Callable[[], Iterator[Batch]] = batches,
-    **changes: Any,
+    folder: Path, engine: Scripted | None = None, feed: Callable[[], Iterator[Batch]] = batches, **changes: Any
 ) -> Scripted:
     """Go on from the newest checkpoint of ``folder``, as both backends do, to step 20."""
     usual: dict[str, Any] = {

@@ -48,17 +48,13 @@ def check(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
 
 
 @pytest.mark.parametrize(("hosts", "readers"), [("aabb", [2]), ("abab", [1]), ("abcd", [1, 2, 3])])
-def test_one_rank_of_each_host_reads(
-    checkpoint: Path, check: Check, hosts: str, readers: Any
-) -> None:
+def test_one_rank_of_each_host_reads(checkpoint: Path, check: Check, hosts: str, readers: Any) -> None:
     """Rank 0 has read its own before. A file is changed, so that who reads it says so."""
     path = checkpoint / "model.safetensors"
     assert [check(hosts, rank) for rank in range(4)] == [""] * 4
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     said = [check(hosts, rank) for rank in range(4)]
-    changed = (
-        f"{path}: its bytes have changed since it was written (CRC-32); use another checkpoint"
-    )
+    changed = f"{path}: its bytes have changed since it was written (CRC-32); use another checkpoint"
     wanted = [f"rank {rank}: {changed}" if rank in readers else "" for rank in range(4)]
     assert said == wanted
     assert check(hosts, 0, fault=said[readers[0]]) == said[readers[0]]

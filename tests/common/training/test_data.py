@@ -55,9 +55,7 @@ def pair(corpus_prefix: Path, tmp_path: Path) -> Path:
     return prefix
 
 
-def make_config(
-    prefix: Path, tokenizer: Path | None, vocab_size: int = SIZE, **changes: Any
-) -> Run:
+def make_config(prefix: Path, tokenizer: Path | None, vocab_size: int = SIZE, **changes: Any) -> Run:
     model = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 16}
     usual: dict[str, Any] = {
         "model": model | {"vocab_size": vocab_size},
@@ -106,9 +104,7 @@ def test_more_rows_than_tokens_and_another_tokenizer_than_that_of_the_data(
     assert data.tokenizer_record is not None and data.tokenizer_record["sha256"] == "a" * 64
 
 
-def test_a_tokenizer_that_is_not_there_or_broken(
-    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_is_not_there_or_broken(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (remark,) = remarks(pair, tmp_path / "none")
     assert f"{tmp_path / 'none'} is not there" in remark
     assert "training does not need it, but predict does" in remark
@@ -240,10 +236,7 @@ def test_batches_are_the_samplers_from_any_place(corpus_prefix: Path) -> None:
     assert threading.active_count() == threads
     # a fault of the data arrives as it is: the corpus holds tokens up to 100
     data, _ = open_all(make_config(corpus_prefix, None, vocab_size=50))
-    with (
-        data.training_batches(TrainState()) as batches,
-        pytest.raises(DataError, match="vocab_size is 50"),
-    ):
+    with data.training_batches(TrainState()) as batches, pytest.raises(DataError, match="vocab_size is 50"):
         list(islice(batches, 50))
 
 
@@ -305,14 +298,10 @@ def test_a_validation_reads_every_window_of_every_part_once(
     for ranks, micro in ((1, 8), (3, 16)):
         config = blend_config(sets, **changes, validation__micro_batch_size=micro)
         passes = [
-            open_all(config, training=False, rank=rank, ranks=ranks)[0].require_validation()
-            for rank in range(ranks)
+            open_all(config, training=False, rank=rank, ranks=ranks)[0].require_validation() for rank in range(ranks)
         ]
         assert all(list(each) == list(windows) for each in passes)
-        rows = {
-            name: np.concatenate([batch[:, 0] for each in passes for batch in each[name]()])
-            for name in windows
-        }
+        rows = {name: np.concatenate([batch[:, 0] for each in passes for batch in each[name]()]) for name in windows}
         assert {name: len(row) for name, row in rows.items()} == windows
         found.append({name: sorted(row.tolist()) for name, row in rows.items()})
     assert found[0] == found[1]

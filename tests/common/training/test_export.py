@@ -109,8 +109,7 @@ def test_parts_become_the_file_of_one_rank(tmp_path: Path) -> None:
     for name, values in Checkpoint(exported).weights(config.model):
         np.testing.assert_array_equal(values, found[name])
     with pytest.raises(
-        CheckpointError,
-        match=r"an export, without the state of the optimizer; .* checkpoint\.init_from=",
+        CheckpointError, match=r"an export, without the state of the optimizer; .* checkpoint\.init_from="
     ):
         next(iter(Checkpoint(exported).moments(config, 7)))
     # and may be exported again, over itself
@@ -196,24 +195,16 @@ def test_all_that_is_missing_or_too_much_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "weights").exists()
 
 
-def test_a_tokenizer_goes_along_by_the_names_of_a_folder(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tokenizer_goes_along_by_the_names_of_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_parts(tmp_path)
     folder = tmp_path / "vocabulary"
     folder.mkdir()
     beside = ("added_tokens.json", "tokenizer_config.json", "generation_config.json")
     for name in ("encoder.json", "vocab.bpe", "other.txt", *beside):
         (folder / name).write_text(f"content of {name}")
-    here = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"} | {
-        name: name for name in beside
-    }
+    here = {"vocab.json": "encoder.json", "merges.txt": "vocab.bpe"} | {name: name for name in beside}
     files = {"vocab_file": str(folder / "encoder.json"), "merge_file": str(folder / "vocab.bpe")}
-    for wish, names in (
-        ({"folder": str(folder)}, here),
-        (files, here),
-        ({"folder": str(tmp_path / "gone")}, {}),
-    ):
+    for wish, names in (({"folder": str(folder)}, here), (files, here), ({"folder": str(tmp_path / "gone")}, {})):
         prompts = {"prompt": ["a"], "output_folder": "texts", "top_k": 5, "strategy": "sampling"}
         to_export(config_of(tmp_path, data={"tokenizer": wish}, predict=prompts))
         found = {path.name: path.read_bytes() for path in (tmp_path / "weights").iterdir()}
@@ -228,9 +219,7 @@ def test_a_tokenizer_goes_along_by_the_names_of_a_folder(
     assert f"{tmp_path / 'gone'} is not there; the export holds no tokenizer" in caplog.text
 
 
-def test_a_checkpoint_to_resume_is_not_the_one_exported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_to_resume_is_not_the_one_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = write_parts(tmp_path)
     to_export(config_of(tmp_path, checkpoint={"resume": "latest"}))
     assert "is for training" not in caplog.text

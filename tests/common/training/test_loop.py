@@ -49,12 +49,9 @@ def saved(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("steps_per_run", "asked"),
-    [(1, [1] * 10), (2, [2, 1, 1, 2, 2, 1, 1]), (100, [3, 1, 2, 2, 1, 1])],
+    ("steps_per_run", "asked"), [(1, [1] * 10), (2, [2, 1, 1, 2, 2, 1, 1]), (100, [3, 1, 2, 2, 1, 1])]
 )
-def test_several_steps_at_once_never_cross_a_boundary(
-    tmp_path: Path, steps_per_run: int, asked: list[int]
-) -> None:
+def test_several_steps_at_once_never_cross_a_boundary(tmp_path: Path, steps_per_run: int, asked: list[int]) -> None:
     assert run_loop(tmp_path, steps_per_run).asked == asked
     rows = read_metrics(tmp_path / "metrics.jsonl")
     losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
@@ -66,9 +63,7 @@ def test_several_steps_at_once_never_cross_a_boundary(
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("steps_per_run", [1, 100])
-def test_a_run_ends_at_a_step_with_a_checkpoint(
-    tmp_path: Path, late: bool, steps_per_run: int
-) -> None:
+def test_a_run_ends_at_a_step_with_a_checkpoint(tmp_path: Path, late: bool, steps_per_run: int) -> None:
     """Results that come late end it no later."""
     assert run_loop(tmp_path, steps_per_run, late, train__exit_interval=5).step == 5
     assert saved(tmp_path) == [3, 5]
@@ -91,9 +86,7 @@ def test_rows_hold_the_arithmetic_of_speed(tmp_path: Path) -> None:
         assert row["mfu"] == pytest.approx(flops * 8 * 16 / 1e9)
 
 
-def test_rows_hold_the_wait_for_data_and_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_hold_the_wait_for_data_and_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that moves by a quarter of a second in every batch, and at no other time."""
     clock = [0.0]
 
@@ -102,9 +95,7 @@ def test_rows_hold_the_wait_for_data_and_the_memory(
             clock[0] += 0.25
             yield batch
 
-    monkeypatch.setattr(
-        "common.training.steps.time", SimpleNamespace(perf_counter=lambda: clock[0])
-    )
+    monkeypatch.setattr("common.training.steps.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     run_loop(tmp_path, 2, feed=slow)
     rows = rows_of(tmp_path)
     assert [row["data_wait"] for row in rows] == [0.25] * 10 == [row["step_time"] for row in rows]
@@ -148,9 +139,7 @@ def test_ranks_agree_as_late_as_results_come() -> None:
 def test_a_trace_has_steps_of_its_own(tmp_path: Path) -> None:
     """No sink goes across its beginning or its end."""
     assert run_loop(tmp_path, 100, profile={"start": 5, "stop": 6}).asked == [3, 1, 2, 2, 1, 1]
-    assert run_loop(
-        tmp_path / "other", 100, profile={"start": 8}, validation={}, checkpoint={}
-    ).asked == [7, 1, 2]
+    assert run_loop(tmp_path / "other", 100, profile={"start": 8}, validation={}, checkpoint={}).asked == [7, 1, 2]
 
 
 def test_an_engine_is_told_limits_only_to_skip_and_from_the_steps_before(tmp_path: Path) -> None:
@@ -161,6 +150,4 @@ def test_an_engine_is_told_limits_only_to_skip_and_from_the_steps_before(tmp_pat
     first = np.array([1, 1 / 2, 1 / 3, 1 / 4])
     assert limits[:4] == [NO_LIMITS] * 4
     assert limits[4].loss == pytest.approx(first.mean() + 2 * first.std(ddof=1), rel=1e-6)
-    assert limits[9].loss == pytest.approx(
-        (last := 1 / np.arange(2, 10)).mean() + 2 * last.std(ddof=1), rel=1e-6
-    )
+    assert limits[9].loss == pytest.approx((last := 1 / np.arange(2, 10)).mean() + 2 * last.std(ddof=1), rel=1e-6)

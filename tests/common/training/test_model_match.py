@@ -60,9 +60,7 @@ OURS = {"num_layers": 4, "hidden_size": 192, "num_heads": 6, "seq_length": 128}
         (OURS | {"vocab_size": 101}, [], "vocab_size=101"),
     ],
 )  # fmt: skip
-def test_the_words_make_the_config_fit(
-    tmp_path: Path, model: dict[str, Any], words: list[str], given: str
-) -> None:
+def test_the_words_make_the_config_fit(tmp_path: Path, model: dict[str, Any], words: list[str], given: str) -> None:
     """Another window, dropout or multiple is not another model."""
     message = fault_of(model, config_of(tmp_path, words))
     added = re.findall(r"model\.\w+=\S+", message.partition("add: ")[2])
@@ -89,8 +87,7 @@ def test_a_new_size_in_the_same_folder_is_offered_another_folder(tmp_path: Path)
     (tmp_path / "run_2").mkdir()
     message = fault_of(GPT2, config_of(tmp_path, []), may_move=True)
     assert message.startswith(
-        "output/hf: holds another model than the config: num_layers is 12 there and 4 in the"
-        " config, hidden_size"
+        "output/hf: holds another model than the config: num_layers is 12 there and 4 in the config, hidden_size"
     )
     assert message.endswith(f"begin in another folder: output_dir={tmp_path}/run_3")
 

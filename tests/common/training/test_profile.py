@@ -12,9 +12,7 @@ from common.training.profile import ProfileWindow
 from tests.tiny import tiny_config
 
 
-def traced(
-    profile: dict[str, int], done: int = 0, stop_after: int = 10, *, full: bool = False
-) -> str:
+def traced(profile: dict[str, int], done: int = 0, stop_after: int = 10, *, full: bool = False) -> str:
     """Events of a run from ``done`` that ends after ``stop_after``. full: no trace is written."""
     events: list[str] = []
 

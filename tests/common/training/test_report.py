@@ -133,10 +133,7 @@ def test_mindformers(lines: Any) -> None:
     """MFLossMonitor of r0.3; the second loss is the mean of the epoch so far, of 2 steps."""
     # 0.00030000000000000003, which their float32 does not know
     values = {"learning_rate": 3 * 1e-4}
-    rows = [
-        make_row(step, loss=loss, skipped=step == 4, **values)
-        for step, loss in enumerate((9.0, 7.0, 8.0, 6.0), 1)
-    ]
+    rows = [make_row(step, loss=loss, skipped=step == 4, **values) for step, loss in enumerate((9.0, 7.0, 8.0, 6.0), 1)]
     rows.append({"step": 4, "validation_loss": 3.0, "validation_perplexity": 20.0})
     config = make_config("mindformers", train__max_steps=5)
     *found, validation = lines(config, rows, samples_per_epoch=17)
@@ -265,9 +262,7 @@ PREFIXES = {
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_intervals_and_the_prefix_of_a_line(
-    lines: Any, capsys: pytest.CaptureFixture[str], style: str
-) -> None:
+def test_intervals_and_the_prefix_of_a_line(lines: Any, capsys: pytest.CaptureFixture[str], style: str) -> None:
     """The last step speaks too. The hash of the data has an interval of its own, and none at the
     end: the summary of a run has that of its last step.
     """
@@ -296,8 +291,7 @@ def test_the_parts_of_a_blend_have_a_line_of_their_own(lines: Any, style: str) -
     assert figures["validation_loss"] == 3.0 and figures["validation_tokens"] == 3
     *_, parts = lines(make_config(style), [{"step": 4, **figures}])
     assert parts == (
-        "validation by data set: a loss 3.0000 over 2 tokens, b loss 3.0000 over 1 tokens,"
-        " empty loss nan over 0 tokens"
+        "validation by data set: a loss 3.0000 over 2 tokens, b loss 3.0000 over 1 tokens, empty loss nan over 0 tokens"
     )
     many = {f"part{number}": (1.0, 1) for number in range(300)}
     *_, parts = lines(make_config(style), [{"step": 4, **validation_figures(many, {})}])
@@ -315,6 +309,4 @@ def test_bits_a_byte_follow_the_perplexity(lines: Any) -> None:
     bits = [figures[f"validation_bits_per_byte{ending}"] for ending in endings]
     assert bits == pytest.approx([0.5, 0.25, 1.5])
     line, _ = lines(make_config("gpt2"), [{"step": 4, **figures}])
-    assert line == (
-        "validation at step 4: loss 1.1552, perplexity 3.17, 0.5000 bits a byte over 3 tokens"
-    )
+    assert line == ("validation at step 4: loss 1.1552, perplexity 3.17, 0.5000 bits a byte over 3 tokens")

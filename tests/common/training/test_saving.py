@@ -88,9 +88,7 @@ def test_weights_broken_by_the_very_step_that_is_saved(tmp_path: Path) -> None:
     assert saved(tmp_path / "huge") == [10, 40]
 
 
-def test_a_save_is_postponed_to_the_next_finite_loss(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_is_postponed_to_the_next_finite_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def loss(step: int) -> float:
         return NAN if step in (9, 10, 11) else falling(step)
 
@@ -115,9 +113,7 @@ def test_a_stop_of_a_diverged_run_saves_nothing(tmp_path: Path) -> None:
     assert stopped.value.exit_code == 143 and saved(tmp_path) == [5]
 
 
-def test_a_last_validation_that_is_not_finite_is_not_a_success(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_last_validation_that_is_not_finite_is_not_a_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scripted, "evaluate", lambda self, batches: (NAN, 1))
     with pytest.raises(DivergedError, match=r"step 20: the loss is nan, so this step is not saved"):
         start(tmp_path)
@@ -129,8 +125,7 @@ def test_a_last_validation_that_is_not_finite_is_not_a_success(
 
 def rows_of(folder: Path) -> list[tuple[Any, ...]]:
     return [
-        (row["step"], row.get("loss"), row.get("validation_loss"))
-        for row in read_metrics(folder / "metrics.jsonl")
+        (row["step"], row.get("loss"), row.get("validation_loss")) for row in read_metrics(folder / "metrics.jsonl")
     ]
 
 
@@ -162,9 +157,7 @@ def test_a_stop_in_the_last_step_is_not_a_finished_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("replaced", "interval"), [(False, 5), (True, 0)])
-def test_a_run_notices_that_its_folder_is_gone(
-    tmp_path: Path, replaced: bool, interval: int
-) -> None:
+def test_a_run_notices_that_its_folder_is_gone(tmp_path: Path, replaced: bool, interval: int) -> None:
     """Before it saves, or at its end."""
     folder = tmp_path / "run"
 
@@ -183,9 +176,7 @@ def test_a_run_notices_that_its_folder_is_gone(
     assert folder.exists() == replaced
 
 
-def test_a_disk_that_does_not_answer_is_not_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_does_not_answer_is_not_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with run_folder.owned_folder(tmp_path):
         require = run_folder.keeper(tmp_path, [run_folder.holder(tmp_path)], 0)
 
@@ -219,9 +210,7 @@ def test_rows_of_later_steps_stay_until_the_run_has_begun(tmp_path: Path) -> Non
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(
-        ConfigError, match=r"metrics\.jsonl: cannot be read and appended to: Is a directory"
-    ):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: cannot be read and appended to: Is a directory"):
         MetricsWriter(tmp_path)
 
 

@@ -78,9 +78,7 @@ def test_rates_are_megatrons(
     run = make_run({"rampup_batch_size": ramp}, schedule=style, **given)
     unit = 16 if "decay_steps" in given else 1
     decay = unit * given.get("decay_steps", given.get("decay_samples"))
-    warmup = given.get("warmup_fraction", 0) * decay or unit * given.get(
-        "warmup_steps", given.get("warmup_samples", 0)
-    )
+    warmup = given.get("warmup_fraction", 0) * decay or unit * given.get("warmup_steps", given.get("warmup_samples", 0))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     theirs = module.OptimizerParamScheduler(
         optimizer, 0.0, 0.1, 0.001, warmup, decay, style, 0.0, 0.0, decay, "constant"
@@ -101,9 +99,7 @@ def test_rates_are_transformers(style: str) -> None:
     own = {"lr_end": 0.05, "power": 2.0} if style == "polynomial" else {}
     lengths = () if style == "constant" else (UPDATES,)
     kind = f"{style}_decay" if own else style
-    scheduler = getattr(transformers, f"get_{kind}_schedule_with_warmup")(
-        optimizer, 4, *lengths, **own
-    )
+    scheduler = getattr(transformers, f"get_{kind}_schedule_with_warmup")(optimizer, 4, *lengths, **own)
     expected = []
     for _ in range(UPDATES):
         expected.append(optimizer.param_groups[0]["lr"])
@@ -157,8 +153,7 @@ def test_a_resumed_run_continues() -> None:
 def test_text() -> None:
     run = make_run(warmup_fraction=0.13, decay_samples=3000, schedule_start=1)
     assert describe_schedule(run.optimizer) == (
-        "cosine to sample 3,000, warm-up 390 samples, learning rate 0.1, at the end 0.001, the"
-        " first update at 1"
+        "cosine to sample 3,000, warm-up 390 samples, learning rate 0.1, at the end 0.001, the first update at 1"
     )
     constant = make_run(schedule="constant").optimizer
     assert describe_schedule(constant) == "constant, warm-up 0 steps, learning rate 0.1"
@@ -202,11 +197,7 @@ def test_hysteresis_is_megatrons(hysteresis: int, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         patch.setattr(torch, "tensor", lambda values, dtype, device: make(values, dtype=dtype))
         theirs = theirs_of(2.0**8, 0.25, 2.0, 0.5, 4, hysteresis)
-    ours = LossScale(
-        LossScaleConfig(
-            mode="dynamic", initial=2.0**8, window=4, minimum=0.25, hysteresis=hysteresis
-        )
-    )
+    ours = LossScale(LossScaleConfig(mode="dynamic", initial=2.0**8, window=4, minimum=0.25, hysteresis=hysteresis))
     seen = set()
     for finite in np.random.default_rng(hysteresis).random(300) < 0.75:
         ours.update(bool(finite))

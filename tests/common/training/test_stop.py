@@ -81,9 +81,7 @@ end_process(3)
         ("torch", {}, False),  # its group is open, so an error ends it
     ],
 )
-def test_a_rank_leaves_without_exit_handlers(
-    target: str, variables: dict[str, str], handlers: bool
-) -> None:
+def test_a_rank_leaves_without_exit_handlers(target: str, variables: dict[str, str], handlers: bool) -> None:
     clean = {k: v for k, v in os.environ.items() if k not in ("MS_ROLE", "GPT2_LAUNCHER_PID")}
     command = [sys.executable, "-c", LEAVING, target]
     done = subprocess.run(command, env=clean | variables, cwd=ROOT, capture_output=True, text=True)
@@ -91,9 +89,7 @@ def test_a_rank_leaves_without_exit_handlers(
     assert (done.returncode, done.stdout.split()) == (3, said), done.stderr
 
 
-def test_an_interrupt_that_a_library_dropped_stops_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupt_that_a_library_dropped_stops_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """C++ code may clear KeyboardInterrupt as any other error."""
     monkeypatch.setattr(interrupts, "_raised", [])
     with StopSignal() as stop:

@@ -91,9 +91,7 @@ def in_metrics(run: Path) -> Points:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
-def test_a_store_has_what_metrics_jsonl_has(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_has_what_metrics_jsonl_has(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(name, reason=f"{name} is not installed")
     monkeypatch.setattr(trackers, "SECONDS_TO_FINISH", 120.0)
     store = tmp_path / "trackers" / name

@@ -72,12 +72,8 @@ def expected(steps: range) -> list[tuple[int, dict[str, float]]]:
     return [*rows, (steps[-1], {"validation_loss": 0.5})]
 
 
-@pytest.mark.parametrize(
-    ("again", "killed"), [(range(11, 14), False), (range(6, 9), False), (range(11, 13), True)]
-)
-def test_a_resumed_run_continues_its_store_or_replaces_it(
-    told: Path, again: range, killed: bool
-) -> None:
+@pytest.mark.parametrize(("again", "killed"), [(range(11, 14), False), (range(6, 9), False), (range(11, 13), True)])
+def test_a_resumed_run_continues_its_store_or_replaces_it(told: Path, again: range, killed: bool) -> None:
     """Steps that are done again, or a store of unknown end, as a tracker that was killed leaves
     it, make a new one with all rows.
     """
@@ -147,9 +143,7 @@ def test_figures_of_a_row() -> None:
     assert figures_of(row) == (3, {"loss": 0.5, "skipped": 1.0})
 
 
-def test_events_of_a_resumed_run_replace_later_ones_and_a_full_disk_ends_only_them(
-    tmp_path: Path,
-) -> None:
+def test_events_of_a_resumed_run_replace_later_ones_and_a_full_disk_ends_only_them(tmp_path: Path) -> None:
     event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
 
     class Full:

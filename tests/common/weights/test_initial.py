@@ -44,9 +44,7 @@ def test_distribution() -> None:
         standard_error = deviation / math.sqrt(values.size)
         assert abs(values.mean()) < 5 * standard_error
         assert abs(values.std() - deviation) < 5 * standard_error
-        assert abs(
-            np.corrcoef(values[:128].ravel(), values[128:256].ravel())[0, 1]
-        ) < 5 / math.sqrt(128 * 256)
+        assert abs(np.corrcoef(values[:128].ravel(), values[128:256].ravel())[0, 1]) < 5 / math.sqrt(128 * 256)
     assert (initial_rows(MODEL, 7, "h.0.ln_1.weight", (48,)) == 1).all()
     assert not initial_rows(MODEL, 7, "h.0.ln_1.bias", (48,)).any()
     assert not initial_rows(MODEL, 7, "h.0.attn.c_proj.bias", (48,)).any()

@@ -77,9 +77,7 @@ def say_ranks(rank: int, count: int) -> None:
             return True
 
         KEPT.append(
-            ctypes.CFUNCTYPE(
-                ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint)
-            )(fill)
+            ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint))(fill)
         )
         return ctypes.cast(KEPT[-1], ctypes.c_void_p).value
 
@@ -139,8 +137,7 @@ def main(tree: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
     if not texts or "Create device context failed" not in failure:
         return {"failure": failure or "compiled, and was not expected to"}
     parameters = {
-        match[1]: [int(word) for word in match[3].split(", ") if word]
-        for match in PARAMETER.finditer(texts[-1])
+        match[1]: [int(word) for word in match[3].split(", ") if word] for match in PARAMETER.finditer(texts[-1])
     }
     return {
         "failure": "",

@@ -36,9 +36,7 @@ SUPPORTED = "2.10.0"
 VERSION = importlib.metadata.version("mindspore") if importlib.util.find_spec("mindspore") else None
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(
-        VERSION != SUPPORTED, reason=f"made for MindSpore {SUPPORTED}, found {VERSION or 'none'}"
-    ),
+    pytest.mark.skipif(VERSION != SUPPORTED, reason=f"made for MindSpore {SUPPORTED}, found {VERSION or 'none'}"),
 ]
 
 Collective = tuple[str, tuple[int, ...] | int, str | None]
@@ -80,9 +78,7 @@ CASES = {
 }
 
 
-def compile_rank(
-    tree: dict[str, Any], rank: int, folder: Path, seconds: int = 600
-) -> dict[str, Any]:
+def compile_rank(tree: dict[str, Any], rank: int, folder: Path, seconds: int = 600) -> dict[str, Any]:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(tree))
     program = str(Path(__file__).with_name("compile_rank.py"))
@@ -134,19 +130,14 @@ def test_toy(case: str, compiled: dict[str, dict[str, Any]]) -> None:
         assert not {"BatchMatMul", "Softmax", "SoftmaxGrad"} & set(operators)
 
 
-def test_mindspores_own_transform_gives_each_rank_its_part(
-    compiled: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_mindspores_own_transform_gives_each_rank_its_part(compiled: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     """By the strategy file that the compiler wrote: whole tensors to the ranks' files."""
     import mindspore as ms
 
     case = "one stage, sequence parallel"
     strategy, config = str(compiled[case]["strategy"]), resolved(CASES[case][0])
     shapes = padded_shapes(config)
-    whole = {
-        name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-        for name, shape in shapes.items()
-    }
+    whole = {name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) for name, shape in shapes.items()}
     (tmp_path / "whole" / "rank_0").mkdir(parents=True)
     tensors = [{"name": name, "data": ms.Tensor(values)} for name, values in whole.items()]
     ms.save_checkpoint(tensors, str(tmp_path / "whole" / "rank_0" / "net.ckpt"))
@@ -205,11 +196,7 @@ def key(item: dict[str, Any]) -> Collective:
 def own_names(config: RunConfig, rank: int) -> list[str]:
     topology = config.topology
     layers = topology.layers_of(topology.coordinates(rank).pipeline, config.model.num_layers)
-    names = [
-        name
-        for name in padded_shapes(config)
-        if name.startswith("h.") and int(name.split(".")[1]) in layers
-    ]
+    names = [name for name in padded_shapes(config) if name.startswith("h.") and int(name.split(".")[1]) in layers]
     if topology.holds_embedding(rank):
         names += [EMBEDDING, "wpe.weight"]
     return names + (["ln_f.weight", "ln_f.bias"] if topology.holds_head(rank) else [])
@@ -274,9 +261,7 @@ def expected_collectives(config: RunConfig, rank: int, split: set[str]) -> Count
             counts["AllGather", data, None] += 1
             counts["ReduceScatter", data, "sum"] += 1
         else:
-            counts[
-                "AllReduce", stage_ranks if role_of(name) is Role.REPLICATED else data, "sum"
-            ] += 1
+            counts["AllReduce", stage_ranks if role_of(name) is Role.REPLICATED else data, "sum"] += 1
     peers = [(rank - stage, micro), (rank + stage, micro)]
     # the tied embedding goes from the first stage to the last once a step, and its gradient back
     peers += [(other, 1) for other in topology.group(GroupKind.EMBEDDING, rank) if other != rank]

@@ -39,9 +39,7 @@ RESUMED = "zero1/dropout"
 
 
 @pytest.fixture(scope="module")
-def runs(
-    tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path, request: pytest.FixtureRequest
-) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path, request: pytest.FixtureRequest) -> Path:
     """folder / layout / numerics; "one" is one process; "resumed"."""
     folder = tmp_path_factory.mktemp("layouts")
     write_packed_corpus(folder)
@@ -62,9 +60,7 @@ def test_a_layout_trains_as_one_process(runs: Path, layout: str, numerics: str) 
 
 
 @pytest.mark.parametrize("layout", ["one"])
-@pytest.mark.parametrize(
-    "numerics", ["plain", "dropout", pytest.param("half", marks=pytest.mark.campaign)]
-)
+@pytest.mark.parametrize("numerics", ["plain", "dropout", pytest.param("half", marks=pytest.mark.campaign)])
 def test_the_bounds_show_what_is_wrong(runs: Path, layout: str, numerics: str) -> None:
     """The clip acts on some steps, and some overflow in float16."""
     run = runs / layout / numerics
@@ -119,17 +115,13 @@ def test_dropout_keys_of_a_rank_are_those_of_one_process() -> None:
     topology = Topology(data=2, tensor=2, pipeline=2)
     settings = TENSOR | PIPELINE | {"parallel__data_parallel": 2, "model__dropout": 0.1}
     config = resolve_config(
-        build_config(MINDSPORE.job(Path("run"), Path("data"), **settings)),
-        world_size=8,
-        samples_per_epoch=100,
+        build_config(MINDSPORE.job(Path("run"), Path("data"), **settings)), world_size=8, samples_per_epoch=100
     )
     for rank in range(8):
         world = World(rank=rank, size=8, topology=topology)
         for number in range(3):
             whole = dropout_keys(config, 5, 3 * world.at.data + number)
-            expected = np.concatenate(
-                [whole[:1], whole[1 + 3 * world.at.pipeline : 4 + 3 * world.at.pipeline]]
-            )
+            expected = np.concatenate([whole[:1], whole[1 + 3 * world.at.pipeline : 4 + 3 * world.at.pipeline]])
             found = own_dropout_keys(config, world, 5, number, 3)
             equal = (found == expected).all(1)
             assert equal.tolist() == [True, world.at.tensor == 0, True, True]

@@ -41,11 +41,7 @@ def make_config(*, world_size: int = 8, **changes: Any) -> Run:
 
 
 def open_cpu() -> None:
-    open_device(
-        make_config(
-            world_size=1, device="cpu", parallel={"model_parallel": 1}, train__accumulation_steps=1
-        )
-    )
+    open_device(make_config(world_size=1, device="cpu", parallel={"model_parallel": 1}, train__accumulation_steps=1))
 
 
 @pytest.mark.parametrize(("first", "chosen"), [(1, [0, 2]), (None, [0, 1, 2, 3])])

@@ -64,18 +64,14 @@ def half_of(run: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(
-    tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path, request: pytest.FixtureRequest
-) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path, request: pytest.FixtureRequest) -> Path:
     """NAME: eight steps; NAME, OTHER: from the fourth to the eighth under another layout, or the
     same; NAME, unsaved: eight steps that are saved at their end only.
     """
     folder = tmp_path_factory.mktemp("changes")
     jobs = []
 
-    def add(
-        name: str, place: str, numerics: dict[str, Any], steps: int, saved: str = "", every: int = 4
-    ) -> None:
+    def add(name: str, place: str, numerics: dict[str, Any], steps: int, saved: str = "", every: int = 4) -> None:
         resume = {"checkpoint__resume": str(half_of(folder / saved))} if saved else {}
         changes = numerics | PLACES[place].settings | resume | {"ranks": PLACES[place].ranks}
         changes |= {"train__max_steps": steps, "checkpoint__interval": every}
@@ -141,13 +137,8 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_resumes_bit_for_
     require_same_bits(tmp_path / "halves", tmp_path / "whole")
 
 
-def test_ranks_that_would_train_different_things_refuse(
-    tmp_path: Path, corpus_prefix: Path
-) -> None:
-    ours, theirs = (
-        TORCH.job(tmp_path / "run", corpus_prefix, optimizer__learning_rate=rate)
-        for rate in (0.3, 0.2)
-    )
+def test_ranks_that_would_train_different_things_refuse(tmp_path: Path, corpus_prefix: Path) -> None:
+    ours, theirs = (TORCH.job(tmp_path / "run", corpus_prefix, optimizer__learning_rate=rate) for rate in (0.3, 0.2))
     codes, printed = end_ranks(start_ranks(2, [ours], other={1: [theirs]}))
     assert codes == [2, 2]
     for text in printed:

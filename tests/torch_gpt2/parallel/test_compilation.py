@@ -77,9 +77,7 @@ def cases(rows: dict[str, Any], *in_campaign: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(
-    tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path, request: pytest.FixtureRequest
-) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path, request: pytest.FixtureRequest) -> Path:
     """graphs / layout and kernels / layout, compiled. Those without: eager, N layers, few bits."""
     folder, jobs = tmp_path_factory.mktemp("compiled"), []
 

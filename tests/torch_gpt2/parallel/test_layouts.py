@@ -13,14 +13,7 @@ from common.config.load import build_config
 from common.errors import ConfigError
 from common.inputs import make_run
 from common.training.metrics import read_metrics
-from tests.layouts import (
-    CLIP,
-    STEPS,
-    TOLERANCE,
-    TORCH,
-    chosen_rows,
-    require_seen_faults,
-)
+from tests.layouts import CLIP, STEPS, TOLERANCE, TORCH, chosen_rows, require_seen_faults
 from tests.packed_corpus import write_packed_corpus
 from tests.ranks import run_ranks
 from tests.tiny import params_of, rows_of, some_but_not_all
@@ -53,9 +46,7 @@ EVALUATED = ("uneven", "dp2 tp2", "zero3 tp2", "dp2 pp2")
 
 
 @pytest.fixture(scope="module")
-def runs(
-    tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path, request: pytest.FixtureRequest
-) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path, request: pytest.FixtureRequest) -> Path:
     """folder / layout / numerics; "one" is one process; folder / layout / eval."""
     folder = tmp_path_factory.mktemp("layouts")
     package = folder / "packages" / "horovod"
@@ -109,9 +100,7 @@ def test_the_numerics_do_what_their_names_say(runs: Path, layout: str, numerics:
 @pytest.mark.parametrize("layout", ["one"])
 @pytest.mark.parametrize("numerics", ["clip"])
 @pytest.mark.parametrize("name", EVALUATED)
-def test_ranks_evaluate_a_checkpoint_together(
-    runs: Path, name: str, layout: str, numerics: str
-) -> None:
+def test_ranks_evaluate_a_checkpoint_together(runs: Path, name: str, layout: str, numerics: str) -> None:
     *_, expected = read_metrics(runs / layout / numerics / "metrics.jsonl")
     found = json.loads((runs / name / "eval" / "evaluation.json").read_text())
     assert found["tokens"] == expected["validation_tokens"]
@@ -138,9 +127,7 @@ def watched(run: Path, what: str) -> list[int]:
 @pytest.mark.parametrize(
     ("layout", "units"), [("zero1", 5), ("zero2 recomputed", 5), ("zero1 pp2", 3), ("zero3 pp2", 3)]
 )
-def test_parameters_are_gathered_once_a_step(
-    runs: Path, layout: str, numerics: str, units: int
-) -> None:
+def test_parameters_are_gathered_once_a_step(runs: Path, layout: str, numerics: str, units: int) -> None:
     """Gathers of each block and all others, for ten steps of three micro batches and two
     validations, of which the sixth step uses what the first gathered; a pipeline tries its stages
     once before.
@@ -161,9 +148,7 @@ def test_parameters_are_gathered_once_a_step(
         ("zbv", [2, 3 + 1]),
     ],
 )
-def test_buffers_are_those_of_micro_batches_under_way(
-    runs: Path, layout: str, numerics: str, most: list[int]
-) -> None:
+def test_buffers_are_those_of_micro_batches_under_way(runs: Path, layout: str, numerics: str, most: list[int]) -> None:
     """Inputs of stages until their backward passes, and gradients, where torch has one of each for
     all six micro batches.
     """

@@ -63,10 +63,7 @@ def test_attempts_of_one_store_are_apart(process: Process, monkeypatch: pytest.M
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with ThreadPoolExecutor(3) as pool:
         for attempt in (b"1", b"2"):
-            waiting = {
-                rank: pool.submit(_open_store, replace(process, rank=rank), seconds(30))
-                for rank in (1, 2, 0)
-            }
+            waiting = {rank: pool.submit(_open_store, replace(process, rank=rank), seconds(30)) for rank in (1, 2, 0)}
             stores = [waiting[rank].result(timeout=30) for rank in range(3)]
             assert [store.check(["key"]) for store in stores] == [False] * 3
             stores[0].set("key", attempt)
@@ -97,9 +94,7 @@ def test_groups_without_a_limit_get_that_of_the_run() -> None:
     """DeepSpeed makes groups of its own; torch gives a group 30 minutes."""
     usual = dist.distributed_c10d.default_pg_timeout
     limit_new_groups(seconds(77))
-    dist.init_process_group(
-        "cpu:gloo,cuda:gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=seconds(77)
-    )
+    dist.init_process_group("cpu:gloo,cuda:gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=seconds(77))
     try:
         groups = [dist.group.WORLD, dist.new_group([0])]
         cpu = torch.device("cpu")
@@ -137,9 +132,7 @@ STARTS: dict[str, tuple[str, str, dict[str, Any], int]] = {
 MARKS = {"hostfile": pytest.mark.long, "two accelerators": pytest.mark.campaign}
 
 
-@pytest.mark.parametrize(
-    "start", [pytest.param(name, marks=MARKS.get(name, ())) for name in STARTS]
-)
+@pytest.mark.parametrize("start", [pytest.param(name, marks=MARKS.get(name, ())) for name in STARTS])
 def test_launchers_train_as_one_process(corpus_prefix: Path, tmp_path: Path, start: str) -> None:
     command, options, settings, replicas = STARTS[start]
     if "engine" in settings and importlib.util.find_spec("deepspeed") is None:

@@ -101,8 +101,7 @@ def test_a_checkpoint_is_what_its_processes_had(saved: Path, case: str) -> None:
     assert detect(saved / case) == "deepspeed"
     with FORMATS["deepspeed"].open(saved / case) as found:
         tensors, moments = (
-            {name: np.array(tensor.load()) for name, tensor in each.items()}
-            for each in (found.tensors, found.moments)
+            {name: np.array(tensor.load()) for name, tensor in each.items()} for each in (found.tensors, found.moments)
         )
     for part in ("", ".exp_avg", ".exp_avg_sq"):
         stored = moments if part else tensors
@@ -127,10 +126,7 @@ def test_a_run_goes_to_other_formats(saved: Path, tmp_path: Path, target: str) -
     """The whole run, and both hold the same bits."""
     case = saved / STAGES
     convert(case, tmp_path / target, target_format=target, verify=True)
-    with (
-        FORMATS["deepspeed"].open(case) as source,
-        FORMATS[target].open(tmp_path / target) as found,
-    ):
+    with FORMATS["deepspeed"].open(case) as source, FORMATS[target].open(tmp_path / target) as found:
         one, other = ({**weights.tensors, **weights.moments} for weights in (source, found))
         assert one.keys() == other.keys()
         for name in one:
@@ -221,9 +217,7 @@ def test_the_meant_folder_is_found(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved / WHOLE, root)
     shutil.copytree(root / "global_step3", root / "global_step4")
     (root / "latest").write_text("global_step9")
-    with pytest.raises(
-        CheckpointError, match=r"latest: names 'global_step9', .* but global_step3,"
-    ):
+    with pytest.raises(CheckpointError, match=r"latest: names 'global_step9', .* but global_step3,"):
         FORMATS["deepspeed"].open(root).__enter__()
     (root / "latest").unlink()
     with pytest.raises(ConfigError, match="holds global_step3, global_step4 and no file latest"):

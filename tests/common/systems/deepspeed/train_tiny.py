@@ -40,10 +40,7 @@ SPLIT = {
 }  # fmt: skip
 """Parameters that Megatron splits, and the dim."""
 Shapes = dict[str, tuple[int, ...]]
-EMBEDDING: Shapes = {
-    "word_embeddings.weight": (ROWS, WIDTH),
-    "position_embeddings.weight": (POSITIONS, WIDTH),
-}
+EMBEDDING: Shapes = {"word_embeddings.weight": (ROWS, WIDTH), "position_embeddings.weight": (POSITIONS, WIDTH)}
 FINAL: Shapes = {"weight": (WIDTH,), "bias": (WIDTH,)}
 BLOCK: Shapes = {
     f"{name}.{kind}": shape if kind == "weight" else shape[:1]
@@ -64,15 +61,11 @@ class Holder(nn.Module):
     that depends on all of them.
     """
 
-    def __init__(
-        self, shapes: dict[str, tuple[int, ...]], first: int, tensor: tuple[int, int]
-    ) -> None:
+    def __init__(self, shapes: dict[str, tuple[int, ...]], first: int, tensor: tuple[int, int]) -> None:
         super().__init__()
         rank, size = tensor
         for number, (name, shape) in enumerate(shapes.items()):
-            whole = torch.randn(
-                shape, generator=torch.Generator().manual_seed(100 * first + number)
-            )
+            whole = torch.randn(shape, generator=torch.Generator().manual_seed(100 * first + number))
             dim = next((dim for end, dim in SPLIT.items() if name.endswith(end)), None)
             part = whole if dim is None else whole.chunk(size, dim)[rank].clone()
             *path, last = name.split(".")
@@ -94,9 +87,7 @@ def whole_model(tensor: tuple[int, int]) -> nn.Module:
     """Build a model with the names of GPTModel."""
     shapes = {f"language_model.embedding.{name}": shape for name, shape in EMBEDDING.items()}
     for layer in range(LAYERS):
-        shapes |= {
-            f"language_model.encoder.layers.{layer}.{name}": shape for name, shape in BLOCK.items()
-        }
+        shapes |= {f"language_model.encoder.layers.{layer}.{name}": shape for name, shape in BLOCK.items()}
     shapes |= {f"language_model.encoder.final_layernorm.{n}": shape for n, shape in FINAL.items()}
     return Holder(shapes, 0, tensor)
 
@@ -122,10 +113,7 @@ def pipeline(topology: Any, tensor: tuple[int, int]) -> nn.Module:
         TiedLayerSpec("embed", Holder, EMBEDDING, 1, tensor, forward_fn=tied_head, **tied),
     ]
     return PipelineModule(
-        layers=layers,
-        topology=topology,
-        loss_fn=lambda outputs, _: outputs.mean(),
-        partition_method="type:Holder",
+        layers=layers, topology=topology, loss_fn=lambda outputs, _: outputs.mean(), partition_method="type:Holder"
     )
 
 
@@ -134,9 +122,7 @@ def train(folder: Path, case: str) -> None:
     precision, zero, pipe, tensor = case.split("_")
     stages, size = int(pipe[2:]), int(tensor[2:])
     world, rank = dist.get_world_size(), dist.get_rank()
-    topology = PipeModelDataParallelTopology(
-        num_pp=stages, num_mp=size, num_dp=world // stages // size
-    )
+    topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=size, num_dp=world // stages // size)
     grid = PipelineParallelGrid(topology=topology)
     place = (topology.get_coord(rank).model, size)
     model = pipeline(topology, place) if stages > 1 else whole_model(place)
@@ -174,8 +160,7 @@ def train(folder: Path, case: str) -> None:
         params_dtype=dtype, hidden_dropout=0.0, attention_dropout=0.0,
     )  # fmt: skip
     engine.save_checkpoint(
-        str(folder / case),
-        client_state={"args": args, "checkpoint_version": 3.0, "iteration": STEPS},
+        str(folder / case), client_state={"args": args, "checkpoint_version": 3.0, "iteration": STEPS}
     )
     torch.save(truth(engine), folder / f"{case}.rank_{rank}.pt")
     dist.barrier()
@@ -243,8 +228,7 @@ def main() -> None:
         ranks, *cases = job.split(",")
         port = free_port()
         children = [
-            context.Process(target=run_rank, args=(folder, rank, int(ranks), port, cases))
-            for rank in range(int(ranks))
+            context.Process(target=run_rank, args=(folder, rank, int(ranks), port, cases)) for rank in range(int(ranks))
         ]
         for child in children:
             child.start()

@@ -109,9 +109,7 @@ def test_the_folders_of_ranks(tmp_path: Path) -> None:
 
 def drawn(layer: int, name: str, *shape: int) -> np.ndarray:
     """Return the numbers that data/README.md gave to a parameter. layer: 0 outside the blocks."""
-    return np.random.default_rng(crc32(f"{layer} {name}".encode())).standard_normal(
-        shape, np.float32
-    )
+    return np.random.default_rng(crc32(f"{layer} {name}".encode())).standard_normal(shape, np.float32)
 
 
 def model_of_parts() -> dict[str, np.ndarray]:
@@ -255,9 +253,7 @@ BAD: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("message", [*BAD, *BAD_PARTS])
-def test_bad_input_is_refused(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, message: str
-) -> None:
+def test_bad_input_is_refused(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, message: str) -> None:
     monkeypatch.chdir(tmp_path)
     if message in BAD:
         BAD[message](source := copy(tmp_path / "source"))

@@ -138,9 +138,7 @@ def test_it_is_written_only(source: Path, tmp_path: Path, capsys: Any) -> None:
 
 ANSWERS = Path(__file__).with_name("llama_cpp.json")
 LLAMA_CPP = "llama-cpp-python==0.3.36"
-MODEL = resolve_model(
-    ModelConfig(num_layers=2, hidden_size=64, num_heads=2, seq_length=64, vocab_size=258)
-)
+MODEL = resolve_model(ModelConfig(num_layers=2, hidden_size=64, num_heads=2, seq_length=64, vocab_size=258))
 SEED, SCALE = 32, 12
 """Deviation of the initial weights. Larger ones give many different tokens with a clear lead."""
 PROMPT = [7, 200, 33, 120, 250, 3, 91, 18]
@@ -192,9 +190,7 @@ def our_greedy(model: GPT2) -> list[int]:
     return found.tokens
 
 
-def test_answers_are_those_of_llama_cpp(
-    tmp_path: Path, gpt2_vocab_files: tuple[Path, Path]
-) -> None:
+def test_answers_are_those_of_llama_cpp(tmp_path: Path, gpt2_vocab_files: tuple[Path, Path]) -> None:
     answers = json.loads(ANSWERS.read_text())
     assert {kind: our_greedy(our_model(kind)) for kind in KINDS.values()} == answers["greedy"]
     tokenizer = GPT2BPETokenizer(*gpt2_vocab_files)

@@ -66,9 +66,7 @@ def sharp_logits(**fields: Any) -> Any:
         ("tie_word_embeddings", False),
     ],
 )
-def test_a_field_is_taken_if_the_function_is_the_same(
-    tmp_path: Path, name: str, value: Any
-) -> None:
+def test_a_field_is_taken_if_the_function_is_the_same(tmp_path: Path, name: str, value: Any) -> None:
     same = torch.allclose(sharp_logits(**{name: value}), sharp_logits(), rtol=0, atol=1e-4)
     (tmp_path / "config.json").write_text(json.dumps(SIZES | {name: value}))
     refused = pytest.raises(ConfigError, match=f"{name}=.* it would compute otherwise")
@@ -140,9 +138,7 @@ CONFIG = Path(__file__).parents[1] / "originals" / "gpt2_chinese" / "config.json
 
 
 @pytest.mark.parametrize(("as_zip", "mask"), [(False, torch.float32), (True, torch.uint8)])
-def test_a_folder_of_gpt2_chinese_is_read(
-    tmp_path: Path, model: Any, as_zip: bool, mask: torch.dtype
-) -> None:
+def test_a_folder_of_gpt2_chinese_is_read(tmp_path: Path, model: Any, as_zip: bool, mask: torch.dtype) -> None:
     """A config of other fields, torch's old files, masks and a head."""
     state = model.state_dict()
     causal = torch.tril(torch.ones(16, 16, dtype=mask)).view(1, 1, 16, 16)
@@ -166,9 +162,7 @@ def test_a_folder_of_gpt2_chinese_is_read(
     assert torch.equal(logits(opened(tmp_path / "hf")), logits(model))
 
 
-def test_a_checkpoint_of_lightning_is_read(
-    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_lightning_is_read(tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The later train.py leaves it. The callbacks' classes are keys, and nothing of them runs.
     config.json may stand beside it, or the model is given.
     """

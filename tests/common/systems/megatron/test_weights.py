@@ -25,13 +25,7 @@ from common.errors import ConfigError  # noqa: E402
 from common.systems.megatron.write import write_megatron  # noqa: E402
 from common.systems.table import FORMATS, detect  # noqa: E402
 from tests.common.conversion.test_convert import random_weights  # noqa: E402
-from tests.common.systems.tiny_weights import (  # noqa: E402
-    as_weights,
-    random_arrays,
-    refused,
-    require_arrays,
-    resave,
-)
+from tests.common.systems.tiny_weights import as_weights, random_arrays, refused, require_arrays, resave  # noqa: E402
 from tests.reference import hugging_face_model  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 
@@ -170,9 +164,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         return GPTModel(config, get_gpt_layer_local_spec(), **more)
 
     group = tmp_path_factory.mktemp("core") / "group"
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{group}", rank=0, world_size=1
-    )
+    torch.distributed.init_process_group("gloo", init_method=f"file://{group}", rank=0, world_size=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
         # for dropout, of which there is none
@@ -286,8 +278,7 @@ def test_a_run_of_megatron_core_resumes(tmp_path: Path, core: Any) -> None:
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=random)
     groups = [
-        group | {"params": [parameter.detach().clone() for parameter in group["params"]]}
-        for group in groups_of(model)
+        group | {"params": [parameter.detach().clone() for parameter in group["params"]]} for group in groups_of(model)
     ]
     copies = [group["params"] for group in groups]
     optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0)
@@ -343,8 +334,7 @@ def test_transformer_engine_holds_the_norms_and_its_scales(tmp_path: Path) -> No
     saved = {first: load(first), second: load(second)}
     for number, file in enumerate(others, 1):  # all but the first layer on the second stage
         saved[second]["model"] |= {
-            name.replace("layers.0.", f"layers.{number}."): tensor
-            for name, tensor in load(file)["model"].items()
+            name.replace("layers.0.", f"layers.{number}."): tensor for name, tensor in load(file)["model"].items()
         }
         shutil.rmtree(file.parent)
     for file, content in saved.items():

@@ -50,8 +50,7 @@ def write_run(folder: Path) -> Path:
     model = checked_model(folder, MODEL)
     parts = enumerate(("", ".exp_avg", ".exp_avg_sq"))
     arrays, *moments = (
-        {f"{name}{part}": array for name, array in random_arrays(model, seed).items()}
-        for seed, part in parts
+        {f"{name}{part}": array for name, array in random_arrays(model, seed).items()} for seed, part in parts
     )
     run = new_run("adamw", step=4, updates=3, scale=NO_SCALE)
     weights = as_weights(model, arrays, moments=moments[0] | moments[1], run=run)
@@ -161,9 +160,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, float]] = {
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_mindspore_joins_the_ranks_files(
-    layout: str, checkpoint: Path, mindspore: ModuleType, tmp_path: Path
-) -> None:
+def test_mindspore_joins_the_ranks_files(layout: str, checkpoint: Path, mindspore: ModuleType, tmp_path: Path) -> None:
     """So do we, and the strategy file is the one of the run."""
     ms, (sizes, ranks, most) = mindspore, LAYOUTS[layout]
     config, folder = config_of(ranks, **sizes), checkpoint.parent
@@ -174,10 +171,7 @@ def test_mindspore_joins_the_ranks_files(
     ms.transform_checkpoints(str(folder), str(tmp_path / "whole"), "net", strategy, None)
     found = ms.load_checkpoint(str(tmp_path / "whole" / "rank_0" / "net0.ckpt"))
     require_whole(found, checkpoint, 102 if "tp2" in layout else 101)  # of tensor ranks a multiple
-    with (
-        open_mindformers(folder / "rank_1" / "gpt2_rank_1-1_4.ckpt") as ours,
-        open_project(checkpoint) as expected,
-    ):
+    with open_mindformers(folder / "rank_1" / "gpt2_rank_1-1_4.ckpt") as ours, open_project(checkpoint) as expected:
         assert ours.model == expected.model
         assert ours.run is not None and ours.run["engine"]["optimizer_steps"] == 3
         pairs = {**ours.tensors, **ours.moments}, {**expected.tensors, **expected.moments}

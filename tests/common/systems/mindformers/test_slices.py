@@ -28,9 +28,7 @@ from tests.common.systems.tiny_weights import refused
 
 MODEL = {"num_layers": 4, "hidden_size": 16, "num_heads": 2, "seq_length": 8, "vocab_size": 36}
 ROWS = NAME_MAPS["mindformers"][0].rows(4)
-SHAPES = {
-    row.theirs: row.shape(parameter_shapes(checked_model(Path("here"), MODEL))) for row in ROWS
-}
+SHAPES = {row.theirs: row.shape(parameter_shapes(checked_model(Path("here"), MODEL))) for row in ROWS}
 AT = "1_4"
 DATA, TENSOR, STAGES = 2, 2, 2
 
@@ -60,9 +58,7 @@ def message_of(stage: int, stages: int) -> Any:
     return message
 
 
-def add_layout(
-    message: Any, name: str, devices: list[int], maps: list[list[int]], step: int, shards: int
-) -> None:
+def add_layout(message: Any, name: str, devices: list[int], maps: list[list[int]], step: int, shards: int) -> None:
     """maps: lists of axes, as the message has them. step, shards: of the optimizer's split."""
     layouts = message.parallel_layout_item.add(param_name=name).parallel_layouts
     layouts.dev_matrix.add(dim=devices)
@@ -106,9 +102,7 @@ def run(mindspore: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path
         for name, shape in SHAPES.items()
     }
     counters = {"global_step": np.array([4], np.int32), "step_num": np.array(4, np.int32)}
-    tensors = [
-        {"name": name, "data": ms.Tensor(array)} for name, array in (whole | counters).items()
-    ]
+    tensors = [{"name": name, "data": ms.Tensor(array)} for name, array in (whole | counters).items()]
     (folder / "whole" / "rank_0").mkdir(parents=True)
     ms.save_checkpoint(tensors, str(folder / "whole" / "rank_0" / "net.ckpt"))
     ms.transform_checkpoints(str(folder / "whole"), str(folder / "cut"), "net", None, merged)

@@ -23,14 +23,7 @@ from common.generation.exported import ExportedDecoder
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
 from common.systems.hugging_face.weights import open_hugging_face
-from common.systems.onnx.folder import (
-    DATA_FILE,
-    GRAPH_FILE,
-    OnnxModel,
-    OnnxSlots,
-    logits,
-    write_onnx,
-)
+from common.systems.onnx.folder import DATA_FILE, GRAPH_FILE, OnnxModel, OnnxSlots, logits, write_onnx
 from common.systems.onnx.model import BLOCK, quantize_blocks
 from common.systems.weights import Weight, Weights
 from tests.mixed_load import prompts, run
@@ -85,9 +78,7 @@ def random_ids(*shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("cache", [True, False])
-def test_logits_and_greedy_tokens_equal_those_of_transformers(
-    oracle: Oracle, tmp_path: Path, cache: bool
-) -> None:
+def test_logits_and_greedy_tokens_equal_those_of_transformers(oracle: Oracle, tmp_path: Path, cache: bool) -> None:
     net, source = oracle
     folder = write(tmp_path / "onnx", source, cache=cache)
     onnx.checker.check_model(str(folder / GRAPH_FILE), full_check=True)
@@ -137,9 +128,7 @@ def dequantized(weight: np.ndarray, bits: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "float16"])
-def test_smaller_weights_compute_what_they_stand_for(
-    oracle: Oracle, tmp_path: Path, dtype: str
-) -> None:
+def test_smaller_weights_compute_what_they_stand_for(oracle: Oracle, tmp_path: Path, dtype: str) -> None:
     """The graph of small weights equals the float32 graph of the values that these have. Rounding
     of activations is switched off for it. The same weights are the same bytes.
     """
@@ -253,9 +242,7 @@ json.dump({"logits": logits.tolist(), "rows": [each.tolist() for each in rows]},
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("cache", [True, False])
-def test_optimum_generates_what_transformers_does(
-    oracle: Oracle, tmp_path: Path, cache: bool
-) -> None:
+def test_optimum_generates_what_transformers_does(oracle: Oracle, tmp_path: Path, cache: bool) -> None:
     net, source = oracle
     folder = tmp_path / "onnx"
     assert main(["--to", "onnx", "--input", str(source), "--output", str(folder)]) == 0

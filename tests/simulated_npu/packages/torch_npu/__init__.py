@@ -16,8 +16,6 @@ torch._register_device_module("npu", npu)
 torch.utils.generate_methods_for_privateuse1_backend()
 dist.Backend.register_backend(
     "hccl",
-    lambda store, rank, size, timeout: _simulated_npu.hccl(
-        dist.ProcessGroupGloo(store, rank, size, timeout)
-    ),
+    lambda store, rank, size, timeout: _simulated_npu.hccl(dist.ProcessGroupGloo(store, rank, size, timeout)),
     devices=["npu"],
 )

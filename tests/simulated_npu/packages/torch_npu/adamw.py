@@ -43,8 +43,7 @@ def _fused_adamw(
         assert weight.shape == gradient.shape == m.shape == v.shape and step.numel() == 1
         assert {each.device for each in (weight, gradient, m, v, step)} == {weight.device}
         rate, one, two, decay, small = (
-            torch.full((), number, device=weight.device)
-            for number in (lr, beta1, beta2, weight_decay, eps)
+            torch.full((), number, device=weight.device) for number in (lr, beta1, beta2, weight_decay, eps)
         )
         weight.mul_(1 - rate * decay)
         m.mul_(one).add_((1 - one) * gradient)
