@@ -18,7 +18,6 @@ from common.cluster.environment import ALONE, Process
 from common.config.resolved import as_run, as_section
 from common.config.schema import RunConfig, TokenizerConfig
 from common.conversion.export import PROGRAMS
-from common.conversion.foreign import explained
 from common.dataset import parse_blend, require_data
 from common.errors import CheckpointError, ConfigError, DataError
 from common.evaluation.corpus import find_evaluation_file
@@ -34,6 +33,7 @@ from common.planner.fitting import Fitting, is_open
 from common.planner.room import check_memory, gibibytes, memory_limit
 from common.resolve.derive import export_format, length_in_steps, require_length, resolve_mode
 from common.resolve.engine_checks import check_here
+from common.systems.table import explained
 from common.tokenizer import Tokenizer, require_files
 from common.training.data import Corpus, open_corpus, open_tokenizer, require_entries, tokenizer_source
 from common.training.export import exported_vocabulary

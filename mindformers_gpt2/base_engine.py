@@ -11,8 +11,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, ops
 
-from common.checkpoint.snapshot import EngineState, make_snapshot, true_slice
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import EngineState, TrainState, make_snapshot, true_slice
 from common.checkpoint.writer import Part, Snapshot
 from common.dataset import Batch, Tokens
 from common.parallel.run import Run

@@ -13,7 +13,7 @@ from common.dataset import Tokens
 from common.parallel.packing import Packing
 from common.parallel.run import Run
 from common.parallel.sharding import slices_of_rank
-from common.quantization.scheme import frozen_parameters
+from common.quantization import frozen_parameters
 from mindformers_gpt2.base_engine import BaseEngine, QueuedStep
 from mindformers_gpt2.data import inputs_and_targets
 from mindformers_gpt2.device import MindSporeDevice

@@ -30,10 +30,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import whole_numbers
-from common.compare import layer_report
-from common.compare.live_runs import Side, Workplace, record_step, run_config
+from common.compare import step_records
+from common.compare.live_runs import (
+    Comparison,
+    RecordedRun,
+    Side,
+    Workplace,
+    compare_runs,
+    read_run,
+    record_step,
+    run_config,
+)
 from common.compare.step_records import compare_records
-from common.compare.two_runs import Comparison, RecordedRun, compare_runs, read_run
 from common.errors import ConfigError
 from common.flags import flag
 from common.program import command
@@ -120,9 +128,9 @@ def compare(arguments: Request, stack: ExitStack) -> int:
     records = record_step(sides, runs, place, step=step, samples=arguments.samples, own_weights=arguments.own_weights)
     layers = compare_records(*records, arguments.layer_tolerance)
     place.clear("record_a", "record_b")
-    layer_report.write_table(layers, place.folder / layer_report.TABLE)
-    print("\n".join(layer_report.describe(layers)))
-    print(f"all rows: {place.folder / layer_report.TABLE}")
+    step_records.write_table(layers, place.folder / step_records.TABLE)
+    print("\n".join(step_records.describe(layers)))
+    print(f"all rows: {place.folder / step_records.TABLE}")
     return code if layers.first is None else 1
 
 

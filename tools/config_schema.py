@@ -22,7 +22,7 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.flags import flag
 from common.program import command
-from common.study.definition import definition_schema
+from common.study.loading import definition_schema
 
 
 def config_schema() -> str:

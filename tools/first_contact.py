@@ -153,9 +153,8 @@ class Place:
 
 def run_check(name: str, check: Check, place: Place, left: float) -> Row:
     """Run the commands of a check for at most ``left`` seconds, and judge its figures."""
-    from common.study.children import LAUNCHER_LOG, judge, run_launches
+    from common.study.children import LAUNCHER_LOG, Launch, judge, run_launches
     from common.study.results import State
-    from common.study.starting import Launch
 
     here, log, text, reason = place.out / name, "", "", ""
     shutil.rmtree(here, ignore_errors=True)

@@ -32,8 +32,7 @@ from typing import Any, Literal
 
 from common.dataset.blocks import DocumentRule
 from common.dataset.corpus import CorpusFormat
-from common.dataset.encodings import checked_encoding
-from common.dataset.limits import DOCUMENT_BYTES
+from common.dataset.encodings import DOCUMENT_BYTES, checked_encoding
 from common.dataset.metadata import METADATA_EXTENSION, read_metadata
 from common.dataset.mindrecord_output import preprocess_mindrecord
 from common.dataset.preprocess import PreprocessOptions, Progress, preprocess

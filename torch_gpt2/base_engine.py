@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.checkpoint.snapshot import EngineState, make_snapshot
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import EngineState, TrainState, make_snapshot
 from common.checkpoint.writer import Part, Snapshot
 from common.cluster.environment import ALONE, Process
 from common.dataset import Tokens

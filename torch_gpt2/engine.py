@@ -14,15 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.checkpoint.snapshot import true_slice
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import TrainState, true_slice
 from common.checkpoint.writer import Part, Snapshot
 from common.cluster.environment import ALONE, Process
 from common.dataset import Batch, Tokens
 from common.parallel.packing import Packing
 from common.parallel.run import Run
 from common.parallel.sharding import initial_values, slices_of_rank
-from common.quantization.scheme import frozen_parameters
+from common.quantization import frozen_parameters
 from common.training.engine import StepResult
 from common.training.opened_checkpoint import Checkpoint
 from common.training.outliers import NO_LIMITS, Limits

@@ -19,7 +19,7 @@ from common.log import LOG
 from common.parallel.packing import UNCOUNTED
 from common.parallel.run import Run
 from common.parallel.sharding import slice_of
-from common.quantization.scheme import activation_levels
+from common.quantization import activation_levels
 from common.training.opened_checkpoint import Checkpoint
 from common.weights.names import EMBEDDING, parameter_shapes
 from common.weights.quantized import QuantizedWeight

@@ -1,4 +1,4 @@
-"""Fake quantization of linear layers, by the rules of ``common.quantization.scheme``."""
+"""Fake quantization of linear layers, by the rules of ``common.quantization``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.config.schema import QuantizationConfig
 from common.parallel.run import Run
 from common.parallel.sharding import Role, role_of
 from common.parallel.topology import GroupKind
-from common.quantization.scheme import Levels, activation_levels, weight_levels
+from common.quantization import Levels, activation_levels, weight_levels
 from common.training.quantized_model import QuantizedModel
 from torch_gpt2.model import GPT2, Linear
 from torch_gpt2.parallel.world import World

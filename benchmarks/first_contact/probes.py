@@ -127,7 +127,7 @@ def mindspore_facts(kind: str) -> None:
 
 def saves(folder: str, kind: str) -> None:
     """Ask how long training of 124M waits for a save to begin, and how fast it is written."""
-    from common.checkpoint.state import TrainState
+    from common.checkpoint.snapshot import TrainState
     from common.checkpoint.writer import CheckpointWriter
     from common.resolve.derive import resolve_config
     from common.run_config import load_config

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measure import initial_weights
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import TrainState
 from common.cluster.environment import ALONE, Process, find_process, torch_variables
 from common.command_line import parse_arguments
 from common.dataset import Batch, Tokens

@@ -6,8 +6,7 @@ from common.config.split import parse_split
 from common.dataset.blend import Blend, open_samples, parse_blend, part_names, require_data, windows_by_part
 from common.dataset.indexed import IndexedDataset, IndexedWriter, token_dtype
 from common.dataset.metadata import Metadata
-from common.dataset.prefetch import Prefetch
-from common.dataset.sampler import Batch, ShardedSampler, Tokens, ordered_batches
+from common.dataset.sampler import Batch, Prefetch, ShardedSampler, Tokens, ordered_batches
 from common.dataset.samples import EmptySplitError, GPTDataset, Samples, Split
 
 __all__ = [

@@ -21,8 +21,7 @@ import numpy.typing as npt
 from common.dataset.fleetx import FleetXDataset, find_fleetx
 from common.dataset.indexed import require_pair
 from common.dataset.mindrecord import MindRecordSamples, find_files, is_mindrecord
-from common.dataset.permutation import Ids
-from common.dataset.samples import GPTDataset, Order, Samples, Split
+from common.dataset.samples import GPTDataset, Ids, Order, Samples, Split
 from common.errors import DataError
 
 FINEST = 2**31

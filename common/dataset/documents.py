@@ -9,8 +9,7 @@ from pathlib import Path
 
 from common.dataset.blocks import BLANK_LINES, END_OF_TEXT, Block, DocumentRule, read_blocks, texts_of
 from common.dataset.corpus import CorpusFormat, open_corpus
-from common.dataset.encodings import advice, require_no_nul
-from common.dataset.limits import check_words
+from common.dataset.encodings import advice, check_words, require_no_nul
 from common.errors import DataError
 from common.structured_files import MalformedError, parse_json_line
 

@@ -17,8 +17,7 @@ from common.dataset.fleetx import find_fleetx
 from common.dataset.indexed import strip_extension
 from common.dataset.metadata import METADATA_EXTENSION
 from common.dataset.mindrecord_file import INDEX_EXTENSION, MindRecordFile, looks_like_mindrecord, read_header
-from common.dataset.permutation import Ids
-from common.dataset.samples import EmptySplitError, Order, Split, SplitSamples, document_range
+from common.dataset.samples import EmptySplitError, Ids, Order, Split, SplitSamples, document_range
 from common.dataset.token_files import with_extension
 from common.errors import DataError
 from common.files import reading

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.dataset.blocks import BLOCK_BYTES, Block, DocumentRule, read_blocks
-from common.dataset.corpus import TABLES, Corpus, CorpusFormat, open_corpus
+from common.dataset.corpus import TABLES, Corpus, CorpusFormat, files_of, open_corpus
 from common.dataset.encode import EncodingRules
+from common.dataset.encodings import DOCUMENT_BYTES
 from common.dataset.fleetx import IDS, INDEX, FleetXWriter, fleetx_dtype
 from common.dataset.id_files import PiecesWriter, numbered_files
 from common.dataset.indexed import IndexedWriter, token_dtype
-from common.dataset.input_folders import files_of
-from common.dataset.limits import DOCUMENT_BYTES
 from common.dataset.metadata import (
     METADATA_EXTENSION,
     SHARD_OPTION,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common.dataset.limits import WORD_CHARACTERS, check_words
+from common.dataset.encodings import WORD_CHARACTERS, check_words
 from common.errors import DataError
 from common.paths import require_package
 

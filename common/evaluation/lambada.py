@@ -7,7 +7,7 @@ from common.evaluation.corpus import EvaluationFile, EvaluationResult, RowTask, 
 from common.evaluation.rows import RowScores, ScoredRow
 from common.parallel.run import Run
 from common.tokenizer import Tokenizer
-from common.tokenizer.lines import encode_documents
+from common.tokenizer.text_tokenizer import encode_documents
 from common.training.data import describe_tokenizer
 from common.training.loop import perplexity
 

@@ -16,7 +16,7 @@ from common.evaluation.rows import Scorer, score_rows
 from common.evaluation.text import open_text
 from common.parallel.run import Run
 from common.processes.heartbeat import beat
-from common.quantization.scheme import CALIBRATION_BATCHES
+from common.quantization import CALIBRATION_BATCHES
 from common.tokenizer import Tokenizer
 from common.training.data import Corpus, TrainingData, open_data
 from common.training.loop import validation_figures

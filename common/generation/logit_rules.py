@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.generation.sampling import Logits
 from common.structured_files import shown
 from common.tokenizer import Tokenizer
-from common.tokenizer.lines import encode_words
+from common.tokenizer.text_tokenizer import encode_words
 
 Biases = Mapping[tuple[int, ...], float]
 """Sequence of ids -> number added to the logit of its last id where the others precede it.

@@ -14,8 +14,7 @@ from common.generation.logit_rules import sequence_biases
 from common.parallel.run import Run
 from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_bytes, shown
 from common.tokenizer import Tokenizer
-from common.tokenizer.lines import encode_prompt
-from common.tokenizer.streams import whole_text
+from common.tokenizer.text_tokenizer import encode_prompt, whole_text
 
 DEFAULT_NEW_TOKENS = 100
 Given: TypeAlias = str | Sequence[int]

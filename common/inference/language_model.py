@@ -28,7 +28,7 @@ from common.log import LOG
 from common.parallel.run import Run
 from common.resolve.derive import resolve_other
 from common.tokenizer import Tokenizer
-from common.tokenizer.lines import encode_prompt, encode_words
+from common.tokenizer.text_tokenizer import encode_prompt, encode_words
 from common.training.export import OF_A_COMMAND
 from common.weights.names import count_parameters
 

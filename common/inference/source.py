@@ -12,14 +12,13 @@ from common.checkpoint.folders import find_checkpoint
 from common.checkpoint.manifest import MANIFEST, read_manifest
 from common.config.resolved import ResolvedModel
 from common.conversion.export import FORMAT_VERSION, RECORD
-from common.conversion.foreign import explain
 from common.errors import CheckpointError, ConfigError, TokenizerError
 from common.files import reading
 from common.hub import located
 from common.structured_files import read_json_mapping, shown
 from common.systems.hugging_face.weights import CONFIG, read_config
 from common.systems.strangers import stranger_at
-from common.systems.table import FORMATS, detect
+from common.systems.table import FORMATS, detect, explain
 from common.systems.weights import checked_model
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.tokenizer.folder import VOCABULARIES

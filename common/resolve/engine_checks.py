@@ -14,7 +14,7 @@ from common.parallel.batch import check_divides
 from common.parallel.packing import wanted_keys
 from common.parallel.pipeline import schedule_error
 from common.parallel.run import Run
-from common.quantization.scheme import quantized_layers
+from common.quantization import quantized_layers
 from common.resolve.auto_device import check_device_id, naming_auto, sees_ascend
 from common.resolve.compilation import compile_error
 from common.resolve.parallel_mode import check_parallel_mode, compiled_mode, unmet_needs

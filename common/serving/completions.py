@@ -27,8 +27,7 @@ from common.serving.engine import Engine, QueueFullError, StoppedError
 from common.serving.metrics import Metrics
 from common.serving.protocol import CompletionRequest, Refusal, parse_request
 from common.tokenizer import Tokenizer
-from common.tokenizer.lines import encode_prompt
-from common.tokenizer.streams import whole_text
+from common.tokenizer.text_tokenizer import encode_prompt, whole_text
 from common.weights.names import count_parameters
 
 _DEFAULT_TOKENS = 16

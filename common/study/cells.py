@@ -21,8 +21,7 @@ from common.parallel.run import Run
 from common.paths import ROOT
 from common.resolve.derive import resolve_config, written_ranks
 from common.run_config import read_config
-from common.study.definition import SPECIAL, Condition, Definition, label, labels_of
-from common.study.loading import base_of
+from common.study.loading import SPECIAL, Condition, Definition, base_of, label, labels_of
 from common.study.measure import TRACED_STEPS, trace_settings
 from common.study.results import Cell
 from common.systems.config import ConfigFile

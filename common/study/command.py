@@ -1,4 +1,7 @@
-"""A study from its command line to its report: what tools/study.py asks for."""
+"""A study from its command line to its report: what tools/study.py asks for.
+
+Plans of its cells start nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.accelerators import find_accelerator, require_accelerator
+from common.accelerators import GIB, Accelerator, find_accelerator, require_accelerator
 from common.cluster import hccn
 from common.device import processor_name
 from common.doctor.software import installed_versions
@@ -19,17 +22,17 @@ from common.flags import flag
 from common.launcher.host_list import parse_hosts
 from common.log import LOG
 from common.paths import ROOT, require_package
-from common.planner.room import machine_memory
+from common.planner.fitting import is_open, resolve_on
+from common.planner.plan import make_plan, table, time_of
+from common.planner.room import machine_memory, memory_limit
 from common.processes.process_tree import run_program
 from common.run_folder import owned_folder
 from common.study.cells import PlannedCell, expand
-from common.study.definition import Definition, did_you_mean
-from common.study.loading import load_definition
-from common.study.planning import describe_cells, predict
+from common.study.children import Where, find_slurm, launches
+from common.study.loading import Definition, did_you_mean, load_definition
 from common.study.report import PAGE, write_outcome
-from common.study.results import STUDY_FILE, CellResult, Machine, State, Study, read_study, write_study
+from common.study.results import STUDY_FILE, CellResult, Machine, Prediction, State, Study, read_study, write_study
 from common.study.running import now, run_cells
-from common.study.starting import Where, find_slurm, launches
 
 PACKAGES = (*("torch", "torch_npu", "triton", "torchao", "mindspore", "deepspeed", "transformers", "numpy"), "horovod")
 _QUERY_SECONDS = 10.0
@@ -201,3 +204,70 @@ def require_cells(names: Collection[str], cells: Sequence[PlannedCell]) -> None:
             meant = did_you_mean(name, known)
             have = f"; the cells are {', '.join(known[:20])}"
             raise ConfigError(f"--redo {name}: no such cell{meant or have}")
+
+
+def predict(planned: PlannedCell, device: Accelerator | None = None) -> Prediction:
+    """Return the memory of each rank, and with ``device`` the time of a step on it."""
+    config, written = planned.config, planned.written
+    if config is None or written is None:
+        return Prediction(reason=planned.refusal)
+    if device is not None or is_open(written):
+        config = resolve_on(written, device, world_size=planned.cell.ranks)
+    try:
+        plan = make_plan(config)
+    except ConfigError as error:
+        return Prediction(reason=" ".join(str(error).split()))
+    topology = plan.topology
+    of_ranks = [plan.stages[topology.coordinates(rank).pipeline].memory for rank in range(topology.world_size)]
+    return Prediction(
+        memory=[{name: round(size) for name, size in each.parts.items()} for each in of_ranks],
+        peak=[round(each.peak) for each in of_ranks],
+        step_seconds=None if device is None else time_of(plan, config, device).total,
+    )
+
+
+def describe_cells(definition: Definition, cells: Sequence[PlannedCell], device: Accelerator | None = None) -> str:
+    """Return a table of the cells with their ranks and what is expected, and how long all may
+    take.
+    """
+    width = max(len(planned.cell.id) for planned in cells)
+    rows = [_row(planned, device, width) for planned in cells]
+    runs = definition.repeats * sum(planned.config is not None for planned in cells)
+    refused = [planned for planned in cells if planned.config is None]
+    lines = [
+        definition.title,
+        *table(("cell".ljust(width), *_HEAD), rows),
+        "",
+        f"{_count(len(cells), 'cell')}, {_count(definition.repeats, 'repeat')}:"
+        f" {_count(runs, 'run')} of"
+        f" {definition.warmup_steps} + {definition.measured_steps} steps, each within"
+        f" {definition.time_limit:g} s",
+    ]
+    if device is None:
+        lines.append("(GiB: the planner's, on the fullest rank; s/step needs --accelerator NAME)")
+    lines += [f"refused: {planned.cell.id}: {planned.refusal}" for planned in refused]
+    return "\n".join(lines) + "\n"
+
+
+_HEAD = ("program", "ranks", "hosts", "dp x tp x pp", "GiB a rank", "s/step")
+
+
+def _row(planned: PlannedCell, device: Accelerator | None, width: int) -> tuple[str, ...]:
+    cell, config, expected = planned.cell, planned.config, predict(planned, device)
+    program = cell.peer or (cell.engine if cell.engine != "native" else cell.backend)
+    start = (cell.id.ljust(width), program, str(cell.ranks), str(cell.hosts))
+    if config is None:
+        return (*start, "refused", "-", "-")
+    layout = config.parallel
+    sizes = (layout.data_parallel, layout.model_parallel, layout.pipeline_stage)
+    peak, time = max(expected.peak, default=0), "-"
+    limit = None if device is None else memory_limit(config, device)
+    if limit is not None and peak >= limit:
+        time = "does not fit"
+    elif expected.step_seconds is not None:
+        time = f"{expected.step_seconds:.3g}"
+    return (*start, "x".join(map(str, sizes)), f"{peak / GIB:.3f}" if peak else "-", time)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,19 +1,27 @@
-"""Figures that a study takes from the folder of a finished run."""
+"""Figures that a study takes from the folder of a finished run.
+
+Traces tell the parts of a step that go into messages and into the update, and the most bytes of
+tensors that a step makes. Events are told apart by names that torch's and MindSpore's profilers
+give them. A trace of another form, such as an Ascend's, yields nothing rather than a guess.
+"""
 
 from __future__ import annotations
 
+import gzip
 import math
+import re
 import statistics
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.config.schema import RunConfig
 from common.errors import ConfigError, DataError
 from common.run_config import load_config
-from common.structured_files import read_json_mapping
+from common.structured_files import MalformedError, parse_json_item, read_json_mapping
 from common.study.results import Cell, Measured
-from common.study.traces import Trace, TraceFile, find_traces, read_trace
 from common.training.metrics import MEMORY_FILE, METRICS_FILE, read_metrics
 
 TRACED_STEPS = 2
@@ -135,3 +143,181 @@ def _split(
     elif ranks == 1:
         split["communication"] = 0.0
     return split
+
+
+MAX_BYTES = 2**29
+"""Bytes of the text of a trace, at most; a longer one is not read."""
+_NAME = re.compile(r"steps_(\d+)_(\d+)_rank_(\d+)\.json\.gz")
+_MESSAGES = re.compile(r"(gloo|nccl|hccl):|ncclDevKernel|ncclKernel")
+"""torch's annotations of collectives on a CPU, NCCL's kernels on a GPU."""
+_UPDATE = re.compile(r"Optimizer\.step#")
+_MINDSPORE_MESSAGES = re.compile(r"(All(Reduce|Gather|ToAll)|ReduceScatter|Broadcast|Send|Receive)\w*-op\d+$")
+_MINDSPORE_UPDATE = re.compile(r"(Adam|Apply|SGD|Momentum)\w*-op\d+$")
+
+Spans = list[tuple[float, float]]
+"""Begin and end in microseconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceFile:
+    """A file of the folder ``profile`` of a run."""
+
+    path: Path
+    steps: range
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """Sums over the traced steps of one rank."""
+
+    messages: float | None
+    """Seconds of messages while nothing else was computed, waiting for other ranks included."""
+    update: float | None
+    """Seconds of the optimizer's own work."""
+    allocated: int | None
+    """Most bytes of tensors on the host that these steps made; None where they were not recorded.
+    """
+
+
+def find_traces(folder: Path) -> list[TraceFile]:
+    """Return the traces of a run, in the order of ranks."""
+    found = []
+    for path in (folder / "profile").glob("steps_*_rank_*.json.gz"):
+        if match := _NAME.fullmatch(path.name):
+            first, last, rank = map(int, match.groups())
+            found.append(TraceFile(path=path, steps=range(first, last + 1), rank=rank))
+    return sorted(found, key=lambda each: (each.rank, each.steps.start))
+
+
+def read_trace(path: Path) -> Trace:
+    """Raises DataError where the file is damaged."""
+    events = _events(path)
+    spans = _torch_spans(events) or _mindspore_spans(events)
+    messages = update = None
+    if spans is not None:
+        during_messages, during_update, during_work = (_union(each) for each in spans)
+        messages = _length(_without(during_messages, during_work)) / 1e6
+        update = _length(_without(during_update, during_messages)) / 1e6
+    return Trace(messages=messages, update=update, allocated=_most_allocated(events))
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    try:
+        with gzip.open(path) as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            return []
+        text = content.decode("utf-8").lstrip()
+        found, _ = parse_json_item(text)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, MalformedError) as error:
+        raise DataError(f"{path}: not a trace: {error}; the run was cut off") from None
+    events = found.get("traceEvents", []) if isinstance(found, dict) else found
+    return [event for event in events if isinstance(event, dict)]
+
+
+def _torch_spans(events: list[dict[str, Any]]) -> tuple[Spans, Spans, Spans] | None:
+    """Return messages, update and all other work; None where this is not a trace of torch's, or of
+    a device whose names are not known here.
+
+    Where a GPU worked, its own time counts: kernels and, for the update, the annotation as the GPU
+    went through it.
+    """
+    kinds = {event.get("cat") for event in events}
+    if "cpu_op" not in kinds:
+        return None
+    on_gpu = "kernel" in kinds
+    if not on_gpu and any(event.get("cat") == "privateuse1_runtime" for event in events):
+        return None
+    notes, work = ("gpu_user_annotation", "kernel") if on_gpu else ("user_annotation", "cpu_op")
+    messages = _spans(events, {"kernel"} if on_gpu else {notes}, _MESSAGES)
+    update = _spans(events, {notes}, _UPDATE)
+    busy = [
+        _span(event)
+        for event in _done(events)
+        if event.get("cat") == work
+        and (on_gpu or str(event["name"]).startswith("aten::"))
+        and not _MESSAGES.match(str(event["name"]))
+    ]
+    return messages, update, busy
+
+
+def _mindspore_spans(events: list[dict[str, Any]]) -> tuple[Spans, Spans, Spans] | None:
+    """Return the same of a processor's trace, which holds one span an operator."""
+    names = {
+        event.get("pid"): event.get("args", {}).get("name")
+        for event in events
+        if event.get("ph") == "M" and event.get("name") == "process_name"
+    }
+    if "Ascend Hardware" in names.values() or "CPU OP" not in names.values():
+        return None
+    operators = [event for event in _done(events) if names.get(event.get("pid")) == "CPU OP"]
+    sorted_out: tuple[Spans, Spans, Spans] = ([], [], [])
+    for event in operators:
+        name = str(event["name"])
+        kind = 0 if _MINDSPORE_MESSAGES.search(name) else 1 if _MINDSPORE_UPDATE.search(name) else 2
+        sorted_out[kind].append(_span(event))
+    return sorted_out
+
+
+def _done(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    return (event for event in events if event.get("ph") == "X" and {"name", "ts"} <= event.keys())
+
+
+def _spans(events: list[dict[str, Any]], kinds: set[str], names: re.Pattern[str]) -> Spans:
+    return [_span(event) for event in _done(events) if event.get("cat") in kinds and names.match(str(event["name"]))]
+
+
+def _span(event: dict[str, Any]) -> tuple[float, float]:
+    begin = float(event["ts"])  # MindSpore writes a text
+    return begin, begin + float(event.get("dur", 0))
+
+
+def _union(spans: Spans) -> Spans:
+    joined: Spans = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _without(spans: Spans, taken: Spans) -> Spans:
+    """Return the parts of spans that taken does not cover. Both ascend and do not overlap."""
+    left: Spans = []
+    at = 0
+    for begin, end in spans:
+        while at < len(taken) and taken[at][1] <= begin:
+            at += 1
+        for other_begin, other_end in taken[at:]:
+            if other_begin >= end:
+                break
+            if other_begin > begin:
+                left.append((begin, other_begin))
+            begin = max(begin, other_end)
+        if begin < end:
+            left.append((begin, end))
+    return left
+
+
+def _length(spans: Iterable[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def _most_allocated(events: list[dict[str, Any]]) -> int | None:
+    """Return the greatest sum of what was allocated on the host and not yet freed. Blocks from
+    before the trace are in no sum.
+    """
+    changes = sorted(
+        (float(event["ts"]), int(event["args"]["Bytes"]))
+        for event in events
+        if event.get("name") == "[memory]" and event.get("args", {}).get("Device Type") == 0
+    )
+    if not changes:
+        return None
+    held = most = 0
+    for _, size in changes:
+        held += size
+        most = max(most, held)
+    return most

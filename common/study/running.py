@@ -12,10 +12,9 @@ from common.errors import DataError, StorageError
 from common.interrupts import exiting_at_sigterm
 from common.log import LOG, progress_bar
 from common.study.cells import PlannedCell
-from common.study.children import LAUNCHER_LOG, judge, run_launches
+from common.study.children import LAUNCHER_LOG, Where, judge, launches, reason_not_started, run_launches, shell_command
 from common.study.measure import measure
 from common.study.results import CellResult, Repeat, State, Study, write_study
-from common.study.starting import Where, launches, reason_not_started, shell_command
 
 CELLS = "cells"
 _FINAL = (State.REFUSED, State.OUT_OF_MEMORY, State.TIMED_OUT)

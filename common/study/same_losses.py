@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 
-from common.study.results import Cell, Measured
-from common.study.statistics import Summary
+from common.study.results import Cell, Measured, Summary
 
 OTHER_KERNELS = 1e-4
 """Least tolerance between two frameworks, or this project and a peer: their float32 products add

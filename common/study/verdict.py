@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
-from common.study.results import Study
+from common.study.results import Comparison, Study, Summary, compare, noise_of, summarize
 from common.study.same_losses import Difference, GroupVerdict, judge_groups
-from common.study.statistics import Comparison, Summary, compare, noise_of, summarize
 
 MEMORY_TOLERANCE = 0.10
 """Relative error of predicted memory up to which the plan counts as right."""

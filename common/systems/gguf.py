@@ -17,8 +17,7 @@ from common.systems.weights import Weights, arrays_of, export_names, require_blo
 from common.tensor_files.arrays import contiguous
 from common.tensor_files.checksummed import file_checksum
 from common.tokenizer.bpe_files import read_vocabulary
-from common.tokenizer.copies import vocabulary_in
-from common.tokenizer.folder import Folder
+from common.tokenizer.folder import Folder, vocabulary_in
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer, files_in
 from common.tokenizer.recognise import kind_of_files
 from common.weights.names import EMBEDDING, POSITIONS

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.folders import find_checkpoint, require_checkpoint
-from common.checkpoint.integers import scheme_of
 from common.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
-from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE, EngineState
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE, EngineState, TrainState, scheme_of
 from common.errors import ConfigError
 from common.parallel.sharding import slice_of
-from common.quantization.integers import arrays_of_integers, kinds_of_integers, usual_scheme
+from common.quantization import arrays_of_integers, kinds_of_integers, usual_scheme
 from common.systems.run_state import checked_run, moment_shapes, require_moments
 from common.systems.weights import Weight, Weights, arrays_of, checked_model
 from common.tensor_files.safetensors_file import stream_safetensors

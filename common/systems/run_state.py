@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from common.checkpoint.snapshot import EngineState
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import EngineState, TrainState
 from common.config.resolved import ResolvedModel
 from common.config.update_rules import RULES, RuleName
 from common.errors import CheckpointError, ConfigError

@@ -12,7 +12,7 @@ from common.files import HEAD_BYTES, foreign_kind
 from common.structured_files import read_json_mapping
 from common.tensor_files.arrays import Bytes, TensorFile, map_file
 from common.tensor_files.mindspore_ckpt import read_mindspore
-from common.tensor_files.paddle_pickle import STATE, read_paddle
+from common.tensor_files.pickled_values import STATE, read_paddle
 from common.tensor_files.safetensors_file import read_safetensors
 from common.tensor_files.torch_files import OLD_MAGIC, ZIP_MAGIC, read_torch
 

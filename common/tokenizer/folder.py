@@ -2,10 +2,13 @@
 
 Which of them holds what is huggingface/transformers 5.24's, tokenization_utils_base.py
 (``_from_pretrained``).
+
+They go along where weights are written.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property, lru_cache
@@ -250,3 +253,46 @@ def how_to_convert(raw: bytes) -> str:
     except UnicodeDecodeError:
         return ""
     return "it may be GBK, convert it: iconv -f GB18030 -t UTF-8"
+
+
+_NAMES = {
+    "encoder.json": "vocab.json", "vocab.bpe": "merges.txt",  # OpenAI's
+    "gpt2-vocab.json": "vocab.json", "gpt2-merges.txt": "merges.txt",  # Megatron-LM's
+}  # fmt: skip
+"""Files of a vocabulary that have another name in a copy."""
+
+
+def vocabulary_in(folder: Path) -> dict[str, bytes]:
+    """Return the content of the vocabulary's files in a folder, by their names in a copy. Raises
+    TokenizerError.
+    """
+    return {_NAMES.get(name, name): _read(folder / name) for name in VOCABULARIES if (folder / name).is_file()}
+
+
+def companions_in(folder: Path) -> dict[str, bytes]:
+    """Return the content of what transformers keeps beside a vocabulary, by name. A
+    generation_config.json is made of the ids in config.json where there is none. Raises
+    TokenizerError.
+    """
+    names = [name for name in BESIDE if (folder / name).is_file()]
+    found = {name: _read(folder / name) for name in names}
+    if GENERATION not in found and (ids := ids_in(folder)):
+        found[GENERATION] = (json.dumps(ids, indent=2) + "\n").encode()
+    return found
+
+
+def ids_in(folder: Path) -> dict[str, Any]:
+    """Return the ids of the begin, the ends and the padding that generation_config.json names, else
+    config.json; None stands for none.
+    """
+    found: dict[str, Any] = {}
+    for file in (folder / "config.json", folder / GENERATION):
+        with suppress(TokenizerError):  # not there, or no file of transformers
+            fields = read_json_mapping(file, error=TokenizerError)
+            given = {name: fields[name] for name in MODEL_IDS if name in fields}
+            found = given | {name: each for name, each in found.items() if given.get(name) is None}
+    return found
+
+
+def _read(file: Path) -> bytes:
+    return read_bytes(file, limit=MAX_JSON_BYTES, error=TokenizerError)

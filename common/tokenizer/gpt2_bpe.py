@@ -19,8 +19,7 @@ from common.tokenizer.bpe_backends import choose_backend
 from common.tokenizer.bpe_files import byte_level_parts, read_vocabulary
 from common.tokenizer.folder import TOKENIZER_JSON
 from common.tokenizer.recognise import BPE_FILES
-from common.tokenizer.streams import ByteStream
-from common.tokenizer.text_tokenizer import Tokenizer, checked_ids
+from common.tokenizer.text_tokenizer import ByteStream, Tokenizer, checked_ids
 
 
 def files_in(folder: Path) -> tuple[Path, Path | None]:

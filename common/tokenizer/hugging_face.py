@@ -14,8 +14,7 @@ from common.tokenizer.base import PackedIds, TokenIds
 from common.tokenizer.bpe_backends import pack
 from common.tokenizer.folder import Folder, begin_of
 from common.tokenizer.marks import FRAME, Mark, framing_of, read_marks
-from common.tokenizer.streams import WindowStream
-from common.tokenizer.text_tokenizer import TextTokenizer, checked_ids
+from common.tokenizer.text_tokenizer import TextTokenizer, WindowStream, checked_ids
 
 
 class HuggingFaceTokenizer(TextTokenizer):

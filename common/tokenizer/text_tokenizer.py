@@ -1,11 +1,13 @@
-"""Base of all tokenizers: text in, int32 ids out. And of those whose ids stand for text instead of
-bytes.
+"""Text in, int32 ids out: the base of all tokenizers, that of those whose ids stand for text instead
+of bytes, the framing of documents and prompts, and the decoding of ids as they arrive.
 """
 
 from __future__ import annotations
 
+import codecs
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -44,7 +46,7 @@ class Tokenizer(ABC):
     """Tokenizer of a vocabulary and of marks, for preprocessing, evaluation and generation.
 
     It can be shared between threads. ``encode*`` adds no frame: the builder of documents does
-    (``common.tokenizer.lines`` for line ends).
+    (``common.tokenizer.text_tokenizer`` for line ends).
     kind: key in ``TOKENIZERS``, written into the header of a dataset. backend: library that
     encodes. sha256: digest of the vocabulary's content: equal digests give equal ids. unknown_id:
     id for text that the vocabulary lacks, which is never generated; None if all text has ids.
@@ -183,3 +185,84 @@ class TextTokenizer(Tokenizer):
     @abstractmethod
     def from_file(cls, file: Path, kind: str) -> Self:
         """Build from the file of a kind. Raises TokenizerError."""
+
+
+_LINE_END = re.compile("\n")
+
+
+def encode_documents(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool | None = None) -> PackedIds:
+    """Return the ids of each text, with the tokenizer's newline mark between its lines.
+
+    special: special tokens in a text are these tokens, else ordinary text; left out, it is the
+    tokenizer's ``has_marks``.
+    """
+    special = tokenizer.has_marks if special is None else special
+    mark = tokenizer.framing.newline
+    if mark is None:
+        return tokenizer.encode_packed(texts, special)
+    return encode_around(_LINE_END, lambda _: mark, lambda lines: tokenizer.encode_packed(lines, special), texts)
+
+
+def encode_words(tokenizer: Tokenizer, text: str) -> Ids:
+    """Return the ids of a text that stands within another. Special tokens in it are tokens."""
+    if tokenizer.framing.newline is None:
+        return tokenizer.encode(text, allow_special=True)
+    return encode_documents(tokenizer, [text], special=True).ids
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> Ids:
+    """Return the ids of a prompt: those of its words, behind the token that transformers puts
+    before every text, if there is one.
+    """
+    ids, begin = encode_words(tokenizer, text), tokenizer.framing.begin
+    return np.concatenate([np.array(begin, np.int32), ids]) if begin else ids
+
+
+_PART = "\ufffd"
+_CONTEXT = 16
+"""Earlier ids that are decoded again with new ones."""
+
+
+class ByteStream:
+    """Decoder of ids that stand for bytes."""
+
+    def __init__(self, decode_bytes: Callable[[Sequence[int]], bytes], after: Sequence[int] = ()) -> None:
+        self._decode_bytes = decode_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.push(after[-_CONTEXT:])
+
+    def push(self, ids: Sequence[int], final: bool = False) -> str:
+        return self._decoder.decode(self._decode_bytes(ids), final)
+
+
+class WindowStream:
+    """Decoder through a library that decodes only whole sequences.
+
+    It decodes the last pieces with and without the new ones; the difference is the new text.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], after: Sequence[int]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._shown = 0
+        for each in after[-_CONTEXT:]:  # which may end within a character
+            self.push([each])
+
+    def push(self, ids: Sequence[int], final: bool = False) -> str:
+        self._ids += ids
+        first = max(0, self._shown - _CONTEXT)
+        text = self._decode(self._ids[first:])
+        if text.endswith(_PART) and not final:
+            return ""
+        before = self._decode(self._ids[first : self._shown])
+        self._shown = len(self._ids)
+        return text[len(before) :]
+
+
+def whole_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Return the text of ids, without a character that they begin and do not end.
+
+    It is what precedes the text of ``tokenizer.stream(ids)``.
+    """
+    stream = tokenizer.stream()
+    return "".join(stream.push([each]) for each in ids)

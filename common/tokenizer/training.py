@@ -15,10 +15,9 @@ from functools import partial
 
 from common.errors import ConfigError
 from common.structured_files import parse_json
+from common.tokenizer.bert import ALONE, CONTINUES, SPACES, SPECIAL, Segmenter, bert_steps, bert_words
 from common.tokenizer.bpe_files import END_OF_TEXT
-from common.tokenizer.characters import ALONE, SPACES
 from common.tokenizer.sentencepiece_model import import_sentencepiece
-from common.tokenizer.words import CONTINUES, SPECIAL, Segmenter, bert_steps, bert_words
 
 FIRST = ("[SEP]", "[CLS]", "[MASK]", "[PAD]", "[UNK]")
 """Special tokens in the order of GPT2-Chinese's make_vocab.py."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import TrainState
 from common.config.schema import TokenizerConfig
 from common.dataset import (
     Batch,
@@ -30,10 +30,9 @@ from common.dataset import (
     part_names,
     windows_by_part,
 )
-from common.dataset.metadata import read_metadata
+from common.dataset.metadata import read_metadata, vocabulary_remarks
 from common.dataset.mindrecord import metadata_paths
 from common.dataset.token_files import allow_many_files
-from common.dataset.vocabulary import vocabulary_remarks
 from common.errors import ConfigError, DataError, TokenizerError
 from common.log import LOG, listed
 from common.parallel.packing import wanted_keys

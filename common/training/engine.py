@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import Snapshot
 from common.config.resolved import ResolvedOptimizer
 from common.dataset import Batch, Tokens

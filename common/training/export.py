@@ -26,12 +26,11 @@ from common.files import atomic_write, whole_folder
 from common.interrupts import exiting_at_sigterm
 from common.log import LOG
 from common.parallel.run import Run
-from common.quantization.integers import arrays_of_integers, kinds_of_integers, usual_scheme
+from common.quantization import arrays_of_integers, kinds_of_integers, usual_scheme
 from common.resolve.derive import fitting_vocabulary
 from common.tensor_files.arrays import TensorKind
 from common.tensor_files.safetensors_file import stream_safetensors
-from common.tokenizer.copies import companions_in, vocabulary_in
-from common.tokenizer.folder import TOKENIZER_JSON
+from common.tokenizer.folder import TOKENIZER_JSON, companions_in, vocabulary_in
 from common.training.opened_checkpoint import Checkpoint
 from common.training.start import weights_to_use
 from common.weights.names import parameter_shapes

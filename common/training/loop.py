@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import TrainState
 from common.dataset import Tokens
 from common.errors import DivergedError, StopRequested
 from common.log import LOG, progress_bar

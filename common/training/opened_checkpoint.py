@@ -13,15 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.checkpoint.folders import find_checkpoint, read_or_name_older, require_checkpoint
-from common.checkpoint.integers import holds_integers, load_scales, open_integers, scheme_of
 from common.checkpoint.manifest import MANIFEST, read_manifest
-from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE, EngineState
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    EngineState,
+    TrainState,
+    holds_integers,
+    load_scales,
+    open_integers,
+    scheme_of,
+)
 from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError
 from common.parallel.run import Run
 from common.parallel.sharding import slice_of
-from common.quantization.scheme import ActivationScales
+from common.quantization import ActivationScales
 from common.systems.direct import ForeignTensors, foreign_format, open_foreign
 from common.tensor_files.safetensors_file import shapes_of
 from common.training.loss_scale import LossScale

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import TrainState
 from common.errors import ConfigError
 from common.files import atomic_write
 from common.log import LOG

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from common.parallel.run import Run
 from common.parallel.world import WorldBase
-from common.quantization.scheme import ActivationScales, quantized_layers
+from common.quantization import ActivationScales, quantized_layers
 from common.training.opened_checkpoint import Checkpoint
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.manifest import MANIFEST, read_manifest
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.files import whole_folder
 from common.log import LOG

@@ -9,7 +9,7 @@ from typing import Any
 
 from common import run_folder
 from common.checkpoint.folders import find_checkpoint
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import CheckpointWriter
 from common.config.load import flatten
 from common.dataset import Blend

@@ -6,7 +6,7 @@
 
 All other tensors are float32. A layer without ``input_scale`` rounds each token of its input by
 the largest number of that token. The layer's output is the integer product times both scales, plus
-the bias. ``common.quantization.integers`` makes the integers.
+the bias. ``common.quantization`` makes the integers.
 """
 
 from __future__ import annotations

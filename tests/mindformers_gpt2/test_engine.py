@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 
 import torch_gpt2.device
 import torch_gpt2.engine
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import CheckpointWriter
 from common.config.schema import LossScaleConfig
 from common.dataset import Batch

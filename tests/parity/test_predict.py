@@ -24,7 +24,7 @@ from common.generation.generate import generate
 from common.generation.prompts import Prompt
 from common.generation.stop_strings import GrowingText
 from common.serving.engine import Engine
-from common.tokenizer.streams import ByteStream
+from common.tokenizer.text_tokenizer import ByteStream
 from tests.mixed_load import Greedy, prompts as mixed_load
 from tests.tiny import tiny_config
 from tests.twins import mindspore_twin

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import TrainState
 from common.config.schema import PredictConfig, QuantizationConfig
 from common.dataset import Batch
 from common.errors import DeviceError

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import TrainState
 from common.dataset import Batch
 from common.parallel.learning_rate import learning_rate
 from common.parallel.run import Run

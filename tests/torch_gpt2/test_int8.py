@@ -19,7 +19,7 @@ from common.generation.generate import generate
 from common.generation.prompts import Prompt
 from common.inputs import make_run
 from common.parallel.run import Run
-from common.quantization.integers import to_integers
+from common.quantization import to_integers
 from common.systems.own_folder import write_project
 from common.training.export import export
 from common.training.opened_checkpoint import Checkpoint

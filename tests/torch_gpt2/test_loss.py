@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.parallel.packing import UNCOUNTED
-from common.quantization.scheme import activation_levels
+from common.quantization import activation_levels
 from torch_gpt2.loss import VocabularyShard, cross_entropy_sum
 from torch_gpt2.parallel import tensor_parallel
 from torch_gpt2.quantize import FakeQuantize

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from common import quantization as scheme
 from common.config.schema import QuantizationConfig
-from common.quantization import scheme
 from common.weights.names import EMBEDDING
 from tests.reference import hugging_face_model
 from tests.torch_gpt2.test_engine import make_config, make_engine, run, token_batches

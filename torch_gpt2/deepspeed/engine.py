@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import Part, Snapshot
 from common.cluster.environment import ALONE, Process, torch_variables
 from common.dataset import Batch, Tokens

@@ -20,7 +20,7 @@ from common.files import atomic_write, fsync_folder
 from common.parallel.batch import check_divides, pad_vocabulary
 from common.parallel.ramp import batch_sizes
 from common.parallel.sharding import local_shape, slice_of
-from common.systems.megatron.shards import FILE, NAME_MAPS, TRACKER
+from common.systems.megatron.read import FILE, NAME_MAPS, TRACKER
 from common.systems.name_map import NameRow
 from common.systems.run_state import write_model_yaml
 from common.systems.weights import Weight, Weights, to_type

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from common.checkpoint.folders import surplus
 from common.checkpoint.manifest import read_manifest
-from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE, TrainState
 from common.config.resolved import ResolvedModel
 from common.errors import StorageError
 from common.files import fsync_folder

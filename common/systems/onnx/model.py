@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from common.config.resolved import ResolvedModel
-from common.quantization.integers import to_integers
+from common.quantization import to_integers
 from common.systems.onnx.graph import GraphBuilder
 from common.tensor_files.checksummed import ChecksummedFile
 from common.weights.quantized import LayerScheme, Scheme

@@ -9,7 +9,7 @@ import pytest
 
 from common.checkpoint.folders import read_or_name_older
 from common.checkpoint.manifest import read_manifest, seal, unseal, write_manifest
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.errors import CheckpointError
 

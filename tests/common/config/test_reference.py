@@ -69,7 +69,7 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "model.dropout": "resolved.py gives it to the three rates, which are read",
         **dict.fromkeys((key for _, key in PLANTED.values()), "planted"),
     },
-    "common.study.definition.Definition": {},
+    "common.study.loading.Definition": {},
     "common.serving.protocol.CompletionRequest": {
         "best_of": "must equal n, which is read",
         "user": "names a client: accepted, unused",

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from common.dataset import json_array
-from common.dataset.blocks import DocumentRule, read_blocks
+from common.dataset import blocks
+from common.dataset.blocks import DocumentRule, array_items, read_blocks
 from common.dataset.corpus import CorpusFormat, open_corpus
 from common.dataset.documents import documents_of
-from common.dataset.json_array import array_items
 from common.dataset.preprocess import preprocess
 from common.errors import DataError
 
@@ -123,7 +122,7 @@ def test_items_of_an_array_are_those_of_json(items, size, comma) -> None:
     """Whatever is read at once: values and escapes may be cut anywhere."""
     text = f"[{comma.join(items)}]"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_array, "_READ_BYTES", size)
+        patch.setattr(blocks, "_READ_BYTES", size)
         file = io.BytesIO(b"\xef\xbb\xbf" * (size > 3) + text.encode())
         assert list(array_items(file, Path("a.json"))) == list(enumerate(json.loads(text), 1))
 
@@ -164,7 +163,7 @@ DEEP, LONG = "[" * 200_000, "9" * 5000
 def test_what_is_no_corpus_is_refused_and_leaves_nothing(
     tmp_path, monkeypatch, options_for, name, content, message
 ) -> None:
-    monkeypatch.setattr(json_array, "_READ_BYTES", 16)
+    monkeypatch.setattr(blocks, "_READ_BYTES", 16)
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     for block_bytes in (1, 1 << 20):

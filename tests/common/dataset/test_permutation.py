@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from common.dataset.permutation import permuted, shuffled
+from common.dataset.samples import permuted, shuffled
 
 TRILLION = 10**12
 FROZEN = [1, 2, 4, 3, 5, 0, 7, 6]

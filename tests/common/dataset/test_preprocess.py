@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from common.dataset import IndexedDataset, json_array
+from common.dataset import IndexedDataset, blocks
 from common.dataset.blocks import DocumentRule
-from common.dataset.limits import check_words
+from common.dataset.encode import split_sentences
+from common.dataset.encodings import check_words
 from common.dataset.preprocess import PreprocessOptions, preprocess
-from common.dataset.sentences import split_sentences
 from common.dataset.workers import TokenizerChoice
 from common.errors import ConfigError, DataError
 from tests.common.dataset.conftest import files_of
@@ -220,7 +220,7 @@ PLACES = pytest.mark.parametrize(
 @PLACES
 @pytest.mark.parametrize("zipped", [False, True])
 def test_a_document_beyond_the_limit_is_refused(tmp_path, monkeypatch, read_back, name, text, where, zipped) -> None:
-    monkeypatch.setattr(json_array, "_READ_BYTES", 100)
+    monkeypatch.setattr(blocks, "_READ_BYTES", 100)
     path, content = tmp_path / (name + ".gz" * zipped), text.format("ab " * 3000).encode()
     path.write_bytes(gzip.compress(content) if zipped else content)
     assert read_back(path, document_bytes=10_000, block_bytes=100)[-1] == "ab " * 3000 + "¶"

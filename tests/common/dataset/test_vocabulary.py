@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from common.dataset.vocabulary import vocabulary_remarks
+from common.dataset.metadata import vocabulary_remarks
 from common.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ from common.generation.prompts import Prompt
 from common.generation.stop_strings import GrowingText, StopText
 from common.parallel.run import Run
 from common.tokenizer import Framing
-from common.tokenizer.streams import ByteStream
+from common.tokenizer.text_tokenizer import ByteStream
 from tests.tiny import tiny_config
 
 END = 256

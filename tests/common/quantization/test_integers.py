@@ -16,7 +16,7 @@ from common.config.schema import QuantizationConfig
 from common.conversion.convert import convert
 from common.conversion.logits import config_of
 from common.errors import CheckpointError, ConfigError
-from common.quantization.scheme import activation_levels, quantize, quantized_layers, scale_of, weight_levels
+from common.quantization import activation_levels, quantize, quantized_layers, scale_of, weight_levels
 from common.systems.onnx.folder import logits
 from common.systems.own_folder import write_project
 from common.training.opened_checkpoint import Checkpoint

@@ -17,9 +17,8 @@ from common.planner.fitting import resolve_on
 from common.planner.plan import make_plan, time_of
 from common.run_config import load_config
 from common.study.cells import PlannedCell, as_word, expand
-from common.study.definition import Definition
-from common.study.loading import load_definition
-from common.study.planning import describe_cells, predict
+from common.study.command import describe_cells, predict
+from common.study.loading import Definition, load_definition
 from tools.config_schema import study_schema
 
 ROOT = Path(__file__).resolve().parents[3]

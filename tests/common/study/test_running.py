@@ -17,12 +17,20 @@ from common.errors import ConfigError
 from common.run_folder import owned_folder
 from common.study import command, running
 from common.study.cells import PlannedCell, expand
-from common.study.children import LAUNCHER_LOG, Outcome, judge, run_launches
+from common.study.children import (
+    LAUNCHER_LOG,
+    Launch,
+    Outcome,
+    Where,
+    judge,
+    launches,
+    reason_not_started,
+    run_launches,
+)
 from common.study.command import StudyRequest, run_study
-from common.study.definition import Definition
+from common.study.loading import Definition
 from common.study.results import State, Study, read_study
 from common.study.running import missing
-from common.study.starting import Launch, Where, launches, reason_not_started
 from tests.run_scripts import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -243,7 +251,7 @@ def test_the_processes_of_a_study_that_is_killed_die_with_it(tmp_path: Path) -> 
     program = (
         "import sys; from pathlib import Path\n"
         "from common.study.children import run_launches\n"
-        "from common.study.starting import Launch\n"
+        "from common.study.children import Launch\n"
         f"run_launches([Launch(command=(sys.executable, '-c', {sleeper!r}))],"
         f" Path({str(tmp_path / 'log')!r}), 60.0)\n"
     )

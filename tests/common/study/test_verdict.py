@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.study.remarks import remarks
-from common.study.report import templates
-from common.study.results import CellResult, State
+from common.study.report import remarks, templates
+from common.study.results import CellResult, State, compare, noise_of, summarize
 from common.study.same_losses import Departure, Kind
-from common.study.statistics import compare, noise_of, summarize
 from common.study.verdict import Verdict, judge
 from tests.common.study.synthetic import MIB, TOKENS, cell, losses, measured, norms, prediction, speeds, study
 

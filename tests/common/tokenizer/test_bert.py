@@ -12,8 +12,8 @@ import pytest
 
 from common.errors import TokenizerError
 from common.tokenizer import load_tokenizer
-from common.tokenizer.lines import encode_documents, encode_prompt
-from common.tokenizer.words import SPECIAL
+from common.tokenizer.bert import SPECIAL
+from common.tokenizer.text_tokenizer import encode_documents, encode_prompt
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,8 +18,8 @@ from common.dataset.workers import TokenizerChoice
 from common.errors import TokenizerError
 from common.systems.hugging_face.tokenizer import files_of
 from common.tokenizer import Tokenizer, load_tokenizer
-from common.tokenizer.lines import encode_prompt, encode_words
 from common.tokenizer.marks import Mark, Marks
+from common.tokenizer.text_tokenizer import encode_prompt, encode_words
 from common.tokenizer.training import TRAINERS
 
 transformers = pytest.importorskip("transformers")

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from common.tokenizer.bpe_backends import _BORDER
+from common.tokenizer.bpe_backends import _BORDER, DISPUTED, is_disputed
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
-from common.tokenizer.unicode_drift import DISPUTED, is_disputed
 
 Encode = Callable[[str], list[int]]
 ROOT = Path(__file__).resolve().parents[3]

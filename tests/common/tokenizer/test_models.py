@@ -13,10 +13,9 @@ from common.errors import TokenizerError
 from common.files import atomic_write
 from common.systems.hugging_face.tokenizer import files_of, read_tokenizer
 from common.tokenizer import Tokenizer, load_tokenizer
-from common.tokenizer.lines import encode_prompt
-from common.tokenizer.streams import whole_text
+from common.tokenizer.bert import SPECIAL
+from common.tokenizer.text_tokenizer import encode_prompt, whole_text
 from common.tokenizer.training import TRAINERS
-from common.tokenizer.words import SPECIAL
 
 TEXTS = [
     "她说：你好，world！ 世界。", "第二行，2019年３月。", 

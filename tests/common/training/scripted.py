@@ -16,8 +16,7 @@ import numpy as np
 
 from common import run_folder
 from common.checkpoint.folders import find_checkpoint
-from common.checkpoint.snapshot import EngineState, make_snapshot
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import EngineState, TrainState, make_snapshot
 from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.dataset import Batch, Tokens
 from common.parallel.run import Run

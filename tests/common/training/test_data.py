@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import TrainState
 from common.config.load import build_config
 from common.config.resolved import as_run
 from common.dataset import IndexedWriter

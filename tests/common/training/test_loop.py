@@ -10,7 +10,7 @@ import pytest
 
 from common.checkpoint.folders import find_checkpoint, whole_checkpoints
 from common.checkpoint.manifest import read_manifest
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import TrainState
 from common.dataset import Batch
 from common.training.metrics import read_metrics
 from common.training.outliers import NO_LIMITS

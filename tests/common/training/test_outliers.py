@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import TrainState
 from common.config.schema import LoggingConfig
 from common.training.outliers import NO_LIMITS, Limits, limits_of, record_outlier
 

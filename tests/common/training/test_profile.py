@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import TrainState
 from common.errors import ConfigError
 from common.training.profile import ProfileWindow
 from tests.tiny import tiny_config

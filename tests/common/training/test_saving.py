@@ -15,7 +15,7 @@ import pytest
 
 from common import run_folder
 from common.checkpoint.folders import whole_checkpoints
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import TrainState
 from common.errors import ConfigError, DivergedError, StopRequested, StorageError
 from common.training.metrics import MetricsWriter, read_metrics
 from common.training.saving import Saver

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.checkpoint.state import TrainState
+from common.checkpoint.snapshot import TrainState
 from common.config.schema import LossScaleConfig
 from common.parallel.learning_rate import describe_schedule, learning_rate, schedule_warnings
 from common.parallel.run import Run

@@ -49,7 +49,7 @@ def test_the_logits_are_paddles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """To the rounding of float32. Arrays stay in the mapped file from some size on; these are
     small.
     """
-    monkeypatch.setattr("common.tensor_files.paddle_pickle._LONG", 64)
+    monkeypatch.setattr("common.tensor_files.pickled_values._LONG", 64)
     source = copy(tmp_path / "epoch_0_step_7")
     assert detect(source) == "fleetx"
     folder = to_hugging_face(source, tmp_path / "hf")

@@ -15,11 +15,14 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from common.conversion.convert import convert  # noqa: E402
-from common.conversion.foreign import explain  # noqa: E402
 from common.errors import ConfigError, UserError  # noqa: E402
 from common.inference.source import find_source  # noqa: E402
 from common.systems.hugging_face.weights import open_hugging_face, read_config  # noqa: E402
-from common.systems.table import FORMATS, detect  # noqa: E402
+from common.systems.table import (  # noqa: E402
+    FORMATS,
+    detect,
+    explain,
+)
 
 HEAD, TABLE = "lm_head.weight", "transformer.wte.weight"
 IDS = torch.arange(16)[None]
