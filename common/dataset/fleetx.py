@@ -12,7 +12,6 @@ ppfleetx/data/dataset/gpt_dataset.py.
 
 from __future__ import annotations
 
-import math
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -25,13 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from common.dataset.token_files import (
-    CHUNK,
-    Column,
     TokenFiles,
     TokenWriter,
     content_key,
     running_sums,
-    spread,
     with_extension,
 )
 from common.errors import DataError
@@ -39,8 +35,6 @@ from common.files import atomic_write, open_input, reading
 from common.paths import looked_in
 
 IDS, INDEX, OLD = "_ids.npy", "_idx.npz", "_ids.npz"
-_SUMMED = 1 << 12
-"""Sentences whose lengths are added up when a document among them is looked for."""
 _npy: Any = np.lib.format  # numpy's functions have no types here
 
 
@@ -93,48 +87,36 @@ class FleetXDataset(TokenFiles):
             )
         self.prefix = found
         old = with_extension(found, OLD)
-        self._index_path = old if old.exists() else with_extension(found, INDEX)
-        self._ids_path = old if old.exists() else with_extension(found, IDS)
-        self.tokens = _load_array(self._ids_path, "ids" if old.exists() else None)
+        is_old = old.exists()
+        self._index_path = old if is_old else with_extension(found, INDEX)
+        ids_path = old if is_old else with_extension(found, IDS)
+        self.tokens = _load_array(ids_path, "ids" if is_old else None)
         lens = _load_array(self._index_path, "lens")
         documents = _load_array(self._index_path, "docs", required=False)
         if not len(lens):
             raise DataError(f"{self._index_path}: lens is empty; preprocess a corpus that has text")
-        self._lens, self._documents = lens, documents
-        sums = [np.zeros(1, dtype=np.int64)]
-        for begin in range(0, len(lens), CHUNK):
-            part = lens[begin : begin + CHUNK]
-            if int(part.min()) < 0 or int(part.max()) > len(self.tokens):
-                raise self._damaged("lens has numbers that no sentence can have")
-            blocks = np.add.reduceat(part, range(0, len(part), _SUMMED), dtype=np.int64)
-            sums.append(sums[-1][-1] + np.cumsum(blocks))
-        self._sums = np.concatenate(sums)
-        if int(self._sums[-1]) != len(self.tokens):
+        if int(lens.min()) < 0 or int(lens.max()) > len(self.tokens):
+            raise self._damaged("lens has numbers that no sentence can have")
+        self._starts = np.concatenate([[0], np.cumsum(lens, dtype=np.int64)])
+        if int(self._starts[-1]) != len(self.tokens):
             raise DataError(
-                f"{self._index_path}: lens adds up to {int(self._sums[-1])} tokens, but"
-                f" {self._ids_path.name} holds {len(self.tokens)}; the two do not belong together,"
+                f"{self._index_path}: lens adds up to {int(self._starts[-1])} tokens, but"
+                f" {ids_path.name} holds {len(self.tokens)}; the two do not belong together,"
                 " copy or preprocess both again"
             )
-        if documents is not None and (
-            len(documents) < 2
-            or int(documents[:1][0])
-            or int(documents[-1:][0]) != len(lens)
-            or any((np.diff(documents[part].astype(np.int64)) < 0).any() for part in spread(len(documents)))
-        ):
-            raise self._damaged(f"docs does not rise from 0 to the {len(lens)} entries of lens")
         self.content_key = content_key(self.tokens, *(array for array in (lens, documents) if array is not None))
+        if documents is not None:
+            documents = documents.astype(np.int64)
+            if len(documents) < 2 or [*documents[[0, -1]]] != [0, len(lens)] or (np.diff(documents) < 0).any():
+                raise self._damaged(f"docs does not rise from 0 to the {len(lens)} entries of lens")
+            self._starts = self._starts[documents]
 
     @property
     def document_count(self) -> int:
-        return len(self._lens) if self._documents is None else len(self._documents) - 1
+        return len(self._starts) - 1
 
     def tokens_before(self, document: int) -> int:
-        sentence = document
-        if self._documents is not None:
-            sentence = int(self._documents[document : document + 1][0])
-        block = sentence // _SUMMED
-        rest = self._lens[block * _SUMMED : sentence]
-        return int(self._sums[block]) + int(rest.sum(dtype=np.int64))
+        return int(self._starts[document])
 
     def _damaged(self, what: str) -> DataError:
         return DataError(f"{self._index_path}: is damaged: {what}; copy or preprocess it again")
@@ -193,8 +175,7 @@ def _write_member(
 def _load_array(path: Path, name: str | None, *, required: bool = True) -> Any:
     """Return a one-dimensional array of integers: an .npy, or the array ``name`` of an .npz.
 
-    Tokens are mapped, and numbers of an index read when a slice is asked for; where an .npz is
-    compressed all is in memory. An absent array that is not required is
+    An .npy is mapped, and an .npz read, as FleetX does. An absent array that is not required is
     None. Raises DataError.
     """
     with open_input(path, DataError), _named(path):
@@ -208,36 +189,12 @@ def _load_array(path: Path, name: str | None, *, required: bool = True) -> Any:
                         return None
                     held = ", ".join(found)[:80] or "nothing"
                     raise DataError(f"{path}: holds {held}, expected the array {name}")
-                member = _stored_member(path, found.zip, f"{name}.npy")
-                found = found[name] if member is None else member
-        if isinstance(found, Column):
-            return found
+                found = found[name]
         if found.ndim != 1 or found.dtype.kind not in "iu":
             raise ValueError(f"it holds {found.dtype} of shape {found.shape}, expected whole numbers in one dimension")
         if name is None and found.offset + found.nbytes != path.stat().st_size:
             raise ValueError("it has more bytes than its head says")
         return np.asarray(found)  # slices of a memmap are several times slower
-
-
-def _stored_member(path: Path, archive: zipfile.ZipFile, name: str) -> Any:
-    """Return an array of an .npz that is stored as it is, None for others."""
-    info = archive.getinfo(name)
-    if info.compress_type != zipfile.ZIP_STORED:
-        return None
-    with archive.open(info) as member:
-        if _npy.read_magic(member) != (1, 0):
-            return None
-        shape, _, dtype = _npy.read_array_header_1_0(member)
-        header = member.tell()
-    if header + dtype.itemsize * math.prod(shape) != info.file_size:
-        raise ValueError(f"{name} has other bytes than its head says")
-    file = path.open("rb")
-    file.seek(info.header_offset + 26)
-    begin = file.tell() + 4 + int(np.frombuffer(file.read(4), "<u2").sum()) + header
-    if name == "ids.npy" or len(shape) != 1 or dtype.kind not in "iu":
-        with file:
-            return np.memmap(path, dtype, "r", begin, shape)
-    return Column(file, dtype, shape[0], begin)
 
 
 @contextmanager
