@@ -33,10 +33,9 @@ from typing import Any, Literal
 from common.dataset.blocks import DocumentRule
 from common.dataset.corpus import CorpusFormat
 from common.dataset.encodings import DOCUMENT_BYTES, checked_encoding
-from common.dataset.metadata import METADATA_EXTENSION, read_metadata
+from common.dataset.metadata import METADATA_EXTENSION, parse_shard, read_metadata
 from common.dataset.mindrecord_output import preprocess_mindrecord
 from common.dataset.preprocess import PreprocessOptions, Progress, preprocess
-from common.dataset.shards import parse_shard
 from common.dataset.token_files import with_extension
 from common.dataset.workers import TokenizerChoice, limit_tokenizer_threads
 from common.errors import ConfigError

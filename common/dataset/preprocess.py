@@ -27,11 +27,11 @@ from common.dataset.metadata import (
     METADATA_EXTENSION,
     SHARD_OPTION,
     Metadata,
+    Shard,
     SourceFile,
     read_metadata,
     write_metadata,
 )
-from common.dataset.shards import Shard
 from common.dataset.tables import check_table
 from common.dataset.token_files import TokenWriter, with_extension
 from common.dataset.workers import TokenizerChoice, encode_blocks

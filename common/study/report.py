@@ -21,9 +21,18 @@ from common.files import atomic_write
 from common.study import table
 from common.study.drawing import FOLDER, draw
 from common.study.results import CONFIDENCE, Machine, State, Study, Summary, summarize
-from common.study.same_losses import OTHER_KERNELS, Departure, GroupVerdict, Kind
 from common.study.table import Table, Word, as_csv, main_table, split_table
-from common.study.verdict import MEMORY_TOLERANCE, OrderCheck, Ranking, Verdict, judge
+from common.study.verdict import (
+    MEMORY_TOLERANCE,
+    OTHER_KERNELS,
+    Departure,
+    GroupVerdict,
+    Kind,
+    OrderCheck,
+    Ranking,
+    Verdict,
+    judge,
+)
 from common.yaml_files import dump_yaml
 
 PAGE = "report.html"

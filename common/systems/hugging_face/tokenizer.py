@@ -5,7 +5,7 @@ beside the weights, or from the run's tokenizer where its files still exist.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ from common.files import atomic_write
 from common.structured_files import MAX_JSON_BYTES, parse_json, read_bytes
 from common.systems.weights import Weights
 from common.tensor_files.protobuf import read_fields
-from common.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
+from common.tokenizer import Tokenizer, load_tokenizer
+from common.tokenizer.bpe_files import WORDS, kind_of_files
 from common.tokenizer.folder import CONFIG, companions_in, ids_in, vocabulary_in
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
-from common.tokenizer.recognise import WORDS, kind_of_files
 from common.tokenizer.text_tokenizer import TextTokenizer
 
 _SPACE = "\u2581"
@@ -168,14 +168,6 @@ def _of_bert(tokenizer: TextTokenizer, content: bytes) -> dict[str, Any]:
     return {"vocab.txt": text.encode(), CONFIG: config | words}
 
 
-def _of_sentencepiece(tokenizer: TextTokenizer, content: bytes) -> dict[str, Any]:
-    return {_MODEL: content, _JSON: tokenizer_json(content).encode(), CONFIG: _fast(tokenizer)}
-
-
-def _of_json(tokenizer: TextTokenizer, content: bytes) -> dict[str, Any]:
-    return {_JSON: content, CONFIG: _fast(tokenizer)}
-
-
 def _fast(tokenizer: TextTokenizer) -> dict[str, Any]:
     marks = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eod_id}
     marks |= {"unk_token": tokenizer.unknown_id, "pad_token": tokenizer.pad_id}
@@ -184,10 +176,14 @@ def _fast(tokenizer: TextTokenizer) -> dict[str, Any]:
     }
 
 
-_WRITERS = {
+_WRITERS: dict[str, Callable[[TextTokenizer, bytes], dict[str, Any]]] = {
     **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase", "BertWordLevel"), _of_bert),
-    "SentencePieceTokenizer": _of_sentencepiece,
-    "HuggingFaceTokenizer": _of_json,
+    "SentencePieceTokenizer": lambda tokenizer, content: {
+        _MODEL: content,
+        _JSON: tokenizer_json(content).encode(),
+        CONFIG: _fast(tokenizer),
+    },
+    "HuggingFaceTokenizer": lambda tokenizer, content: {_JSON: content, CONFIG: _fast(tokenizer)},
 }
 
 
@@ -270,15 +266,7 @@ def read_tokenizer(record: Mapping[str, Any]) -> Tokenizer:
         )
     path = Path(str(source))
     kind = kind_of_files(kind, path, merge_file)
-    if kind not in TOKENIZERS:
-        raise TokenizerError(
-            f"the run's tokenizer is {kind}; expected {' or '.join(TOKENIZERS)}; copy its files with there yourself"
-        )
     tokenizer = load_tokenizer(kind, path, merge_file)
-    if tokenizer.kind != kind:
-        raise TokenizerError(
-            f"the run's tokenizer is {kind}, and {path} is {tokenizer.kind}; copy its files there yourself"
-        )
     if tokenizer.sha256 != record.get("sha256"):
         raise TokenizerError(
             f"{path}: its content (sha256 {tokenizer.sha256[:12]}) is not what the run"

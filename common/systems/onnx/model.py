@@ -10,18 +10,96 @@ others are standard operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from common.config.resolved import ResolvedModel
 from common.quantization import to_integers
-from common.systems.onnx.graph import GraphBuilder
 from common.tensor_files.checksummed import ChecksummedFile
 from common.weights.quantized import LayerScheme, Scheme
+
+_PAGE = 4096
+_IR_VERSION = 10
+_PRODUCER = "gpt2-toolkit"
+
+
+class GraphBuilder:
+    """Graph that is built in the order of its computation.
+
+    Weights are written as soon as they are given, so that a model of any size needs the memory of
+    one tensor. Large ones start at page boundaries, where onnxruntime maps them instead of copying
+    them.
+    """
+
+    def __init__(self, data: ChecksummedFile, location: str) -> None:
+        """Begin an empty graph. data: open file for the weights. location: its name, relative to
+        the graph's file.
+        """
+        self._data = data
+        self._location = location
+        self._nodes: list[onnx.NodeProto] = []
+        self._initializers: list[TensorProto] = []
+        self._inputs: list[onnx.ValueInfoProto] = []
+        self._outputs: list[onnx.ValueInfoProto] = []
+        self._constants: set[str] = set()
+        self._domains: set[str] = {""}
+
+    def input(self, name: str, dtype: int, shape: Sequence[int | str]) -> str:
+        """Declare an input. A size given as a word may vary from call to call."""
+        self._inputs.append(helper.make_tensor_value_info(name, dtype, shape))
+        return name
+
+    def output(self, name: str, dtype: int, shape: Sequence[int | str]) -> None:
+        self._outputs.append(helper.make_tensor_value_info(name, dtype, shape))
+
+    def weight(self, name: str, array: NDArray[Any]) -> str:
+        """Write an array to the file of weights. OSError is left to the caller."""
+        array = np.ascontiguousarray(array)
+        if array.nbytes >= _PAGE:
+            self._data.write(bytes(-self._data.position % _PAGE))
+        tensor = TensorProto(
+            name=name,
+            dims=array.shape,
+            data_type=helper.np_dtype_to_tensor_dtype(array.dtype),
+            data_location=TensorProto.EXTERNAL,
+        )
+        place = {"location": self._location, "offset": self._data.position, "length": array.nbytes}
+        for key, value in place.items():
+            tensor.external_data.add(key=key, value=str(value))
+        self._data.write(array.data.cast("B"))
+        self._initializers.append(tensor)
+        return name
+
+    def constant(self, name: str, value: Any, dtype: type[np.generic] = np.int64) -> str:
+        """Return the name of a small constant, which is stored once."""
+        if name not in self._constants:
+            self._constants.add(name)
+            self._initializers.append(onnx.numpy_helper.from_array(np.array(value, dtype), name))
+        return name
+
+    def node(
+        self, operator: str, inputs: Sequence[str], outputs: str | Sequence[str], *, domain: str = "", **attributes: Any
+    ) -> str:
+        """Add an operator and return the name of its first output."""
+        names = [outputs] if isinstance(outputs, str) else list(outputs)
+        node = helper.make_node(operator, inputs, names, name=f"{names[0]}/{operator}", domain=domain, **attributes)
+        self._nodes.append(node)
+        self._domains.add(domain)
+        return names[0]
+
+    def model(self, name: str, opset: int) -> bytes:
+        """Return the graph as the bytes of its file."""
+        graph = helper.make_graph(self._nodes, name, self._inputs, self._outputs, self._initializers)
+        opsets = [helper.make_opsetid(domain, opset if domain == "" else 1) for domain in sorted(self._domains)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name=_PRODUCER)
+        content: bytes = model.SerializeToString(deterministic=True)
+        return content
+
 
 BLOCK = 32
 """Number of neighbouring weights of a row that share a scale."""
@@ -102,7 +180,9 @@ class GPT2Graph:
         logits_shape: list[int | str] = ["batch", "length", self._model.vocab_size]
         graph.output("logits", TensorProto.FLOAT, logits_shape)
         self._write_mask()
-        x = graph.node("Add", [self._embed(ids), self._embed_positions(positions)], "embeddings")
+        x = graph.node(
+            "Add", [self._embed(ids), self._gather("wpe", self._read("wpe.weight"), positions)], "embeddings"
+        )
         for layer in range(self._model.num_layers):
             x = self._write_block(f"h.{layer}", layer, x)
         self._write_head(self._write_norm("ln_f", x))
@@ -153,9 +233,6 @@ class GPT2Graph:
                 bits=bits,
             )
         return self._gather("wte", table, ids)
-
-    def _embed_positions(self, positions: str) -> str:
-        return self._gather("wpe", self._read("wpe.weight"), positions)
 
     def _gather(self, name: str, table: NDArray[np.float32], ids: str) -> str:
         stored = self._graph.weight(f"{name}.weight", self._stored(table))
@@ -228,7 +305,8 @@ class GPT2Graph:
         name = name or (names[0] if len(names) == 1 else names[0].rpartition(".")[0] + ".c_attn")
         schemes = [self._scheme.get(f"{part}.weight") for part in names]
         first = schemes[0]
-        if any(not _can_join(first, other) for other in schemes):
+        # layers whose inputs are rounded otherwise cannot share a product
+        if len({"not at all" if scheme is None else scheme.input_scale for scheme in schemes}) > 1:
             outputs = [self._write_linear([part], x, f"{part}.alone") for part in names]
             return graph.node("Concat", outputs, f"{name}.out", axis=-1)
         weights = [self._read(f"{part}.weight") for part in names]
@@ -301,18 +379,8 @@ class GPT2Graph:
         graph.node("Reshape", [logits, shape_of_logits], "logits")
 
     def _product(self, inputs: list[str], output: str, shape: tuple[int, ...], bits: int) -> str:
-        rows, columns = shape
-        return self._graph.node(
-            "MatMulNBits",
-            inputs,
-            output,
-            domain=_MICROSOFT,
-            N=rows,
-            K=columns,
-            bits=bits,
-            block_size=BLOCK,
-            accuracy_level=_FULL_INTEGER,
-        )
+        sizes = {"N": shape[0], "K": shape[1], "bits": bits, "block_size": BLOCK}
+        return self._graph.node("MatMulNBits", inputs, output, domain=_MICROSOFT, accuracy_level=_FULL_INTEGER, **sizes)
 
     def _write_quantized(self, name: str, weight: NDArray[np.float32], bits: int) -> tuple[str, str]:
         integers, scales = quantize_blocks(weight, bits)
@@ -327,10 +395,3 @@ class GPT2Graph:
         if self._dtype != "float16":
             return name
         return self._graph.node("Cast", [name], f"{name}.float32", to=TensorProto.FLOAT)
-
-
-def _can_join(one: LayerScheme | None, other: LayerScheme | None) -> bool:
-    """Tell whether two layers can share a product."""
-    if one is None or other is None:
-        return one is other
-    return one.input_scale == other.input_scale

@@ -14,8 +14,8 @@ import pytest
 
 from common.dataset import IndexedDataset, IndexedWriter
 from common.dataset.merge import merge_datasets
+from common.dataset.metadata import Shard, parse_shard
 from common.dataset.preprocess import PreprocessOptions, preprocess
-from common.dataset.shards import Shard, parse_shard
 from common.dataset.workers import TokenizerChoice
 from common.errors import ConfigError, DataError, StorageError
 from tests.common.dataset.conftest import files_of

@@ -19,8 +19,8 @@ import pytest
 from common.dataset.corpus import CorpusFormat
 from common.dataset.documents import read_texts
 from common.dataset.merge import merge_datasets
+from common.dataset.metadata import Shard
 from common.dataset.preprocess import PreprocessOptions, preprocess
-from common.dataset.shards import Shard
 from common.dataset.tables import read_table
 from common.errors import ConfigError, DataError
 from tests.common.dataset.conftest import files_of, write_table

@@ -15,7 +15,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.run_folder import owned_folder
-from common.study import command, running
+from common.study import command
 from common.study.cells import PlannedCell, expand
 from common.study.children import (
     LAUNCHER_LOG,
@@ -27,10 +27,9 @@ from common.study.children import (
     reason_not_started,
     run_launches,
 )
-from common.study.command import StudyRequest, run_study
+from common.study.command import StudyRequest, missing, run_study
 from common.study.loading import Definition
 from common.study.results import State, Study, read_study
-from common.study.running import missing
 from tests.run_scripts import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -82,7 +81,7 @@ class Fixture:
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fixture:
     made = Fixture(tmp_path)
-    monkeypatch.setattr(running, "launches", made.launches)
+    monkeypatch.setattr(command, "launches", made.launches)
     # test_report.py looks at tables, plots and reports
     monkeypatch.setattr(command, "write_outcome", lambda study, folder: None)
     return made

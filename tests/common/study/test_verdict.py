@@ -11,8 +11,7 @@ import pytest
 
 from common.study.report import remarks, templates
 from common.study.results import CellResult, State, compare, noise_of, summarize
-from common.study.same_losses import Departure, Kind
-from common.study.verdict import Verdict, judge
+from common.study.verdict import Departure, Kind, Verdict, judge
 from tests.common.study.synthetic import MIB, TOKENS, cell, losses, measured, norms, prediction, speeds, study
 
 EXACT = 3e-8
