@@ -210,7 +210,10 @@ class CheckpointWriter:
                 f"{target}: the checkpoint could not be written: {reason}; earlier checkpoints are whole"
             ) from error
         if snapshot.also_write is not None:
-            self._await_whole(temporary, target)
+            self._wait(
+                lambda: not temporary.exists() and (target / MANIFEST).is_file(),
+                lambda: f"{target}: rank 0, whose log says why, has not made it whole",
+            )
             snapshot.also_write(target)
         is_first = snapshot.part is None or snapshot.part.rank == 0
         if is_first and self._after_saving is not None:
@@ -253,13 +256,6 @@ class CheckpointWriter:
             files |= parse_json(path.read_bytes())
             path.unlink()
         return files
-
-    def _await_whole(self, temporary: Path, target: Path) -> None:
-        """Wait until rank 0 has renamed the folder. Raises StorageError if it does not."""
-        self._wait(
-            lambda: not temporary.exists() and (target / MANIFEST).is_file(),
-            lambda: f"{target}: rank 0, whose log says why, has not made it whole",
-        )
 
     def _wait(self, is_done: Callable[[], bool], late: Callable[[], str]) -> None:
         """Wait, but not longer than the patience. late: what to say then."""

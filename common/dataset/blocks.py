@@ -224,14 +224,10 @@ def _after_mark(mark: bytes, buffer: bytes) -> int:
     return at + len(mark) if at >= 0 else 0
 
 
-def _never(buffer: bytes) -> int:
-    return 0
-
-
 _LAST_BORDER: dict[DocumentRule, Callable[[bytes], int]] = {
     DocumentRule.BLANK_LINE: _after_blank_line,
     DocumentRule.LINE: _after_line,
-    DocumentRule.FILE: _never,
+    DocumentRule.FILE: lambda buffer: 0,
     DocumentRule.EOT: partial(_after_mark, END_OF_TEXT.encode()),
 }
 

@@ -195,13 +195,9 @@ def _judge(path: Path, head: str, complete: bool, named_json: bool) -> CorpusFor
     if text.startswith('"'):
         whole = text if complete else text[: text.rfind("\n") + 1]
         lines = [line for line in whole.split("\n") if line.strip()]
-        if named_json or (len(lines) > 1 and all(map(_is_string, lines))):
+        if named_json or (len(lines) > 1 and all(line.startswith('"') and _parses(line) for line in lines)):
             return CorpusFormat.JSONL
     return CorpusFormat.TEXT
-
-
-def _is_string(line: str) -> bool:
-    return line.startswith('"') and _parses(line)
 
 
 def _is_array(text: str, complete: bool) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,19 +28,23 @@ _Sizes = npt.NDArray[np.int64]
 class EncodingRules:
     """Settings of the encoding.
 
-    keys: JSON keys, one output each. frame: put the tokenizer's document frame around documents
-    (GPT-2: end-of-text at the end). special: special tokens in a document are these tokens, else
-    ordinary text. min_length: characters that a document must exceed.
-    count_dropped: list documents that are left out in ``EncodedBlock.documents``, with 0 sequences.
+    json_keys: one output for each; the columns of tables. A corpus without keys (text, an array of
+    strings) has the one key ``text``.
+    format: of the outputs: a .bin/.idx pair, FleetX's files, or GPT2-Chinese's with ``pieces``
+    files. For these, documents that are left out are in ``EncodedBlock.documents``, with 0
+    sequences. min_length: characters that a document must exceed. append_eod: put the tokenizer's
+    document frame around each document (GPT-2: end-of-text at the end). special_tokens: what
+    special tokens in a document are; left out, tokens where the tokenizer has marks beyond its end,
+    else text.
     """
 
-    keys: tuple[str, ...]
-    frame: bool
-    sentences: bool
-    keep_newlines: bool
-    special: bool
+    json_keys: tuple[str, ...] = ("text",)
+    format: Literal["indexed", "fleetx", "pieces"] = "indexed"
     min_length: int = 0
-    count_dropped: bool = False
+    append_eod: bool = True
+    special_tokens: Literal["tokens", "text"] | None = None
+    split_sentences: bool = False
+    keep_newlines: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +77,9 @@ def encode_block(block: Block, tokenizer: Tokenizer, rules: EncodingRules) -> li
     """
     if block.format is CorpusFormat.IDS:
         return [_of_ids(block, tokenizer)]
-    return [_encode(documents, tokenizer, rules, block.read_bytes) for documents in documents_of(block, rules.keys)]
+    return [
+        _encode(documents, tokenizer, rules, block.read_bytes) for documents in documents_of(block, rules.json_keys)
+    ]
 
 
 def _encode(documents: Documents, tokenizer: Tokenizer, rules: EncodingRules, read_bytes: int) -> EncodedBlock:
@@ -84,17 +91,18 @@ def _encode(documents: Documents, tokenizer: Tokenizer, rules: EncodingRules, re
         short_bytes = all_bytes - len("".join(texts).encode())
     short = len(documents.texts) - len(texts)
     counts = np.ones(len(texts), dtype=np.int64)
-    if rules.sentences:
+    if rules.split_sentences:
         texts, counts = _sentences_of(texts, rules.keep_newlines)
-    packed = encode_documents(tokenizer, texts, special=rules.special)
+    is_token = rules.special_tokens == "tokens"
+    packed = encode_documents(tokenizer, texts, special=is_token)
     ids, sizes = packed.ids, packed.lengths
     if not sizes.all():
         held = np.concatenate([[0], np.cumsum(sizes > 0)])[np.cumsum(counts)]
         sizes, counts = sizes[sizes > 0], np.diff(held, prepend=0)
-    if rules.frame and len(sizes):
+    if rules.append_eod and len(sizes):
         ids, sizes = _frame(ids, sizes, counts[counts > 0], tokenizer.framing)
     empty = documents.blank + int(np.count_nonzero(counts == 0))
-    if rules.count_dropped:
+    if rules.format == "pieces":
         every = np.zeros(len(documents.texts) + documents.blank, dtype=np.int64)
         every[places] = counts
         counts = every
@@ -107,7 +115,7 @@ def _encode(documents: Documents, tokenizer: Tokenizer, rules: EncodingRules, re
         short_bytes=short_bytes,
         text_bytes=documents.size,
         read_bytes=read_bytes,
-        marks=_spelled(texts, () if rules.special else tokenizer.special),
+        marks=_spelled(texts, () if is_token else tokenizer.special),
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from common.dataset.blocks import BLOCK_BYTES, Block, DocumentRule, read_blocks
 from common.dataset.corpus import TABLES, Corpus, CorpusFormat, files_of, open_corpus
@@ -45,19 +45,12 @@ _MUCH = 1 / 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreprocessOptions:
+class PreprocessOptions(EncodingRules):
     """Settings of a preprocessing run.
 
     inputs: files and folders of tables in reading order. output_prefix: its folder is created if
     absent; existing outputs are replaced.
-    json_keys: one output for each; the columns of tables. A corpus without keys (text, an array of
-    strings) has the one key ``text``.
-    dataset_split: the one to read of a folder that has several.
-    format: of the outputs: a .bin/.idx pair, FleetX's files, or GPT2-Chinese's with ``pieces``
-    files.
-    min_length: characters that a document must exceed. encoding: of the inputs. append_eod: put the
-    tokenizer's document frame around each document. special_tokens: what special tokens in a
-    document are; left out, tokens where the tokenizer has marks beyond its end, else text.
+    dataset_split: the one to read of a folder that has several. encoding: of the inputs.
     shard: part of the corpus to write, under a prefix of its own; None writes all of it.
     block_bytes: text per step and worker. document_bytes: maximum size of a document, which must
     fit in memory.
@@ -67,18 +60,11 @@ class PreprocessOptions:
     inputs: tuple[Path, ...]
     output_prefix: Path
     tokenizer: TokenizerChoice
-    json_keys: tuple[str, ...] = ("text",)
     input_format: CorpusFormat | None = None
     dataset_split: str | None = None
     documents: DocumentRule = DocumentRule.BLANK_LINE
     encoding: str = "utf-8"
-    min_length: int = 0
-    format: Literal["indexed", "fleetx", "pieces"] = "indexed"
     pieces: int = 100
-    append_eod: bool = True
-    special_tokens: Literal["tokens", "text"] | None = None
-    split_sentences: bool = False
-    keep_newlines: bool = False
     workers: int = 1
     block_bytes: int = BLOCK_BYTES
     shard: Shard | None = None
@@ -179,16 +165,7 @@ def preprocess(
         )
     tokenizer = options.tokenizer.load()
     marks_as = options.special_tokens or ("tokens" if tokenizer.has_marks else "text")
-    options = replace(options, special_tokens=marks_as)
-    rules = EncodingRules(
-        keys=keys,
-        frame=options.append_eod,
-        sentences=options.split_sentences,
-        keep_newlines=options.keep_newlines,
-        special=options.special_tokens == "tokens",
-        min_length=options.min_length,
-        count_dropped=options.format == "pieces",
-    )
+    options = replace(options, json_keys=keys, special_tokens=marks_as)
     prefixes = tuple(map(options.prefix_of, keys))
     extensions = (*_EXTENSIONS[options.format], METADATA_EXTENSION)
     options.keep_inputs(with_extension(prefix, extension) for prefix in prefixes for extension in extensions)
@@ -204,11 +181,8 @@ def preprocess(
         for writer in writers:
             stack.enter_context(writer)
         # closing: a failure must end the worker processes before the error is reported
-        stream = closing(
-            encode_blocks(
-                _blocks(corpora, options, keys, tokenizer.eod_id), tokenizer, options.tokenizer, rules, options.workers
-            )
-        )
+        blocks = _blocks(corpora, options, keys, tokenizer.eod_id)
+        stream = closing(encode_blocks(blocks, tokenizer, options.tokenizer, options, options.workers))
         for encoded in stack.enter_context(stream):
             for n, part in enumerate(encoded):
                 writers[n].append(part.tokens, part.sizes, part.documents)

@@ -88,13 +88,14 @@ def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str
             f"--dtype {dtype}: our own folders hold float32, or int8 to generate with; leave it"
             f" out, and say precision.parameters={dtype} when you train"
         )
-    is_integer = dtype == "int8"
-    if is_integer:
+    if dtype == "int8":
         weights = weights.without_run()
-    files = {MODEL_FILE: weights.tensors} | ({} if weights.run is None else {OPTIMIZER_FILE: weights.moments})
-    if is_integer:
-        sums = {MODEL_FILE: _write_integers(folder / MODEL_FILE, weights)}
+        scheme = weights.scheme or usual_scheme(weights.tensors)
+        kinds = kinds_of_integers({name: each.shape for name, each in weights.tensors.items()}, scheme)
+        values = ((name, weight.load_as("float32")) for name, weight in weights.tensors.items())
+        sums = {MODEL_FILE: stream_safetensors(folder / MODEL_FILE, kinds, arrays_of_integers(values, scheme))}
     else:
+        files = {MODEL_FILE: weights.tensors} | ({} if weights.run is None else {OPTIMIZER_FILE: weights.moments})
         sums = {name: _write_tensors(folder / name, tensors) for name, tensors in files.items()}
     manifest = {
         **manifest_of(weights),
@@ -123,10 +124,3 @@ def _write_tensors(path: Path, tensors: Mapping[str, Weight]) -> int:
         for name, weight in tensors.items()
     }
     return stream_safetensors(path, whole, arrays_of(whole))
-
-
-def _write_integers(path: Path, weights: Weights) -> int:
-    scheme = weights.scheme or usual_scheme(weights.tensors)
-    kinds = kinds_of_integers({name: each.shape for name, each in weights.tensors.items()}, scheme)
-    values = ((name, weight.load_as("float32")) for name, weight in weights.tensors.items())
-    return stream_safetensors(path, kinds, arrays_of_integers(values, scheme))

@@ -69,10 +69,6 @@ class _Dtype(_Record):
     __slots__ = ()
 
 
-def _scalar(dtype: Any, data: bytes) -> Any:
-    return np.frombuffer(data, _numpy_type(dtype), 1)[0]
-
-
 def _encode(text: str, codec: str) -> bytes:
     if codec != "latin1":
         raise ValueError(f"bytes are encoded as {codec!r}, not latin1")
@@ -87,7 +83,7 @@ KNOWN: dict[str, Callable[..., Any]] = {
 }
 for _package in ("numpy.core", "numpy._core"):
     KNOWN[f"{_package}.multiarray._reconstruct"] = _Array
-    KNOWN[f"{_package}.multiarray.scalar"] = _scalar
+    KNOWN[f"{_package}.multiarray.scalar"] = lambda dtype, data: np.frombuffer(data, _numpy_type(dtype), 1)[0]
 
 
 def _numpy_type(dtype: Any) -> np.dtype[Any]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any, cast
 
 from common.config.tokenizer_kinds import kind_named
 from common.errors import TokenizerError
@@ -16,40 +17,34 @@ from common.paths import looked_in
 from common.tokenizer.base import Framing, PackedIds, TextStream
 from common.tokenizer.bpe_files import file_in, kind_of_files
 from common.tokenizer.folder import Folder
-from common.tokenizer.text_tokenizer import TextTokenizer, Tokenizer
+from common.tokenizer.text_tokenizer import Tokenizer
 
 __all__ = ["TOKENIZERS", "Framing", "PackedIds", "TextStream", "Tokenizer", "load_tokenizer", "require_files"]
 
 
-def _load_gpt2_bpe(vocab_file: Path, merge_file: Path | None, backend: str) -> Tokenizer:
-    from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
-
-    return GPT2BPETokenizer(vocab_file, merge_file, backend)
-
-
-def _load_file(kind: str, class_name: str, vocab_file: Path, merge_file: Path | None, backend: str) -> Tokenizer:
-    """Load a tokenizer of a single file by the class ``module.name`` of this package."""
+def _load(kind: str, class_name: str, vocab_file: Path, merge_file: Path | None, backend: str) -> Tokenizer:
+    """Load a tokenizer by the class ``module.name`` of this package. Only GPT-2's has two files."""
+    module, _, name = class_name.partition(".")
+    loader: Any = getattr(import_module(f"{__name__}.{module}"), name)
+    if kind == "GPT2BPETokenizer":
+        return cast(Tokenizer, loader(vocab_file, merge_file, backend))
     if merge_file is not None:
         raise TokenizerError(
             f"{merge_file}: {kind} has no merges; leave the merge file out, or choose GPT2BPETokenizer"
         )
-    module, _, name = class_name.partition(".")
-    loader: type[TextTokenizer] = getattr(import_module(f"{__name__}.{module}"), name)
-    return loader.from_file(file_in(vocab_file, kind), kind)
+    return cast(Tokenizer, loader.from_file(file_in(vocab_file, kind), kind))
 
 
 TOKENIZERS: dict[str, Callable[[Path, Path | None, str], Tokenizer]] = {
-    "GPT2BPETokenizer": _load_gpt2_bpe,
-    **{
-        kind: partial(_load_file, kind, class_name)
-        for kind, class_name in {
-            "BertWordPieceLowerCase": "bert.BertTokenizer",
-            "BertWordPieceCase": "bert.BertTokenizer",
-            "BertWordLevel": "bert.BertTokenizer",
-            "SentencePieceTokenizer": "sentencepiece_model.SentencePieceTokenizer",
-            "HuggingFaceTokenizer": "hugging_face.HuggingFaceTokenizer",
-        }.items()
-    },
+    kind: partial(_load, kind, class_name)
+    for kind, class_name in {
+        "GPT2BPETokenizer": "gpt2_bpe.GPT2BPETokenizer",
+        "BertWordPieceLowerCase": "bert.BertTokenizer",
+        "BertWordPieceCase": "bert.BertTokenizer",
+        "BertWordLevel": "bert.BertTokenizer",
+        "SentencePieceTokenizer": "sentencepiece_model.SentencePieceTokenizer",
+        "HuggingFaceTokenizer": "hugging_face.HuggingFaceTokenizer",
+    }.items()
 }
 """Loaders by kind.
 

@@ -352,19 +352,14 @@ def join_stages(stages: Sequence[Sequence[Mapping[str, FileTensor]]]) -> list[di
     [tensor rank] and by names in the stage, whose layers count from 0.
     """
     ranks: list[dict[str, FileTensor]] = [{} for _ in stages[0]]
-    first_layer = 0
+    first_layer, last = 0, -1
     for stage in stages:
         for rank, found in zip(ranks, stage, strict=True):
-            rank |= {_in_whole(name, first_layer): found[name] for name in found}
-        first_layer += _layers(stage)
+            for name in found:
+                parts = _LAYER.split(name, maxsplit=1)
+                if len(parts) == 3:
+                    last = max(last, first_layer + int(parts[1]))
+                    parts[1] = f"layers.{first_layer + int(parts[1])}."
+                rank["".join(parts)] = found[name]
+        first_layer = last + 1
     return ranks
-
-
-def _in_whole(name: str, first_layer: int) -> str:
-    """Return the name in the whole model of a tensor of a stage."""
-    return _LAYER.sub(lambda found: f"layers.{int(found[1]) + first_layer}.", name, count=1)
-
-
-def _layers(stage: Sequence[Mapping[str, Any]]) -> int:
-    found = (_LAYER.search(name) for rank in stage for name in rank)
-    return max((int(layer[1]) for layer in found if layer), default=-1) + 1

@@ -109,7 +109,11 @@ def find_slices(path: Path) -> Slices | Path | None:
     if not found:
         return None
     [((root, _), by_moment)] = found.items()
-    at = wanted if wanted in by_moment else max(by_moment, key=_order)
+    at = (
+        wanted
+        if wanted in by_moment
+        else max(by_moment, key=lambda at: [int(number) for number in at.split("_") if number])
+    )
     if not strategies and (file is not None or len(by_moment[at]) == 1):
         return file or next(iter(by_moment[at].values()))
     if not strategies:
@@ -150,10 +154,6 @@ def _named(file: Path) -> tuple[int | None, Path, str, str]:
     ranked = name or (folder and _RANK.fullmatch(folder.name))
     rank = int(ranked["rank"]) if ranked else None
     return (rank, folder.parent if folder else file.parent, name["prefix"] if name else "", name["at"] if name else "")
-
-
-def _order(at: str) -> tuple[int, ...]:
-    return tuple(map(int, at.split("_"))) if at else ()
 
 
 def _read_strategies(paths: tuple[Path, ...]) -> Strategy:
@@ -240,14 +240,10 @@ def _joined(slices: Slices, said: str, layout: Layout, held: Mapping[int, FileTe
         size * parts for size, parts in zip(first.shape, layout.parts() or (1,) * len(first.shape), strict=True)
     )
     parts = {
-        layout.spans(rank, first.shape) if layout.axes else _whole(shape): tensor
+        layout.spans(rank, first.shape) if layout.axes else tuple((0, size) for size in shape): tensor
         for rank, tensor in sorted(held.items(), reverse=True)
     }
     return SlicedTensor(dtype=first.dtype, shape=shape, parts=parts)
-
-
-def _whole(shape: tuple[int, ...]) -> Spans:
-    return tuple((0, size) for size in shape)
 
 
 def _needed(layouts: Mapping[str, Layout], files: Mapping[int, Path]) -> list[int]:
