@@ -17,8 +17,7 @@ from typing import Any
 from common.errors import RunError
 from common.parallel.run import Run
 from common.systems.weights import Weight, Weights
-from common.weights.initial import initial_rows
-from common.weights.names import parameter_shapes
+from common.weights.names import initial_rows, parameter_shapes
 
 HEAD = ("what", "here", "peer", "times as fast (pairs)", "memory, peer's")
 WARM_UP = 2

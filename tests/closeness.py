@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from common.config.schema import RunConfig
-from common.weights.initial import initial_rows
+from common.weights.names import initial_rows
 
 
 def rounding_scales(config: RunConfig, weights: Mapping[str, np.ndarray]) -> dict[str, float]:

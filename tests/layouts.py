@@ -15,7 +15,7 @@ import pytest
 from common.checkpoint.snapshot import MODEL_FILE
 from common.config.load import build_config
 from common.training.metrics import read_metrics
-from common.weights.initial import initial_rows
+from common.weights.names import initial_rows
 from tests.closeness import rounding_scales, with_gradients_wrong_by
 from tests.config_overrides import blended
 from tests.packed_corpus import FLAGS

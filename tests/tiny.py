@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.checkpoint.folders import require_checkpoint
-from common.checkpoint.manifest import read_manifest
+from common.checkpoint.folders import read_manifest, require_checkpoint
 from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE
 from common.config.load import build_config
 from common.inputs import make_run

@@ -1,6 +1,6 @@
 """Model with 8-bit weights and integer products.
 
-``common.weights.quantized`` says how the weights are stored and what a layer computes.
+``common.weights.pieces`` says how the weights are stored and what a layer computes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from common.parallel.sharding import slice_of
 from common.quantization import activation_levels
 from common.training.opened_checkpoint import Checkpoint
 from common.weights.names import EMBEDDING, parameter_shapes
-from common.weights.quantized import QuantizedWeight
+from common.weights.pieces import QuantizedWeight
 from torch_gpt2.checkpoint import fill_weights
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.loss import ROWS_AT_ONCE

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from common.checkpoint.manifest import MANIFEST
+from common.checkpoint.folders import MANIFEST
 from common.checkpoint.writer import Part, Snapshot
 from common.config.resolved import ResolvedModel
 from common.config.schema import QuantizationConfig
@@ -26,8 +26,7 @@ from common.parallel.run import Run
 from common.quantization import ActivationScales, quantized_layers, trained_scheme
 from common.tensor_files.safetensors_file import Tensors
 from common.weights.names import EMBEDDING
-from common.weights.pieces import TensorSlice
-from common.weights.quantized import QuantizedReader, Scheme, open_parameters
+from common.weights.pieces import QuantizedReader, Scheme, TensorSlice, open_parameters
 
 _COUNTS = {*("step", "consumed_samples", "sample_hash", "updated_samples"), *("skipped_steps", "skipped_in_a_row")}
 """What every state says."""

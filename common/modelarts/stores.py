@@ -17,8 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from common.checkpoint.folders import LATEST
-from common.checkpoint.manifest import MANIFEST
+from common.checkpoint.folders import LATEST, MANIFEST
 from common.errors import ConfigError, DataError, StorageError, UserError
 from common.files import atomic_write
 from common.locks import held_lock

@@ -17,8 +17,7 @@ from typing import Any
 from common.config.resolved import ResolvedParallel
 from common.parallel.run import Run
 from common.parallel.topology import Coordinates, Topology
-from common.weights.initial import initial_rows
-from common.weights.names import EMBEDDING, parameter_shapes
+from common.weights.names import EMBEDDING, initial_rows, parameter_shapes
 from common.weights.pieces import TensorSlice
 
 

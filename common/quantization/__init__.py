@@ -7,7 +7,7 @@ quantization multiplies that by the scale again, so that training sees the error
 
 The quotient is computed as x * (1 / scale) in float32, as torch's own kernels do. All
 implementations thus round the same numbers the same way, and a model trained with rounded weights
-computes equal results with integers. ``common.weights.quantized`` describes the file of those.
+computes equal results with integers. ``common.weights.pieces`` describes the file of those.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from common.errors import CheckpointError, ConfigError
 from common.log import LOG
 from common.tensor_files.arrays import TensorKind
 from common.weights.names import EMBEDDING, POSITIONS, decays
-from common.weights.quantized import WEIGHT_SCALE, LayerScheme, QuantizedWeight, Scheme, input_scale_name
+from common.weights.pieces import WEIGHT_SCALE, LayerScheme, QuantizedWeight, Scheme, input_scale_name
 
 Array = NDArray[np.float32]
 

@@ -27,7 +27,7 @@ from common.tensor_files.arrays import (
     widen_bfloat16,
 )
 from common.weights.names import check_tensors, parameter_shapes
-from common.weights.quantized import Scheme
+from common.weights.pieces import Scheme
 
 FLOATS = ("float32", "float16", "bfloat16")
 MAX_LAYERS = 10_000

@@ -6,7 +6,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.manifest import MANIFEST, read_manifest
+from common.checkpoint.folders import MANIFEST, read_manifest
 from common.errors import CheckpointError
 from common.parallel.world import WorldBase
 from common.tensor_files.checksummed import file_checksum

@@ -1,7 +1,7 @@
 """Export of any checkpoint as one safetensors file, a tensor at a time and without a framework.
 
 weights/model.safetensors    the file that a single rank would have written: true vocabulary,
-                             float32, or 8 bits as ``common.weights.quantized`` says
+                             float32, or 8 bits as ``common.weights.pieces`` says
 weights/manifest.json        the checkpoint's own, only for this file, so that checkpoint.load
                              and checkpoint.init_from take the folder
 weights/vocab.json, ...      the files of data.tokenizer, where they are there
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common import run_folder
-from common.checkpoint.manifest import write_manifest
+from common.checkpoint.folders import write_manifest
 from common.checkpoint.snapshot import MODEL_FILE, SETTINGS_FILE
 from common.config.resolved import ResolvedModel
 from common.errors import ConfigError, GPT2Error

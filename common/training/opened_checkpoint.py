@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.checkpoint.folders import find_checkpoint, read_or_name_older, require_checkpoint
-from common.checkpoint.manifest import MANIFEST, read_manifest
+from common.checkpoint.folders import MANIFEST, find_checkpoint, read_manifest, read_or_name_older, require_checkpoint
 from common.checkpoint.snapshot import (
     MODEL_FILE,
     OPTIMIZER_FILE,
@@ -33,8 +32,7 @@ from common.systems.direct import ForeignTensors, foreign_format, open_foreign
 from common.tensor_files.safetensors_file import shapes_of
 from common.training.loss_scale import LossScale
 from common.weights.names import check_tensors, parameter_shapes
-from common.weights.pieces import ShardedReader, TensorSlice, open_stored
-from common.weights.quantized import QuantizedWeight, Scheme
+from common.weights.pieces import QuantizedWeight, Scheme, ShardedReader, TensorSlice, open_stored
 
 Array = NDArray[np.float32]
 Pieces = Mapping[str, TensorSlice]

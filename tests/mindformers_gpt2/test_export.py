@@ -24,8 +24,7 @@ import mindformers_gpt2.export
 import torch_gpt2.checkpoint
 import torch_gpt2.device
 import torch_gpt2.model
-from common.checkpoint.folders import require_checkpoint
-from common.checkpoint.manifest import read_manifest, write_manifest
+from common.checkpoint.folders import read_manifest, require_checkpoint, write_manifest
 from common.config.load import build_config
 from common.errors import ConfigError, RunError, StorageError
 from common.inputs import make_run

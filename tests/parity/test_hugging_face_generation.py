@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from common.backends import run_backend
-from common.checkpoint.manifest import write_manifest
+from common.checkpoint.folders import write_manifest
 from common.cluster.environment import ALONE
 from common.config.load import build_config
 from common.conversion.convert import REPORT

@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import torch_gpt2.int8
-from common.checkpoint.manifest import read_manifest, write_manifest
+from common.checkpoint.folders import read_manifest, write_manifest
 from common.config.schema import PredictConfig
 from common.conversion.convert import convert
 from common.errors import CheckpointError, ConfigError
@@ -24,7 +24,7 @@ from common.systems.own_folder import write_project
 from common.training.export import export
 from common.training.opened_checkpoint import Checkpoint
 from common.training.start import where_to_start
-from common.weights.quantized import LayerScheme
+from common.weights.pieces import LayerScheme
 from tests.common.systems.tiny_weights import as_weights, random_arrays
 from tests.reference import hugging_face_model
 from tests.tiny import tiny_config

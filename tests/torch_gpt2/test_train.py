@@ -12,13 +12,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from common.checkpoint.folders import find_checkpoint, require_checkpoint
-from common.checkpoint.manifest import read_manifest, write_manifest
+from common.checkpoint.folders import find_checkpoint, read_manifest, require_checkpoint, write_manifest
 from common.errors import CheckpointError, ConfigError, DataError, DeviceError, DivergedError, StopRequested, UserError
 from common.inputs import make_run
 from common.run_config import load_config
 from common.training.metrics import MetricsWriter, read_metrics
-from common.weights.initial import initial_rows
+from common.weights.names import initial_rows
 from tests.tiny import require_same_bits, results_of, rows_of, tensors_of, tiny_run, train_here
 from torch_gpt2.evaluate import evaluate
 

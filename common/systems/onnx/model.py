@@ -21,7 +21,7 @@ from onnx import TensorProto, helper
 from common.config.resolved import ResolvedModel
 from common.quantization import to_integers
 from common.tensor_files.checksummed import ChecksummedFile
-from common.weights.quantized import LayerScheme, Scheme
+from common.weights.pieces import LayerScheme, Scheme
 
 _PAGE = 4096
 _IR_VERSION = 10

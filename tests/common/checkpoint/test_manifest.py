@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.checkpoint.folders import read_or_name_older
-from common.checkpoint.manifest import read_manifest, seal, unseal, write_manifest
+from common.checkpoint.folders import read_manifest, read_or_name_older, seal, unseal, write_manifest
 from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.errors import CheckpointError
@@ -105,7 +104,7 @@ def test_missing_and_unreadable_inputs_are_named(tmp_path: Path, monkeypatch: py
     def refused(path: Path) -> int:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("common.checkpoint.manifest.file_checksum", refused)
+    monkeypatch.setattr("common.checkpoint.folders.file_checksum", refused)
     require("cannot be read: Permission denied; allow this user to read it")
 
 

@@ -24,8 +24,11 @@ from hypothesis import given, settings, strategies as st
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from common.checkpoint.folders import NoCheckpointError, require_checkpoint  # noqa: E402
-from common.checkpoint.manifest import write_manifest  # noqa: E402
+from common.checkpoint.folders import (  # noqa: E402
+    NoCheckpointError,
+    require_checkpoint,
+    write_manifest,
+)
 from common.config.resolved import resolve_model  # noqa: E402
 from common.config.schema import ModelConfig  # noqa: E402
 from common.conversion.convert import convert, convert_as_mindformers_did, warn_of_heads  # noqa: E402

@@ -7,8 +7,7 @@ import numpy as np
 from hypothesis import example, given, settings, strategies as st
 
 from common.config.schema import ModelConfig
-from common.weights.initial import initial_rows
-from common.weights.names import parameter_shapes
+from common.weights.names import initial_rows, parameter_shapes
 
 MODEL = ModelConfig(
     num_layers=3, hidden_size=48, num_heads=4, seq_length=16, vocab_size=300, ffn_hidden_size=192,

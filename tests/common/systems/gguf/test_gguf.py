@@ -28,8 +28,7 @@ from common.systems.gguf import FILE, write_gguf
 from common.systems.hugging_face.weights import open_hugging_face
 from common.tokenizer.bpe_files import byte_alphabet
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
-from common.weights.initial import initial_rows
-from common.weights.names import parameter_shapes
+from common.weights.names import initial_rows, parameter_shapes
 from tests.common.systems.tiny_weights import as_weights
 from tests.peers import peer_python
 from tools.convert_weight import main
