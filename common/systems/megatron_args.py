@@ -15,8 +15,7 @@ from typing import Any
 
 from common.config.resolved import ResolvedModel
 from common.errors import ConfigError
-from common.systems.name_map import Fusion, NameMap, name_map
-from common.systems.rank_parts import Ranks, join_ranks, read_joined
+from common.systems.name_map import Fusion, NameMap, Ranks, join_ranks, name_map, read_joined
 from common.systems.run_state import MODEL_YAML, checked_run, read_model_yaml, require_moments, require_one_run
 from common.systems.weights import Weight, Weights, checked_model, import_names, weights_from
 from common.tensor_files.arrays import TensorFile

@@ -20,7 +20,7 @@ from typing import Any
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import read_bytes
 from common.systems.megatron_args import args_of, names_of_modules
-from common.systems.rank_parts import by_ranks, require_ranks, require_same
+from common.systems.name_map import by_ranks, require_ranks, require_same
 from common.tensor_files.arrays import FileTensor, TensorFile
 from common.tensor_files.containers import open_tensors
 

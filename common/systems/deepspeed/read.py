@@ -19,7 +19,7 @@ from common.dialects.rules import whole
 from common.errors import CheckpointError, ConfigError
 from common.systems.deepspeed.files import NAME_MAP, Checkpoint, find_folder, open_checkpoint, short_name
 from common.systems.megatron_args import args_of, in_version, weights_of_ranks
-from common.systems.rank_parts import Ranks, name_in_order
+from common.systems.name_map import Ranks, name_in_order
 from common.systems.run_state import NO_SCALE, first_number, new_run
 from common.systems.strangers import UNDER_DEEPSPEED
 from common.systems.weights import Weights

@@ -13,8 +13,19 @@ from typing import Any
 
 from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError, ConfigError
-from common.systems.name_map import LINEAR, POSITIONS, Fusion, NameMap, match_name_map, name_map
-from common.systems.rank_parts import by_ranks, join_ranks, read_joined, require_ranks, require_same
+from common.systems.name_map import (
+    LINEAR,
+    POSITIONS,
+    Fusion,
+    NameMap,
+    by_ranks,
+    join_ranks,
+    match_name_map,
+    name_map,
+    read_joined,
+    require_ranks,
+    require_same,
+)
 from common.systems.run_state import MODEL_YAML, read_model_yaml
 from common.systems.weights import Weights, check_tied, checked_model, weights_from
 from common.tensor_files.arrays import FileTensor, TensorFile

@@ -24,8 +24,17 @@ from common.dialects.rules import whole
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import read_bytes
 from common.systems.megatron_args import args_of, in_version, names_of_modules, weights_of_ranks
-from common.systems.name_map import Fusion, NameMap, match_name_map, name_map
-from common.systems.rank_parts import Ranks, by_ranks, name_in_order, require_ranks, require_same
+from common.systems.name_map import (
+    Fusion,
+    NameMap,
+    Ranks,
+    by_ranks,
+    match_name_map,
+    name_in_order,
+    name_map,
+    require_ranks,
+    require_same,
+)
 from common.systems.run_state import NO_SCALE, first_number, new_run
 from common.systems.weights import Weights, check_tied
 from common.tensor_files.arrays import FileTensor, TensorFile
