@@ -23,7 +23,6 @@ if __name__ == "__main__":
 
 import gc
 import logging
-import os
 import sys
 from contextlib import closing
 from dataclasses import dataclass
@@ -130,8 +129,7 @@ class Request:
         "Megatron's choice of an implementation; only mmap is written", default="mmap"
     )
     shard: str | None = flag(
-        "I/N: write only part I of N, for tools/merge_datasets.py; slurm takes the numbers of an"
-        " array job; a part that is there already is kept",
+        "I/N: write only part I of N, for tools/merge_datasets.py; a part that is there already is kept",
         group="run",
     )
     workers: int = flag("N: processes that tokenize; the output does not depend on it", default=1)
@@ -279,6 +277,6 @@ def _options(args: Request) -> PreprocessOptions:
         split_sentences=args.split_sentences,
         keep_newlines=args.keep_newlines,
         workers=args.workers,
-        shard=parse_shard(args.shard, os.environ) if args.shard else None,
+        shard=parse_shard(args.shard) if args.shard else None,
         document_bytes=args.max_document_mib << 20,
     )

@@ -187,29 +187,13 @@ class Shard:
         return prefix.with_name(f"{prefix.name}.shard-{self.number:05d}-of-{self.count:05d}")
 
 
-def parse_shard(text: str, environ: Mapping[str, str]) -> Shard:
-    """Return the part that ``2/8`` names, or ``slurm`` by the variables of an array job.
-
-    Raises ConfigError.
-    """
-    if text == "slurm":
-        try:
-            task, first, count = (int(environ[f"SLURM_ARRAY_TASK_{name}"]) for name in ("ID", "MIN", "COUNT"))
-        except (KeyError, ValueError):
-            raise ConfigError(
-                "--shard slurm: SLURM_ARRAY_TASK_ID, _MIN and _COUNT are not set; start it by"
-                " sbatch --array=1-8, or give --shard 1/8"
-            ) from None
-        number = task - first + 1
-        if number > count:
-            raise ConfigError(
-                f"--shard slurm: task {task} of {count} that begin at {first}; number the tasks"
-                " without gaps, such as --array=1-8"
-            )
-    elif found := re.fullmatch(r"(\d{1,6})/(\d{1,6})", text):
-        number, count = int(found[1]), int(found[2])
-    else:
-        raise ConfigError(f"--shard {text}: expected I/N, such as 2/8, or slurm")
+def parse_shard(text: str) -> Shard:
+    """Return the part that ``2/8`` names. Raises ConfigError."""
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    number, count = (int(found[1]), int(found[2])) if found else (0, 0)
     if not 1 <= number <= count <= MAX_SHARDS:
-        raise ConfigError(f"--shard {number}/{count}: expected a number from 1 to N, and N up to {MAX_SHARDS}")
+        raise ConfigError(
+            f"--shard {text}: expected I/N, such as 2/8: a number from 1 to N, and N up to {MAX_SHARDS}; in a job of"
+            " sbatch --array=1-8 it is $SLURM_ARRAY_TASK_ID/8"
+        )
     return Shard(number=number, count=count)
