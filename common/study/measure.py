@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.config.schema import RunConfig
 from common.errors import ConfigError, DataError
 from common.run_config import load_config
 from common.structured_files import MalformedError, parse_json_item, read_json_mapping
@@ -61,12 +60,17 @@ def measure(cell: Cell, folder: Path, *, warmup_steps: int) -> Measured:
         raise DataError(
             f"{path}: {len(steps)} steps, expected more than the {warmup_steps} of warm-up; the run ended too early"
         )
-    config = _config(folder)
+    try:
+        config = load_config(folder / "config.yaml", ())
+    except ConfigError as error:
+        raise DataError(str(error)) from None
     traces = {file: read_trace(file.path) for file in files}
     seconds = [float(row["step_time"]) for row in timed]
     validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
     mfu = [row["mfu"] for row in timed if row.get("mfu")]
-    memory = _memory(folder)
+    memory: dict[str, Any] = {"device": "", "ranks": []}
+    if (folder / MEMORY_FILE).exists():
+        memory = read_json_mapping(folder / MEMORY_FILE, error=DataError)
     full = config.train.global_batch_size or 0
     samples = statistics.median_low(int(row.get("global_batch_size", full)) for row in timed)
     return Measured(
@@ -89,19 +93,6 @@ def measure(cell: Cell, folder: Path, *, warmup_steps: int) -> Measured:
 def _number(value: float | None) -> float:
     """Metrics hold null where a value was not finite."""
     return math.nan if value is None else float(value)
-
-
-def _config(folder: Path) -> RunConfig:
-    try:
-        return load_config(folder / "config.yaml", ())
-    except ConfigError as error:
-        raise DataError(str(error)) from None
-
-
-def _memory(folder: Path) -> dict[str, Any]:
-    if not (folder / MEMORY_FILE).exists():
-        return {"device": "", "ranks": []}
-    return read_json_mapping(folder / MEMORY_FILE, error=DataError)
 
 
 def _parts(ranks: Sequence[Mapping[str, int]], traces: Mapping[TraceFile, Trace]) -> dict[str, int]:

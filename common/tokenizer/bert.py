@@ -257,7 +257,11 @@ class WordEncoder:
     """
 
     def __init__(self, vocabulary: BertVocabulary, *, lower_case: bool, split_chinese: bool) -> None:
-        self.model = build_wordpiece(vocabulary, lower_case=lower_case, split_chinese=split_chinese)
+        from tokenizers import Tokenizer, models
+
+        # transformers' BertTokenizer without its special tokens, which are ordinary text
+        self.model = Tokenizer(models.WordPiece(vocabulary.ids, unk_token="[UNK]"))  # noqa: S106
+        self.model.normalizer, self.model.pre_tokenizer = bert_steps(lower_case, split_chinese)
         self._cache: dict[str, list[int]] = {}
 
     def encode(self, words: Sequence[str]) -> tuple[Ids, npt.NDArray[np.int64]]:
@@ -277,24 +281,6 @@ class WordEncoder:
         if len(words) < _FEW:  # once it has used threads, the library warns in every forked child
             return [self.model.encode(word).ids for word in words]
         return [encoding.ids for encoding in self.model.encode_batch_fast(words)]
-
-
-def build_wordpiece(vocabulary: BertVocabulary, *, lower_case: bool, split_chinese: bool) -> Any:
-    """Return a tokenizer of ``tokenizers`` with the settings of transformers' BertTokenizer.
-
-    It has no special tokens: they are ordinary text.
-    """
-    from tokenizers import Tokenizer, models
-
-    model = Tokenizer(models.WordPiece(vocabulary.ids, unk_token="[UNK]"))  # noqa: S106
-    model.normalizer, model.pre_tokenizer = bert_steps(lower_case, split_chinese)
-    return model
-
-
-def bert_words(*, lower_case: bool, split_chinese: bool) -> Callable[[str], list[str]]:
-    """Return a function that cuts text into the words that BERT's tokenizer cuts into pieces."""
-    normalizer, pre_tokenizer = bert_steps(lower_case, split_chinese)
-    return lambda text: [word for word, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text))]
 
 
 def bert_steps(lower_case: bool, split_chinese: bool) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ from functools import partial
 
 from common.errors import ConfigError
 from common.structured_files import parse_json
-from common.tokenizer.bert import ALONE, CONTINUES, SPACES, SPECIAL, Segmenter, bert_steps, bert_words
+from common.tokenizer.bert import ALONE, CONTINUES, SPACES, SPECIAL, Segmenter, bert_steps
 from common.tokenizer.bpe_files import END_OF_TEXT
 from common.tokenizer.sentencepiece_model import import_sentencepiece
 
@@ -64,9 +64,10 @@ def count_words(texts: Iterable[str]) -> Counter[str]:
 
 
 def _words(runs: Counter[str], *, lower_case: bool, split_chinese: bool) -> Iterable[tuple[str, int]]:
-    split = bert_words(lower_case=lower_case, split_chinese=split_chinese)
+    """Yield the words that BERT's tokenizer cuts into pieces, and how often the run of each occurs."""
+    normalizer, pre_tokenizer = bert_steps(lower_case, split_chinese)
     for run, number in runs.items():
-        for word in split(run):
+        for word, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(run)):
             yield word, number
 
 
