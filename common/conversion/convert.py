@@ -46,11 +46,8 @@ def _require_source(path: Path) -> None:
     if path.exists():
         return
     parent = path.absolute().parent
-    if not parent.is_dir():
-        raise ConfigError(
-            f"{path}: does not exist, nor does the folder {parent}; give the path of a folder or a file of weights"
-        )
-    near = difflib.get_close_matches(path.name, [entry.name for entry in parent.iterdir()], n=3)
+    names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=3)
     hint = (
         f"did you mean {' or '.join(str(path.with_name(name)) for name in near)}?"
         if near

@@ -41,15 +41,7 @@ class Blend:
     """
 
     def __init__(self, datasets: Sequence[Samples], weights: Sequence[float]) -> None:
-        if not datasets or len(datasets) != len(weights):
-            raise DataError(
-                f"a blend of {len(datasets)} data sets has {len(weights)} weights; give one weight for each"
-            )
-        lengths = sorted({dataset.seq_length for dataset in datasets})
-        if len(lengths) > 1:
-            raise DataError(
-                f"the data sets of a blend have different seq_length: {lengths}; open all with the same one"
-            )
+        assert len(datasets) == len(weights) and len({dataset.seq_length for dataset in datasets}) == 1
         self.datasets = tuple(datasets)
         self._counts = quantise(weights, [str(dataset.source(0)) for dataset in datasets])
         self._grow()

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.dataset.samples import Samples
-from common.errors import ConfigError, DataError
+from common.errors import DataError
 
 Tokens = npt.NDArray[np.int32]
 """Token ids (rows, columns)."""
@@ -44,7 +44,6 @@ class ShardedSampler:
     The order survives any change of the layout. batch_size_at: size of the global batch that starts
     at a sample, where it is not always ``global_batch_size``. vocab_size: the model's. A token
     beyond it raises DataError when it is read (None: no check).
-    Raises ConfigError if the sizes contradict each other.
     """
 
     def __init__(
@@ -57,13 +56,8 @@ class ShardedSampler:
         batch_size_at: Callable[[int], int] | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        if global_batch_size < 1 or data_parallel_size < 1 or global_batch_size % data_parallel_size:
-            raise ConfigError(
-                f"global_batch_size={global_batch_size} is not a positive multiple of"
-                f" data_parallel_size={data_parallel_size}; change one of them"
-            )
-        if not 0 <= data_parallel_rank < data_parallel_size:
-            raise ConfigError(f"data_parallel_rank={data_parallel_rank}: expected 0 ... {data_parallel_size - 1}")
+        assert 0 <= data_parallel_rank < data_parallel_size <= global_batch_size
+        assert global_batch_size % data_parallel_size == 0
         self.samples = samples
         self._size_at = batch_size_at or (lambda _: global_batch_size)
         self._ranks, self._rank = data_parallel_size, data_parallel_rank

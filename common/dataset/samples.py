@@ -87,8 +87,6 @@ class SplitSamples:
         split_weights: Sequence[float] = (949, 50, 1),
         shuffle: bool = True,
     ) -> None:
-        if split not in SPLITS:
-            raise DataError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
         if seq_length < 1:
             raise DataError(f"seq_length={seq_length}: expected 1 or more")
         self.split = split

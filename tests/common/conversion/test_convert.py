@@ -285,7 +285,7 @@ def test_bad_input_is_one_error(
     [
         ("hff", r"hff: does not exist in {0}; did you mean hf\?$"),
         ("gpt2", "gpt2: does not exist in {0}; give a path, or hf://OWNER/NAME for a model of"),
-        ("a/b.bin", "a/b.bin: does not exist, nor does the folder {0}/a;"),
+        ("a/b.bin", "a/b.bin: does not exist in {0}/a; give a path"),
         ("hf/typo.safetensors", "hf/typo.safetensors: does not exist in .*model.safetensors"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from common.dataset import Blend, Prefetch, Samples, ShardedSampler, ordered_batches
-from common.errors import ConfigError, DataError
+from common.errors import DataError
 from tests.common.dataset.conftest import windows_of
 
 
@@ -73,12 +73,6 @@ def test_the_hash_tells_other_data_and_other_settings(write_pair) -> None:
     others = [first(41), first(seed=6), first(seq_length=5), first(split="valid")]
     others += [first(shuffle=False), first(split_weights=(1, 1, 1))]
     assert len({first(), *others}) == 7 and first() == first()
-
-
-@pytest.mark.parametrize(("size", "rank", "batch"), [(3, 0, 8), (2, 2, 8), (2, -1, 8), (0, 0, 8), (1, 0, 0)])
-def test_contradicting_sizes_are_refused(samples, size, rank, batch) -> None:
-    with pytest.raises(ConfigError, match=r"global_batch_size|data_parallel_rank"):
-        rank_of(samples, rank, size, batch)
 
 
 @pytest.mark.parametrize(
