@@ -18,6 +18,7 @@ from common.cluster.places import find_places
 from common.cluster.rank_table import table_warnings
 from common.cluster.rank_table_files import read_table, to_json, wait_for_table, write_table
 from common.errors import DataError
+from tests import cluster_tables
 from tests.cluster_tables import devices
 from tools.hccl_tools import main
 
@@ -30,15 +31,14 @@ def put(folder: Path, data: Any) -> Path:
     return path
 
 
-def server(number: int, ranks: range) -> dict[str, Any]:
-    addresses = [f"192.168.{number}.{i + 1}" for i in range(len(ranks))]
-    held = devices(addresses, first_rank=ranks[0])
-    return {"server_id": f"10.0.0.{number}", "device": held, "host_nic_ip": "reserve"}
-
-
-def table_1() -> dict[str, Any]:
-    servers = [server(1, range(0, 2)), server(2, range(2, 4))]
-    return {"version": "1.0", "server_count": "2", "server_list": servers, "status": "completed"}
+def table_1(*sizes: int) -> dict[str, Any]:
+    """Return a table of servers with so many devices; of two with two each, if none is given."""
+    servers, first = [], 0
+    for number, size in enumerate(sizes or (2, 2), 1):
+        addresses = [f"192.168.{number}.{i + 1}" for i in range(size)]
+        servers.append((f"10.0.0.{number}", devices(addresses, first_rank=first)))
+        first += size
+    return cluster_tables.table_1(*servers, host_nic_ip="reserve")
 
 
 def table_12() -> dict[str, Any]:
@@ -229,8 +229,7 @@ def test_one_server_may_be_loopback_and_without_addresses_and_uneven_ones_are_re
     (warning,) = table_warnings(table)
     assert re.match(r"server 127\.0\.0\.1 is a loopback address.*--server_ip", warning)
     assert to_json(table)["server_list"] == [{"server_id": "127.0.0.1", "device": [{"device_id": "3", "rank_id": "0"}]}]
-    data = {**table_1(), "server_list": [server(1, range(0, 2)), server(2, range(2, 3))]}
-    (warning,) = table_warnings(read_table(put(tmp_path, data)))
+    (warning,) = table_warnings(read_table(put(tmp_path, table_1(2, 1))))
     assert "different numbers of devices (10.0.0.1 has 2, 10.0.0.2 has 1)" in warning
 
 
@@ -246,8 +245,9 @@ def test_one_server_may_be_loopback_and_without_addresses_and_uneven_ones_are_re
 def test_the_address_is_the_first_field_that_is_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, str], address: str
 ) -> None:
-    first = {**server(1, range(0, 2)), "server_id": "node_0", **fields}
-    path = put(tmp_path, {**table_1(), "server_list": [first, server(2, range(2, 4))]})
+    data = table_1()
+    data["server_list"][0] |= {"server_id": "node_0", **fields}
+    path = put(tmp_path, data)
     table = read_table(path)
     assert table.server_list[0].address == address
     assert find_places(range(2, 4), rank_size=4, table=table).master == address

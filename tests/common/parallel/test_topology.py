@@ -10,20 +10,17 @@ from common.errors import ConfigError
 from common.parallel.run import topology_of
 from common.parallel.topology import Coordinates, GroupKind, Topology
 
-LAYOUTS = [
-    (1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (4, 2, 4), (4, 8, 1), (8, 1, 16),
-    (1, 8, 16), (3, 2, 5), (5, 3, 2),
-]  # fmt: skip
-"""data, tensor, pipeline"""
+LAYOUTS = ["1x1x1", "8x1x1", "1x4x1", "1x1x4", "2x2x2", "4x2x4", "4x8x1", "8x1x16", "1x8x16", "3x2x5", "5x3x2"]
+"""data x tensor x pipeline"""
 MEGATRON = {GroupKind.TENSOR: "tp", GroupKind.DATA: "dp", GroupKind.PIPELINE: "pp"}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_groups_and_coordinates_are_megatrons(layout: tuple[int, int, int]) -> None:
+def test_groups_and_coordinates_are_megatrons(layout: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = pytest.importorskip("megatron.core.parallel_state")
-    data, tensor, pipeline = layout
+    data, tensor, pipeline = map(int, layout.split("x"))
     sizes = {"tp": tensor, "ep": 1, "dp": data, "pp": pipeline, "cp": 1}
     theirs = state.RankGenerator(**sizes, order="tp-cp-ep-dp-pp")
     topology = Topology(data=data, tensor=tensor, pipeline=pipeline)

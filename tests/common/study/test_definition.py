@@ -185,22 +185,12 @@ def test_groups_and_baselines() -> None:
     assert [each.cell.group for each in lonely] == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("seed", 7),
-        ("train.deterministic", True),
-        ("optimizer.learning_rate", 1e-05),
-        ("optimizer.decay_steps", None),
-        ("data.train", ["0.3", "a: b", "0.7", "c"]),
-        ("parallel.stage_layers", [1, 3]),
-        ("logging.project", "42"),
-        ("logging.project", "a b: c"),
-    ],
-)
-def test_a_word_says_the_value(key: str, value: Any) -> None:
-    config = load_config(TINY, [as_word(key, value)])
-    assert dict(flatten(config.model_dump()))[key] == value
+def test_a_word_says_the_value() -> None:
+    values = (7, True, 1e-05, None, ["0.3", "a: b", "0.7", "c"], [1, 3], "42", "a b: c")
+    keys = "seed train.deterministic optimizer.learning_rate optimizer.decay_steps data.train parallel.stage_layers"
+    for key, value in zip((*keys.split(), "logging.project", "logging.project"), values, strict=True):
+        config = load_config(TINY, [as_word(key, value)])
+        assert dict(flatten(config.model_dump()))[key] == value
 
 
 # ---- plans of cells, and the table of --plan ----

@@ -102,16 +102,14 @@ def test_rounds_alternate_their_direction(study: Fixture) -> None:
     assert found.finished and list(missing(found)) == []
 
 
-@pytest.mark.parametrize(("number", "stop"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_a_stopped_study_resumes_after_the_last_repeat(study: Fixture, number, stop) -> None:
-    study.programs["seed2"] = f"import os; os.kill({os.getpid()}, {int(number)}); import time; time.sleep(60)"
+def test_a_stopped_study_resumes_after_the_last_repeat(study: Fixture) -> None:
     before = children()
-    with pytest.raises(stop) as caught:
-        study.run()
-    assert caught.value.args == ((143,) if stop is SystemExit else ()) and children() <= before
-    assert study.started == ["seed1/1", "seed2/1"]
-    if stop is KeyboardInterrupt:
-        return
+    for number, stop, arguments in ((signal.SIGINT, KeyboardInterrupt, ()), (signal.SIGTERM, SystemExit, (143,))):
+        study.programs["seed2"] = f"import os; os.kill({os.getpid()}, {int(number)}); import time; time.sleep(60)"
+        with pytest.raises(stop) as caught:
+            study.run()
+        assert caught.value.args == arguments and children() <= before and study.started[-1] == "seed2/1"
+    assert study.started == ["seed2/1"]
     half = read_study(study.folder)
     assert (states(half)["seed1"], states(half)["seed2"]) == ([State.FINISHED], [])
     assert half.finished is None

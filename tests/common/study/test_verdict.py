@@ -14,7 +14,7 @@ from common.study.report import templates
 from common.study.results import CellResult, State
 from common.study.same_losses import Departure, Kind
 from common.study.statistics import compare, noise_of, summarize
-from common.study.verdict import Verdict, judge
+from common.study.verdict import judge
 from tests.common.study.synthetic import MIB, TOKENS, cell, losses, measured, norms, prediction, speeds, study
 
 EXACT = 3e-8
@@ -85,10 +85,10 @@ def test_a_planted_fault_is_named(changes: dict[str, Any], kind: Kind, step: int
         assert found.relative == pytest.approx(1e-3 / 1.001, rel=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{"loss": [math.nan] * 10}, {"gradient_norm": []}])
-def test_cells_without_figures_are_not_the_same(changes: dict[str, Any]) -> None:
-    verdict = judge(study([cell(name, [measured(**changes)] * 2) for name in ("a", "b")]))
-    assert set(verdict.different) == {"a", "b"} and verdict.groups[0].same == ()
+def test_cells_without_figures_are_not_the_same() -> None:
+    for changes in ({"loss": [math.nan] * 10}, {"gradient_norm": []}):
+        verdict = judge(study([cell(name, [measured(**changes)] * 2) for name in ("a", "b")]))
+        assert set(verdict.different) == {"a", "b"} and verdict.groups[0].same == ()
 
 
 def test_steps_that_both_skipped_for_their_loss_scale_are_the_same() -> None:
@@ -117,23 +117,16 @@ def test_a_repeat_that_differs_from_its_cell_is_named() -> None:
     assert "an earlier repeat of itself" in text_of(cells)
 
 
-def test_the_faulty_cell_is_named_even_where_it_comes_first_and_is_the_baseline() -> None:
-    bad = cell("bad", [measured(loss=losses(7))] * 2, baseline="bad")
-    cells = [bad, good("dp", baseline="bad"), good("tpp", baseline="bad")]
-    assert set(judge(study(cells)).different) == {"bad"}
-
-
 def test_groups_are_judged_apart_and_no_group_is_not_compared() -> None:
-    cells = [
-        good("dp"), good("tpp"),
-        cell("x", [measured(loss=losses(3))] * 2, group="other"),
-        cell("y", [measured(loss=losses(3))] * 2, group="other"),
-        cell("z", [measured(loss=losses(4))] * 2, group=None),
-    ]  # fmt: skip
+    """A faulty cell is named even where it comes first and is the baseline."""
+    cells = [good("dp"), good("tpp"), cell("z", [measured(loss=losses(4))] * 2, group=None)]
+    cells += [cell(name, [measured(loss=losses(3))] * 2, group="other") for name in "xy"]
     verdict = judge(study(cells))
     assert [group.same for group in verdict.groups] == [("dp", "tpp"), ("x", "y")]
     assert not verdict.different
     assert 0 < verdict.groups[0].largest[Kind.LOSS] <= 2.1 * EXACT
+    bad = cell("bad", [measured(loss=losses(7))] * 2, baseline="bad")
+    assert set(judge(study([bad, good("dp", baseline="bad"), good("tpp", baseline="bad")])).different) == {"bad"}
 
 
 def test_other_frameworks_have_a_tolerance_that_still_shows_a_scale() -> None:
@@ -166,11 +159,11 @@ def test_a_cell_slower_than_the_spread_is_behind_the_fastest() -> None:
 @pytest.mark.parametrize("by", ["settings", "base"])
 def test_models_of_other_sizes_are_ranked_apart(by: str) -> None:
     cells = []
-    for number, (size, name, speed) in enumerate(
+    for seed, (size, name, speed) in enumerate(
         [("S", "dp", 9000), ("S", "tp", 7000), ("L", "dp", 900), ("L", "tp", 990)]
     ):
         model = {"base": size} if by == "base" else {"settings": {"model.num_layers": 2 + 6 * (size == "L")}}
-        cells.append(good(f"{size}-{name}", speed, axes={"size": size, "layout": name}, seed=number, **model))
+        cells.append(good(f"{size}-{name}", speed, axes={"size": size, "layout": name}, seed=seed, **model))
     found = [(each.labels["size"], each.cells) for each in judge(study(cells)).rankings]
     assert found == [("S", ("S-dp", "S-tp")), ("L", ("L-tp", "L-dp"))]
 
@@ -211,11 +204,9 @@ def test_an_order_that_the_plan_got_wrong_is_named() -> None:
 
 
 def test_failures_are_named_and_never_compared() -> None:
-    cells = [
-        good("dp"), good("tpp"), cell("oom", [State.OUT_OF_MEMORY] * 3),
-        cell("late", [measured(), State.TIMED_OUT, measured()]), cell("todo", []),
-    ]  # fmt: skip
-    verdict: Verdict = judge(study(cells))
+    cells = [good("dp"), good("tpp"), cell("late", [measured(), State.TIMED_OUT, measured()])]
+    cells += [cell("oom", [State.OUT_OF_MEMORY] * 3), cell("todo", [])]
+    verdict = judge(study(cells))
     assert verdict.groups[0].same == ("dp", "tpp", "late") and not verdict.different
     found = text_of(cells)
     assert "No result, out of memory: `oom`" in found
