@@ -25,6 +25,7 @@ from common.cluster.rank_environment import (
     shell_text,
 )
 from common.errors import ConfigError
+from common.launcher.jobs import make_children
 from common.processes import addresses as own_addresses
 from common.processes.addresses import interface_of, is_own
 
@@ -73,6 +74,10 @@ def test_mindspore_without_a_table_meets_through_a_scheduler() -> None:
     assert found.items() >= {**ours, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": "1"}.items()
     meeting = make_rendezvous(places, port=4000, table=None, backend="mindspore", environ={})
     assert scheduler_variables(places, meeting).items() >= {**ours, "MS_ROLE": "MS_SCHED"}.items()
+    for node, expected in enumerate((["0", "1", "_scheduler"], ["2", "3"])):
+        own = find_places(range(2), master="127.0.0.1", nodes=2, node_rank=node)
+        children = make_children(own, meeting, ("a",), environ={})
+        assert [child.log_folder.removeprefix("mf_parallel") for child in children] == expected
     for alone in (
         variables(find_places(range(1)), 0, backend="mindspore"),
         variables(places, 0, backend="mindspore", table=Path("/t")),
