@@ -1,7 +1,7 @@
 """Two pods train the losses of one process. A mounted rank table, which the platform fills while
 they wait, tells them of each other. They are network namespaces with addresses of their own.
 
-What a training operator tells its pods: tests/common/cluster/test_pods.py.
+What a training operator tells its pods: tests/common/cluster/test_places.py.
 """
 
 from __future__ import annotations

@@ -1,15 +1,25 @@
-"""Ranges and places, against the numbers of the tutorial of MindFormers' run_distribute.sh."""
+"""Ranges and places, against the numbers of the tutorial of MindFormers' run_distribute.sh; runs
+that the environment of a pod and a mounted rank table describe.
+"""
 
+import json
+import re
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from common.cluster.places import RankPlacement, find_places, parse_range
+from common.cluster.environment import place_of_pod
+from common.cluster.places import RankPlacement, find_places, parse_range, server_of_pod
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table
 from common.errors import ConfigError
-from tests.cluster_tables import write_tutorial_table
+from common.launcher.request import DistributeOptions, parse_distribute
+from tests.cluster_tables import table_1, tutorial_servers, write_tutorial_table
+
+REFUSALS = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
 
 
 @pytest.fixture
@@ -22,22 +32,10 @@ def test_the_end_is_exclusive_however_it_is_written(text: str) -> None:
     assert list(parse_range(text)) == [8, 9, 10, 11, 12, 13, 14, 15]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[a,8]", "start_device=a is not a number"),
-        ("[0,b]", "end_device=b is not a number"),
-        ("[٣,8]", "start_device=٣ is not a number"),
-        ("[0.0,2)", "start_device=0.0 is not a number"),
-        *((text, "expected a range such as '[0,8]'") for text in ("0", ",", "[8]", "(0,8)")),
-        *((text, "an exclusive, greater end") for text in ("[8,0]", "[4,4)")),
-        ("[0,1,4]", "for single devices give --devices 0,1,4"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), REFUSALS["ranges"])
 def test_a_range_that_is_none(text: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         parse_range(text)
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 8), (8, 16), (16, 24), (24, 32)])
@@ -86,33 +84,95 @@ def test_a_range_of_devices_is_that_of_the_server_with_an_address_of_this_machin
         find_places(range(8), table=tutorial)
 
 
+@pytest.mark.parametrize(("text", "rank_size", "more", "message"), REFUSALS["places"])
+def test_ranges_that_contradict_the_table_or_each_other(
+    tutorial: RankTable, text: str, rank_size: int | None, more: dict[str, Any] | None, message: str
+) -> None:
+    table = tutorial if more is None else None
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        find_places(parse_range(text), rank_size=rank_size, table=table, **(more or {}))
+
+
+# ---- what the environment of a pod and a mounted rank table say ----
+
+POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+OLD = {"MASTER_ADDR": "gpt2-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "3", "RANK": "2"}
+NEW = OLD | {"WORLD_SIZE": "24", "PET_NNODES": "3", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "8"}
+"""Variables of a worker with training-operator 1.9 and nprocPerNode 8.
+
+RANK counts pods, WORLD_SIZE ranks.
+"""
+TRAINER = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a", **POD}
+"""Variables of Kubeflow's trainer: torchrun is to set the others."""
+
+
 @pytest.mark.parametrize(
-    ("numbers", "rank_size", "more", "message"),
+    ("environ", "expected"),
     [
-        (range(8), 16, None, "RANK_SIZE=16, but the rank table holds 32 ranks"),
-        (range(8), None, None, "the rank table is of 4 servers, so the range must be of ranks"),
-        (
-            range(4, 12),
-            32,
-            None,
-            "not those of one server of the rank table: 10.155.111.140 has 0-7; 10.155.111.141 has 8-15",
-        ),
-        (range(4), 32, None, "start all ranks of a server at once"),
-        (range(24, 40), 32, None, r"the ranks \[24,40\) go past RANK_SIZE=32"),
-        (range(8, 16), 16, {}, "2 hosts need a common address: give --master IP:PORT"),
-        (range(8), 12, {}, "are not an equal part of RANK_SIZE=12"),
-        (range(4, 12), 16, {}, "are not an equal part of RANK_SIZE=16"),
-        (range(8, 16), 16, {"master": "a", "node_rank": 0}, "--node_rank 0, but .* make it 1"),
-        (range(8), None, {"master": "a", "nodes": 2}, "--nnodes 2 needs --node_rank"),
-        (range(8), None, {"master": "a", "nodes": 2, "node_rank": 2}, "is not among --nnodes 2"),
-        (range(8), None, {"node_rank": 0}, "--node_rank 0 needs --nnodes"),
-        (range(10**9), None, {}, "1000000000 ranks are more than"),
-        (range(8), None, {"nodes": 10**8}, "800000000 ranks are more than"),
+        (NEW, (3, 2, "gpt2-master-0", 23456)),
+        ({**POD, **OLD}, (3, 2, "gpt2-master-0", 23456)),
+        ({**NEW, "MASTER_PORT": ""}, (3, 2, "gpt2-master-0", 29500)),
+        # the first operators told the master localhost
+        ({**POD, **OLD, "MASTER_ADDR": "localhost", "RANK": "0"}, (3, 0, socket.gethostname(), 23456)),
+        ({**TRAINER, "PET_MASTER_PORT": "29400"}, (2, 0, "a", 29400)),
+        # one host; outside pods, variables of an earlier launch in a shell mean nothing
+        *((environ, None) for environ in (POD, OLD, {**NEW, "PET_NNODES": "1"}, {**POD, **OLD, "WORLD_SIZE": "1"})),
     ],
 )
-def test_ranges_that_contradict_the_table_or_each_other(
-    tutorial: RankTable, numbers: range, rank_size: int | None, more: dict[str, Any] | None, message: str
-) -> None:
-    """more: None with the table."""
-    with pytest.raises(ConfigError, match=message):
-        find_places(numbers, rank_size=rank_size, table=tutorial if more is None else None, **(more or {}))
+def test_hosts_of_a_job(environ: dict[str, str], expected: tuple[int, int, str, int] | None) -> None:
+    place = place_of_pod(environ)
+    assert (place and (place.world_size, place.rank, place.master, place.port)) == expected
+
+
+@pytest.mark.parametrize(("change", "said"), REFUSALS["pods"])
+def test_variables_that_cannot_be(change: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        place_of_pod({**NEW, **change})
+
+
+@pytest.mark.parametrize(("name", "value"), [("XDL_IP", "10.0.0.2"), ("POD_IP", "172.16.0.2")])
+def test_the_server_that_a_pod_is(tmp_path: Path, name: str, value: str) -> None:
+    data = table_1(*tutorial_servers(2, 2, first_device=4))
+    for number, entry in enumerate(data["server_list"], 1):  # as MindCluster writes it
+        entry |= {"server_id": f"10.0.0.{number}", "container_ip": f"172.16.0.{number}"}
+    (tmp_path / "hccl.json").write_text(json.dumps(data))
+    table = read_table(tmp_path / "hccl.json")
+    assert server_of_pod(table, {**POD, "HOSTNAME": "gpt2-worker-1", "POD_IP": "172.16.0.9"}) is None
+    server = server_of_pod(table, {**POD, "HOSTNAME": "gpt2-worker-1", name: value})
+    assert server is not None and server.server_id == "10.0.0.2"
+    assert server_of_pod(table, {name: value}) is None, "not in a pod"
+    places = find_places(range(2), table=table, pod=server)
+    assert places.master == "172.16.0.1" and places.own_host == "172.16.0.2"
+    # devices as the driver counts them in the container; those of the table are the node's
+    assert [(place.rank, place.device_id) for place in places.own] == [(2, 0), (3, 1)]
+    places = find_places((4, 5), table=table, pod=server)
+    assert [(place.rank, place.device_id) for place in places.own] == [(2, 4), (3, 5)]
+    with pytest.raises(ConfigError, match="is not what the rank table holds"):
+        find_places(range(4), table=table, pod=server)
+
+
+def test_the_only_server_and_pod_names_of_version_0(tmp_path: Path, samples: Path) -> None:
+    path = tmp_path / "hccl.json"
+    one = read_table(write_tutorial_table(path, servers=1, devices=4, first_device=4))
+    places = find_places(range(4), table=one, pod=server_of_pod(one, POD))
+    assert [place.device_id for place in places.own] == [0, 1, 2, 3]
+    table = read_table(samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json")
+    server = server_of_pod(table, {**POD, "HOSTNAME": "fake-job-pod-1"})
+    assert server is not None and server.server_id == "10.19.1.79"
+    assert [place.rank for place in find_places(range(8), table=table, pod=server).own] == list(range(8, 16))
+
+
+def test_a_mounted_table_may_come_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "a.yaml"
+    config.write_text("seed: 1\n")
+
+    def parsed(table: Path) -> Path | None:
+        options = DistributeOptions(words=(str(table), str(config), "[0,1]", "train"))
+        return parse_distribute(options, ["train"], ()).table
+
+    with pytest.raises(ConfigError, match="is not a file"):
+        parsed(tmp_path / "hccl.json")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    assert parsed(tmp_path / "hccl.json") == tmp_path / "hccl.json"
+    with pytest.raises(ConfigError, match="is not a file"):
+        parsed(tmp_path / "absent" / "hccl.json")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from common.cluster.environment import Process, find_process
-from common.cluster.places import RankPlacement, find_places, place_hosts
+from common.cluster.places import Placement, RankPlacement, find_places, place_hosts
 from common.cluster.rank_environment import (
     hccl_seconds,
     make_rendezvous,
@@ -25,13 +25,14 @@ from common.cluster.rank_environment import (
     shell_text,
 )
 from common.errors import ConfigError
+from common.launcher.jobs import make_children
 from common.processes import addresses as own_addresses
 from common.processes.addresses import interface_of, is_own
 
 
 def variables(
-    places, number: int, *, backend: str = "torch", table: Path | None = None, **environ: str
-) -> dict[str, str]:  # type: ignore[no-untyped-def]
+    places: Placement, number: int, *, backend: str = "torch", table: Path | None = None, **environ: str
+) -> dict[str, str]:
     meeting = make_rendezvous(places, port=None, table=table, backend=backend, environ=environ)
     return rank_variables(places.own[number], places, meeting, cores=3, environ=environ)
 
@@ -47,10 +48,8 @@ def test_both_frameworks_are_told_the_same() -> None:
     )
     assert [f"{name}={value}" for name, value in found.items()] == expected.split()
     process = find_process({**found, "RANK_TABLE_FILE": "", "GPT2_LAUNCHER_PID": "1"})
-    assert process == Process(
-        **{"rank": 1, "world_size": 2, "local_rank": 1, "local_world_size": 2, "device_id": 5},
-        **{"master": "127.0.0.1", "port": 4000, "launcher": "launch"},
-    )
+    own = Process(rank=1, world_size=2, local_rank=1, local_world_size=2, device_id=5)
+    assert process == replace(own, master="127.0.0.1", port=4000, launcher="launch")
     given = {"HCCL_CONNECT_TIMEOUT": "60", "OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth7"}
     assert variables(find_places(range(2)), 0, **given).items() >= given.items()
 
@@ -61,8 +60,11 @@ def test_a_free_port_on_one_host_and_a_known_one_on_several() -> None:
         free.bind(("127.0.0.1", second))
     assert first > 61439  # a connection of another program would take a lower one meanwhile
     several = find_places(range(2), master="127.0.0.1", nodes=2, node_rank=0)
-    assert variables(several, 0)["MASTER_PORT"] == "29500"
     assert variables(several, 0, MASTER_PORT="4000")["MASTER_PORT"] == "4000"
+    found = variables(find_places(range(2), master="127.0.0.1", nodes=2, node_rank=1), 0)
+    assert network(found) == ("127.0.0.1", "lo", "=lo")
+    assert [found[name] for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR")] == ["2", "0", "127.0.0.1"]
+    assert found["MASTER_PORT"] == "29500"
 
 
 def test_mindspore_without_a_table_meets_through_a_scheduler() -> None:
@@ -72,6 +74,10 @@ def test_mindspore_without_a_table_meets_through_a_scheduler() -> None:
     assert found.items() >= {**ours, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": "1"}.items()
     meeting = make_rendezvous(places, port=4000, table=None, backend="mindspore", environ={})
     assert scheduler_variables(places, meeting).items() >= {**ours, "MS_ROLE": "MS_SCHED"}.items()
+    for node, expected in enumerate((["0", "1", "_scheduler"], ["2", "3"])):
+        own = find_places(range(2), master="127.0.0.1", nodes=2, node_rank=node)
+        children = make_children(own, meeting, ("a",), environ={})
+        assert [child.log_folder.removeprefix("mf_parallel") for child in children] == expected
     for alone in (
         variables(find_places(range(1)), 0, backend="mindspore"),
         variables(places, 0, backend="mindspore", table=Path("/t")),
@@ -84,17 +90,10 @@ def network(found: dict[str, str]) -> tuple[str | None, ...]:
     return tuple(map(found.get, names))
 
 
-def test_several_hosts_meet_over_the_interface_of_this_ones_address() -> None:
-    found = variables(find_places(range(2), master="127.0.0.1", nodes=2, node_rank=1), 0)
-    assert network(found) == ("127.0.0.1", "lo", "=lo")
-    assert (found["RANK"], found["LOCAL_RANK"], found["MASTER_ADDR"]) == ("2", "0", "127.0.0.1")
-
-
 @pytest.mark.parametrize(
     ("addresses", "routes"),
     [
         ({"nodea": ["127.0.1.1"]}, {"192.0.2.1": "10.0.0.7"}),
-        ({"nodea": ["127.0.1.1"]}, {}),
         ({"nodea": ["127.0.1.1"], "nodeb": ["10.0.0.8"]}, {"10.0.0.8": "10.0.0.7"}),
         ({"nodea": ["127.0.1.1", "10.0.0.7"]}, {}),
         # the way to the others is the host's own loopback address
@@ -105,14 +104,11 @@ def test_a_name_of_its_own_that_stands_for_loopback_is_not_told_to_the_others(
     monkeypatch: pytest.MonkeyPatch, addresses: dict[str, list[str]], routes: dict[str, str]
 ) -> None:
     """Debian's /etc/hosts has 127.0.1.1 for the name of the machine."""
-    held = [
-        (ipaddress.ip_address(address), name)
-        for address, name in (("127.0.0.1", "lo"), ("127.0.1.1", "lo"), ("10.0.0.7", "eth0"))
-    ]
-    monkeypatch.setattr(
-        own_addresses, "_addresses", lambda host: [host] if own_addresses.is_ip(host) else addresses.get(host, [])
-    )
-    monkeypatch.setattr(own_addresses, "_interfaces", lambda: held)
+    held = (("127.0.0.1", "lo"), ("127.0.1.1", "lo"), ("10.0.0.7", "eth0"))
+    interfaces = [(ipaddress.ip_address(address), name) for address, name in held]
+    known = addresses | {address: [address] for address, _ in (*held, ("10.0.0.8", ""))}
+    monkeypatch.setattr(own_addresses, "_addresses", lambda host: known.get(host, []))
+    monkeypatch.setattr(own_addresses, "_interfaces", lambda: interfaces)
     monkeypatch.setattr(own_addresses, "_route_to", routes.get)
     hosts = ("nodea", "nodeb") if "nodeb" in addresses else ("nodea", "node 1")
     places = tuple(RankPlacement(rank=rank, device_id=0, local_rank=0, host=host) for rank, host in enumerate(hosts))
@@ -130,14 +126,12 @@ def test_interfaces_are_those_of_the_ip_command() -> None:
     assert is_own("localhost")
 
 
-WORDS = ['predict.prompt=it\'s a "test"; $HOME `ls` \\n * [0,8]', "a b", "", "new\nline", "小"]
-
-
 def test_the_shell_text_is_what_a_shell_reads_back() -> None:
+    words = ['predict.prompt=it\'s a "test"; $HOME `ls` \\n * [0,8]', "a b", "", "new\nline", "小"]
     show = "import json, os, sys; print(json.dumps([os.environ['NAME'], *sys.argv[1:]]))"
-    text = shell_text({"NAME": WORDS[0]}, [sys.executable, "-c", show, *WORDS])
+    text = shell_text({"NAME": words[0]}, [sys.executable, "-c", show, *words])
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [WORDS[0], *WORDS]
+    assert json.loads(done.stdout) == [words[0], *words]
 
 
 def test_master() -> None:
@@ -151,10 +145,9 @@ def test_master() -> None:
         variables(find_places(range(2)), 0, MASTER_PORT="x")
 
 
-@pytest.mark.parametrize(("limit", "seconds"), [(3630, "3672"), (68, "68"), (77.0, "136"), (17341, "17340")])
-def test_hccl_waits_in_multiples_of_68(limit: float, seconds: str) -> None:
+def test_hccl_waits_in_multiples_of_68() -> None:
     """No less than the limit, unless that is more than a first Ascend can."""
-    assert hccl_seconds(limit) == seconds
+    assert [hccl_seconds(limit) for limit in (3630, 68, 77.0, 17341)] == ["3672", "68", "136", "17340"]
 
 
 def test_gloo_takes_the_way_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,20 +67,18 @@ def test_every_layout_is_suggested_or_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "ranks"),
+    ("text", "ranks"),
     [
-        (("parallel.pipeline_stage=2", "parallel.stage_layers=[7,5]"), 2),
-        (("train.accumulation_steps=4", "train.global_batch_size=null"), 1),
-        (("parallel.micro_batch_num=4", "train.global_batch_size=null"), 1),
-        (("parallel.data_parallel=8", "parallel.zero_stage=3", "parallel.shard_size=2"), 8),
-        (("parallel.model_parallel=2", "train.recompute_slice_activation=true",
-          "backend=mindspore"), 2),
-        (("train.recompute=full", "train.recompute_layers=3"), 1),
+        ("parallel.pipeline_stage=2 parallel.stage_layers=[7,5]", 2),
+        ("train.accumulation_steps=4 train.global_batch_size=null", 1),
+        ("parallel.data_parallel=8 parallel.zero_stage=3 parallel.shard_size=2", 8),
+        ("parallel.model_parallel=2 train.recompute_slice_activation=true backend=mindspore", 2),
+        ("train.recompute=full train.recompute_layers=3", 1),
     ],
-)  # fmt: skip
-def test_every_suggestion_can_be_pasted(words: tuple[str, ...], ranks: int) -> None:
+)
+def test_every_suggestion_can_be_pasted(text: str, ranks: int) -> None:
     """Behind a command that has keys which other layouts cannot keep, and makes the plan shown."""
-    words = ("train.micro_batch_size=4", *words)
+    words = ["train.micro_batch_size=4", *text.split()]
     found = suggest(preset("run_gpt2_124m", *words, ranks=ranks), 8, A100)
     assert len(found.fitting) > 2
     for layout in found.fitting:
@@ -88,7 +86,7 @@ def test_every_suggestion_can_be_pasted(words: tuple[str, ...], ranks: int) -> N
         assert make_plan(resolve_on(again, A100, world_size=8)) == layout.plan
 
 
-def test_reasons() -> None:
+def test_reasons_and_no_devices() -> None:
     found = reasons(suggest(small(), 12, ASCEND))
     assert not {(12, 1, 1), (6, 2, 1), (3, 1, 4), (1, 3, 4), (1, 6, 2)} & {*found}
     found |= reasons(suggest(small(train={"global_batch_size": 4}), 8, ASCEND))
@@ -100,12 +98,8 @@ def test_reasons() -> None:
         ((4, 1, 2), "1f1b needs at least 2 micro batches, one per stage, not 1"),
     ):
         assert found[layout].startswith(reason)
-
-
-def test_no_devices_and_more_than_any_cluster_has() -> None:
     for devices in (0, 999999937):
-        said = f"--devices {devices}: .*at least 1 and at most 262144"
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=f"--devices {devices}: .*at least 1 and at most 262144"):
             suggest(small(), devices, ASCEND)
 
 
@@ -123,36 +117,23 @@ def test_nothing_fits() -> None:
     assert f"more than the 31.0 GiB of {limit}, whatever ZeRO" in text
 
 
-@pytest.mark.parametrize("engine", ["native", "deepspeed"])
-def test_a_model_that_fits_recomputes_nothing(engine: str) -> None:
-    found = suggest(small(engine=engine), 4, ASCEND).fitting
-    assert found and {layout.config.train.recompute for layout in found} == {"none"}
-
-
 def tried_one_by_one(config: Run, at: Axes) -> Layout | None:
     """The fastest way of all that fit, by their whole plans."""
     best, hardware = None, Hardware(kind="auto", name=ASCEND.name, memory=ASCEND.memory)
     keys = dict(zip(("data_parallel", "model_parallel", "pipeline_stage"), at, strict=True))
     # MindSpore has neither ZeRO 2 nor sequence parallelism, which only a training refuses
     zeros, sequences = (2, 1) if config.backend == "mindspore" else (4, 2)
-    modes = ("none", "selective", "full")
-    for zero, mode, sequence in product(range(zeros), modes, (False, True)[:sequences]):
+    for zero, mode, sequence in product(range(zeros), ("none", "selective", "full"), (False, True)[:sequences]):
         parallel = {**keys, "zero_stage": zero, "sequence_parallel": sequence}
-        train = {"accumulation_steps": None, "recompute": mode}
+        changes = {"parallel": parallel, "train": {"accumulation_steps": None, "recompute": mode}}
         try:
-            run = resolve_other(
-                config, world_size=24, hardware=hardware, device="auto",
-                parallel=parallel, train=train,
-            )  # fmt: skip
+            run = resolve_other(config, world_size=24, hardware=hardware, device="auto", **changes)
         except ConfigError:
             continue
-        plan = make_plan(run)
-        if plan.peak > (memory_limit(run, ASCEND) or 0) or schedule_error(
-            run.parallel.pipeline_schedule, run.topology, run.batch.accumulation
-        ):
-            continue
-        seconds = time_of(plan, run, ASCEND).total
-        if best is None or seconds < best.seconds * (1 - EQUAL):
+        plan, seconds = make_plan(run), time_of(make_plan(run), run, ASCEND).total
+        cannot = schedule_error(run.parallel.pipeline_schedule, run.topology, run.batch.accumulation)
+        is_faster = best is None or seconds < best.seconds * (1 - EQUAL)
+        if plan.peak <= (memory_limit(run, ASCEND) or 0) and not cannot and is_faster:
             best = Layout(config=run, seconds=seconds)
     return best
 
@@ -177,37 +158,23 @@ def test_nothing_is_lost_by_what_is_not_tried(schedule: str, sections: dict[str,
     sections = sections | {"context": context, "parallel": {"pipeline_schedule": schedule}}
     config = small(model=model, train={"global_batch_size": 48}, **sections)
     found = suggest(config, 24, ASCEND)
-    wanted = [
-        tried_one_by_one(config, at)
-        for at in {*map(axes, found.fitting), *reasons(found)}
-        if at[1] <= ASCEND.server_devices
-    ]
-    fitting = [with_larger_batches(layout, ASCEND) for layout in wanted if layout is not None]
+    tried = {at for at in {*map(axes, found.fitting), *reasons(found)} if at[1] <= ASCEND.server_devices}
+    wanted = {at: tried_one_by_one(config, at) for at in tried}
+    fitting = {at: with_larger_batches(layout, ASCEND) for at, layout in wanted.items() if layout is not None}
     assert {axes(layout): layout.seconds for layout in found.fitting} == (
-        pytest.approx({axes(layout): layout.seconds for layout in fitting})
+        pytest.approx({at: layout.seconds for at, layout in fitting.items()})
     )
-    chosen = {axes(layout): layout.config for layout in fitting}
-    assert all(layout.config == chosen[axes(layout)] for layout in found.fitting)
+    assert all(layout.config == fitting[axes(layout)].config for layout in found.fitting)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "model"),
-    [
-        ("1f1b", {"num_layers": 221760}),
-        ("interleaved_zero_bubble", {"num_layers": 5040, "hidden_size": 840, "num_heads": 840}),
-    ],
-)
-def test_layouts_of_as_many_stages_and_micro_batches_as_there_are_take_seconds(
-    schedule: str, model: dict[str, int]
-) -> None:
+def test_layouts_of_as_many_stages_and_micro_batches_as_there_are_take_seconds() -> None:
     """221760 = 2^6 x 3^2 x 5 x 7 x 11 devices have 4536 layouts, and a batch of 4 samples a device
     divides among them all.
     """
     start = time.process_time()
-    model = {**LARGE, "hidden_size": 5120, "num_heads": 40, "vocab_size": 50257, **model}
-    train, parallel = {"global_batch_size": 4 * 221760}, {"pipeline_schedule": schedule}
-    config = small(model=model, train=train, parallel=parallel)
-    found = suggest(config, 221760, require_accelerator("910B1"))
+    model = {"num_layers": 5040, "hidden_size": 840, "num_heads": 840, "seq_length": 1024, "vocab_size": 50257}
+    train, parallel = {"global_batch_size": 4 * 221760}, {"pipeline_schedule": "interleaved_zero_bubble"}
+    found = suggest(small(model=model, train=train, parallel=parallel), 221760, require_accelerator("910B1"))
     assert len(found.fitting) + len(reasons(found)) == 4536
     assert time.process_time() - start < 30, "counted one by one it never ends, or takes minutes"
 
@@ -242,11 +209,9 @@ def test_each_layout_has_the_largest_micro_batch_that_fits() -> None:
 def test_a_given_micro_batch_doubles_while_that_is_faster() -> None:
     for layout in suggest(preset("run_gpt2_175b"), 128, A100_80).fitting:
         size = layout.config.train.micro_batch_size
-        assert size in (1, 2, 4, 8)
         for other in {size // 2, size * 2} - {0}:
             plan = make_plan(run := with_batch(layout, other))
-            faster = time_of(plan, run, A100_80).total < layout.seconds
-            assert not faster or plan.peak > A100_80.memory * 0.94
+            assert time_of(plan, run, A100_80).total >= layout.seconds or plan.peak > A100_80.memory * 0.94
 
 
 def test_ties_are_named_and_reasons_take_a_line_each() -> None:
@@ -258,12 +223,8 @@ def test_ties_are_named_and_reasons_take_a_line_each() -> None:
     seconds, memory = ([float(row[column]) for row in rows] for column in (8, 7))
     assert count > 1 and max(seconds) <= 1.035 * min(seconds) and memory == sorted(memory)
     said = lines[lines.index("Not possible:") + 1 :]
-    assert said[0] == (
-        "  data 1-32, tensor 12-384, pipeline 1-32 (41 layouts): tensor parallel would leave a server of 8 devices"
-    )
-    assert len(said) == 4
-    everything = describe_suggestions(found, 384, A100_80, all_layouts=True).splitlines()
-    assert len(everything) == len(found.fitting) + 2 * len(said) + 8
+    assert said[0].startswith("  data 1-32, tensor 12-384, pipeline 1-32 (41 layouts): tensor parallel would leave")
+    assert len(describe_suggestions(found, 384, A100_80, all_layouts=True).splitlines()) > len(found.fitting)
 
 
 # ---- recomputation ----
@@ -283,16 +244,14 @@ def test_presets_recompute_nothing_on_a_card_with_80_gb(name: str, micro: int) -
     assert chosen(resolve_on(written(name), H100, world_size=1)) == (micro, "none", None)
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("axis", ["data_parallel=1", "model_parallel=2", "pipeline_stage=2"])
 @pytest.mark.parametrize("share", [1.0, 0.999, 0.75, 0.5, 0.1])
-def test_it_is_the_fastest_of_all_that_fit(share: float, layout: tuple[int, int]) -> None:
+def test_it_is_the_fastest_of_all_that_fit(share: float, axis: str) -> None:
     """All modes and numbers of blocks are tried by brute force, with one micro batch."""
-    tensor, pipeline = layout
-    axes = (f"parallel.model_parallel={tensor}", f"parallel.pipeline_stage={pipeline}")
-    config = written("run_gpt2_774m", "train.micro_batch_size=16", *axes)
-    question = Fitting(config, tensor * pipeline, None, None)
+    config = written("run_gpt2_774m", "train.micro_batch_size=16", f"parallel.{axis}")
+    question = Fitting(config, int(axis[-1]), None, None)
     limit = share * make_plan(question.resolve(recompute="none")).peak
-    found = Fitting(config, tensor * pipeline, None, limit).fastest()
+    found = Fitting(config, int(axis[-1]), None, limit).fastest()
     times = {}
     for mode, count in product(("none", "selective", "full"), range(1, 37)):
         layers = None if mode == "none" or count == 36 else count
@@ -332,13 +291,10 @@ def test_mindspore_recomputes_in_graphs_only() -> None:
 
 def test_ranks_on_this_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.planner.room.machine_memory", lambda: 40 * 2**30)
-    words = ("device=cpu", "precision=float32", "train.micro_batch_size=auto")
-    shared, half, whole = (
-        chosen(resolve_on(written("run_gpt2_124m", *words, *more), None, world_size=2))
-        for more in (
-            (),
-            ("device=npu", f"context.max_device_memory={40 * 0.94 / 2}GB"),
-            ("device=npu", f"context.max_device_memory={40 * 0.94}GB"),
-        )
-    )
-    assert shared == half != whole
+
+    def found(*more: str) -> tuple[int, str, int | None]:
+        words = ("device=cpu", "precision=float32", "train.micro_batch_size=auto")
+        return chosen(resolve_on(written("run_gpt2_124m", *words, *more), None, world_size=2))
+
+    half, whole = (found("device=npu", f"context.max_device_memory={40 * 0.94 / n}GB") for n in (2, 1))
+    assert found() == half != whole

@@ -14,88 +14,73 @@ TOKENS = 4096
 MIB = 2**20
 
 
-def losses(seed: int = 0, steps: int = STEPS + WARMUP) -> list[float]:
+def losses(seed: int = 0) -> list[float]:
     noise = random.Random(seed)
-    return [9.2 * math.exp(-step / 12) + 2 + noise.uniform(-0.05, 0.05) for step in range(steps)]
+    return [9.2 * math.exp(-step / 12) + 2 + noise.uniform(-0.05, 0.05) for step in range(STEPS + WARMUP)]
 
 
-def norms(seed: int = 0, steps: int = STEPS + WARMUP) -> list[float]:
+def norms(seed: int = 0) -> list[float]:
     noise = random.Random(seed + 1000)
-    return [1.5 + noise.uniform(-0.3, 0.3) for _ in range(steps)]
+    return [1.5 + noise.uniform(-0.3, 0.3) for _ in range(STEPS + WARMUP)]
 
 
 def measured(speed: float = 10_000.0, **changes: Any) -> Measured:
     """Return a run of this speed in tokens a second; the losses of seed 0."""
     seconds = TOKENS / speed
-    values: dict[str, Any] = {
-        "step_seconds": [seconds * factor for factor in (0.98, 1.0, 1.02)],
-        "tokens_per_step": TOKENS,
-        "samples_per_step": TOKENS // 128,
-        "loss": losses(),
-        "gradient_norm": norms(),
-        "sample_hash": "a" * 64,
-        "peak_memory": [300 * MIB, 280 * MIB],
-        "peak_memory_source": "resident memory beyond the start",
-        "split": {
-            "data": 0.02 * seconds,
-            "forward_backward": 0.7 * seconds,
-            "communication": 0.2 * seconds,
-            "update": 0.08 * seconds,
-        },
-    }
+    parts = {"data": 0.02, "forward_backward": 0.7, "communication": 0.2, "update": 0.08}
+    values: dict[str, Any] = dict(
+        step_seconds=[seconds * factor for factor in (0.98, 1.0, 1.02)],
+        tokens_per_step=TOKENS,
+        samples_per_step=TOKENS // 128,
+        loss=losses(),
+        gradient_norm=norms(),
+        sample_hash="a" * 64,
+        peak_memory=[300 * MIB, 280 * MIB],
+        peak_memory_source="resident memory beyond the start",
+        split={part: share * seconds for part, share in parts.items()},
+    )
     return Measured(**values | changes)
 
 
 def cell(name: str, runs: Sequence[Measured | State], **changes: Any) -> CellResult:
     """Return a cell with these repeats; a state other than finished has its reason."""
-    values: dict[str, Any] = {
-        "id": name,
-        "axes": {"layout": name},
-        "settings": {"parallel.data_parallel": 2},
-        "backend": "torch",
-        "engine": "native",
-        "ranks": 2,
-        "group": "all",
-    }
+    values: dict[str, Any] = {"axes": {"layout": name}, "settings": {"parallel.data_parallel": 2}, "ranks": 2}
+    values |= {"id": name, "backend": "torch", "engine": "native", "group": "all"}
     prediction = changes.pop("prediction", None)
-    return CellResult(
-        cell=Cell(**values | changes),
-        prediction=prediction,
-        repeats=[
-            Repeat(
-                index=index,
-                state=run if isinstance(run, State) else State.FINISHED,
-                reason=f"{run} of {name} <here>" if isinstance(run, State) else "",
-                command=["python", "run_gpt2.py", f"cell={name}", "a b"],
-                folder=f"cells/{name}/repeat_{index}",
-                seconds=12.0,
-                measured=None if isinstance(run, State) else run,
-            )
-            for index, run in enumerate(runs, 1)
-        ],
-    )
+    repeats = [
+        Repeat(
+            index=index,
+            state=run if isinstance(run, State) else State.FINISHED,
+            reason=f"{run} of {name} <here>" if isinstance(run, State) else "",
+            command=["python", "run_gpt2.py", f"cell={name}", "a b"],
+            folder=f"cells/{name}/repeat_{index}",
+            seconds=12.0,
+            measured=None if isinstance(run, State) else run,
+        )
+        for index, run in enumerate(runs, 1)
+    ]
+    return CellResult(cell=Cell(**values | changes), prediction=prediction, repeats=repeats)
 
 
 def prediction(peak: int = 300 * MIB, step_seconds: float | None = None) -> Prediction:
-    return Prediction(
-        memory=[{"weights": peak // 2, "activations": peak - peak // 2}] * 2, peak=[peak] * 2, step_seconds=step_seconds
-    )
+    memory = [{"weights": peak // 2, "activations": peak - peak // 2}] * 2
+    return Prediction(memory=memory, peak=[peak] * 2, step_seconds=step_seconds)
 
 
 def study(cells: Sequence[CellResult], **changes: Any) -> Study:
-    values: dict[str, Any] = {
-        "name": "layouts",
-        "title": "Layouts of two ranks",
-        "definition": {"title": "Layouts of two ranks", "axes": {"layout": ["dp2", "tp2"]}},
-        "warmup_steps": WARMUP,
-        "measured_steps": STEPS,
-        "repeats": max([len(each.repeats) for each in cells], default=3),
-        "tolerance": 1e-6,
-        "machine": Machine(host="node-7", cpu="A processor", cores=2, memory=8 * 2**30),
-        "versions": {"python": "3.12.1", "torch": "2.13.0"},
-        "started": "2026-11-20T10:00:00+00:00",
-        "finished": "2026-11-20T10:20:00+00:00",
-    }
+    values: dict[str, Any] = dict(
+        name="layouts",
+        title="Layouts of two ranks",
+        definition={"title": "Layouts of two ranks", "axes": {"layout": ["dp2", "tp2"]}},
+        warmup_steps=WARMUP,
+        measured_steps=STEPS,
+        repeats=max([len(each.repeats) for each in cells], default=3),
+        tolerance=1e-6,
+        machine=Machine(host="node-7", cpu="A processor", cores=2, memory=8 * 2**30),
+        versions={"python": "3.12.1", "torch": "2.13.0"},
+        started="2026-11-20T10:00:00+00:00",
+        finished="2026-11-20T10:20:00+00:00",
+    )
     return Study(cells=list(cells), **values | changes)
 
 

@@ -44,22 +44,12 @@ def bytes_at(time: int, size: int, device: int = 0) -> Event:
 def make_run(folder: Path, *, traced: bool = True) -> Path:
     """Two steps of warm-up, three measured, two traced. Rank 1's trace has twice the messages."""
     folder.mkdir()
-    sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": LENGTH}
     train = {"max_steps": 7, "micro_batch_size": 4, "global_batch_size": GLOBAL_BATCH}
-    tree = tiny_run(folder, model=sizes | {"vocab_size": 50}, train=train)
-    tree["parallel"] = {"data_parallel": 2}
-    save_config(build_config(tree), folder / "config.yaml")
+    save_config(build_config(tiny_run(folder, train=train, parallel={"data_parallel": 2})), folder / "config.yaml")
     times = [9.0, 1.2, 1.0, 1.1, 1.4, 4.0, 4.2]
-    rows = [
-        {
-            "step": step,
-            "loss": None if step == 4 else 5.0 - step / 10,
-            "grad_norm": 1.5,
-            "step_time": seconds,
-            "data_wait": 0.1,
-            "mfu": step / 100,
-            "sample_hash": f"hash {step}",
-        }
+    rows: list[dict[str, Any]] = [
+        {"step": step, "loss": None if step == 4 else 5.0 - step / 10, "grad_norm": 1.5, "step_time": seconds}
+        | {"data_wait": 0.1, "mfu": step / 100, "sample_hash": f"hash {step}"}
         for step, seconds in enumerate(times, 1)
     ]
     rows.append({"step": 7, "validation_loss": 4.5})
@@ -67,12 +57,9 @@ def make_run(folder: Path, *, traced: bool = True) -> Path:
     ranks = [{"peak": 900, "at_start": 300, "state": 100}, {"peak": 800, "at_start": 0, "state": 9}]
     (folder / "memory.json").write_text(json.dumps({"device": "cpu", "ranks": ranks}))
     for rank in (0, 1) if traced else ():
-        events = [
-            span("aten::mm", 0, 10),
-            span("gloo:all_reduce", 10, 10 + 1e6 * (1 + rank), "user_annotation"),
-            span("Optimizer.step#AdamW.step", 3e6, 3.4e6, "user_annotation"),
-            bytes_at(1, 50 + rank),
-        ]
+        events = [span("aten::mm", 0, 10), bytes_at(1, 50 + rank)]
+        events.append(span("gloo:all_reduce", 10, 10 + 1e6 * (1 + rank), "user_annotation"))
+        events.append(span("Optimizer.step#AdamW.step", 3e6, 3.4e6, "user_annotation"))
         write(folder / "profile" / f"steps_6_7_rank_{rank}.json.gz", events)
     return folder
 
@@ -121,8 +108,12 @@ def test_a_run_that_ended_too_early(tmp_path: Path) -> None:
 
 
 def test_a_processors_trace_of_torch(tmp_path: Path) -> None:
-    """Messages count where nothing was computed beside them: 30 to 40 and 60 to 100 of this one."""
-    events = [
+    """Messages count where nothing was computed beside them: 30 to 40 and 60 to 100 of this one.
+    Bytes are in the order of time, on the host; what was there before the trace is freed as 0 bytes.
+    """
+    changes = [(1, 100), (4, -100), (2, 50), (3, 25), (5, 90), (6, -50)]
+    events = [*(bytes_at(*change) for change in changes), bytes_at(2, 999, device=1)]
+    events += [
         span("aten::addmm", 0, 30),
         span("autograd::engine::evaluate_function: AddmmBackward0", 0, 60),
         span("aten::mm", 40, 60),
@@ -132,9 +123,8 @@ def test_a_processors_trace_of_torch(tmp_path: Path) -> None:
         span("Optimizer.step#AdamW.step", 100, 125, "user_annotation"),
         span("Optimizer.zero_grad#AdamW.zero_grad", 125, 130, "user_annotation"),
     ]
-    assert read_trace(write(tmp_path / "t.json.gz", events)) == Trace(
-        messages=pytest.approx(50e-6), update=pytest.approx(25e-6), allocated=None
-    )
+    found = read_trace(write(tmp_path / "t.json.gz", events))
+    assert found == Trace(messages=pytest.approx(50e-6), update=pytest.approx(25e-6), allocated=175)
 
 
 def test_a_gpus_time_counts_where_one_worked(tmp_path: Path) -> None:
@@ -149,16 +139,16 @@ def test_a_gpus_time_counts_where_one_worked(tmp_path: Path) -> None:
         span("multi_tensor_apply_kernel", 80, 95, "kernel"),
     ]
     found = read_trace(write(tmp_path / "t.json.gz", events))
-    assert (found.messages, found.update) == (pytest.approx(20e-6), pytest.approx(15e-6))
+    assert found == Trace(messages=pytest.approx(20e-6), update=pytest.approx(15e-6), allocated=None)
 
 
 def test_a_processors_trace_of_mindspore(tmp_path: Path) -> None:
     """Its times are texts, scopes repeat what their operators took, and it is a list."""
 
-    def process(number: int, name: str) -> dict[str, Any]:
+    def process(number: int, name: str) -> Event:
         return {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
 
-    def operator(name: str, begin: float, end: float, pid: int = 2) -> dict[str, Any]:
+    def operator(name: str, begin: float, end: float, pid: int = 2) -> Event:
         return {"ph": "X", "name": name, "pid": pid, "ts": str(begin), "dur": end - begin}
 
     events = [
@@ -177,13 +167,6 @@ def test_a_processors_trace_of_mindspore(tmp_path: Path) -> None:
     assert read_trace(write(tmp_path / "t.json.gz", events, as_list=True)) == unknown
 
 
-def test_most_bytes_allocated(tmp_path: Path) -> None:
-    """In the order of time, on the host; what was there before the trace is freed as 0 bytes."""
-    changes = [(1, 100), (4, -100), (2, 50), (3, 25), (5, 90), (6, -50)]
-    events = [*(bytes_at(*change) for change in changes), bytes_at(2, 999, device=1)]
-    assert read_trace(write(tmp_path / "t.json.gz", events)).allocated == 175
-
-
 def test_unions_of_spans_are_those_of_a_grid(tmp_path: Path) -> None:
     """Random spans with whole numbers as borders, against sets of unit pieces."""
     generator = random.Random(0)
@@ -191,11 +174,9 @@ def test_unions_of_spans_are_those_of_a_grid(tmp_path: Path) -> None:
         pieces: dict[str, set[int]] = {"gloo:send": set(), "aten::add": set()}
         events = [span("aten::add", -1, -1)]
         for _ in range(generator.randrange(12)):
-            name = generator.choice(list(pieces))
-            begin = generator.randrange(40)
+            name, begin = generator.choice(list(pieces)), generator.randrange(40)
             end = begin + generator.randrange(12)
-            cat = "cpu_op" if name.startswith("aten") else "user_annotation"
-            events.append(span(name, begin, end, cat))
+            events.append(span(name, begin, end, "cpu_op" if name == "aten::add" else "user_annotation"))
             pieces[name] |= set(range(begin, end))
         expected = len(pieces["gloo:send"] - pieces["aten::add"]) / 1e6
         found = read_trace(write(tmp_path / "t.json.gz", events))
@@ -206,7 +187,4 @@ def test_a_trace_that_was_cut_off(tmp_path: Path) -> None:
     path = write(tmp_path / "t.json.gz", [span("aten::mm", 0, 1)] * 100)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"t\.json\.gz: not a trace: .*; the run was cut off"):
-        read_trace(path)
-    path.write_bytes(b"not gzip")
-    with pytest.raises(DataError, match="not a trace"):
         read_trace(path)

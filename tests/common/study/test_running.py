@@ -4,6 +4,7 @@ The runs are real processes, but small ones that write metrics in place of train
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -108,15 +109,14 @@ def test_rounds_alternate_their_direction(study: Fixture) -> None:
     assert found.finished and list(missing(found)) == []
 
 
-@pytest.mark.parametrize(("number", "stop"), [(signal.SIGINT, KeyboardInterrupt()), (signal.SIGTERM, SystemExit(143))])
-def test_a_stopped_study_resumes_after_the_last_repeat(study: Fixture, number, stop) -> None:
-    end = f"import os; os.kill({os.getpid()}, {int(number)}); import time; time.sleep(60)"
-    study.programs["seed2"] = end
+def test_a_stopped_study_resumes_after_the_last_repeat(study: Fixture) -> None:
     before = children()
-    with pytest.raises(type(stop)) as caught:
-        study.run()
-    assert caught.value.args == stop.args and children() <= before
-    assert study.started == ["seed1/1", "seed2/1"]
+    for number, stop, arguments in ((signal.SIGINT, KeyboardInterrupt, ()), (signal.SIGTERM, SystemExit, (143,))):
+        study.programs["seed2"] = f"import os; os.kill({os.getpid()}, {int(number)}); import time; time.sleep(60)"
+        with pytest.raises(stop) as caught:
+            study.run()
+        assert caught.value.args == arguments and children() <= before and study.started[-1] == "seed2/1"
+    assert study.started == ["seed2/1"]
     half = read_study(study.folder)
     assert (states(half)["seed1"], states(half)["seed2"]) == ([State.FINISHED], [])
     assert half.finished is None
@@ -134,24 +134,20 @@ def test_a_stopped_study_resumes_after_the_last_repeat(study: Fixture, number, s
     assert len(study.started) == 3
 
 
-def test_a_cell_that_fails_is_a_row_and_the_others_run(study: Fixture) -> None:
+def test_a_cell_that_fails_or_is_refused_is_a_row_and_the_others_run(study: Fixture) -> None:
+    study.config.write_text(STUDY.replace("seed: [1, 2, 3]", "parallel.model_parallel: [1, 2, 3, 4]"))
     study.programs = {
-        "seed1": "import sys; print('error: the disk is gone'); sys.exit(1)",
-        "seed2": "import os; os.kill(os.getpid(), 9)",
-        "seed3": "pass",
+        "tp1": "import sys; print('error: the disk is gone'); sys.exit(1)",
+        "tp2": "import os; os.kill(os.getpid(), 9)",
+        "tp3": "pass",
     }
     found = study.run("repeats=1")
-    assert states(found) == {f"seed{number}": [State.FAILED] for number in (1, 2, 3)}
-    one, two, three = (each.repeats[0].reason for each in found.cells)
-    assert one == "the disk is gone" and "SIGKILL" in two and "metrics.jsonl" in three
-
-
-def test_a_refused_cell_is_a_row_and_is_not_started(study: Fixture) -> None:
-    study.config.write_text(STUDY.replace("seed: [1, 2, 3]", "parallel.model_parallel: [1, 4]"))
-    found = study.run("repeats=1")
-    assert study.started == ["tp1/1"]
-    assert states(found) == {"tp1": [State.FINISHED], "tp4": [State.REFUSED]}
-    assert "does not divide model.num_heads=6" in found.cell("tp4").repeats[0].reason
+    assert study.started == ["tp1/1", "tp2/1", "tp3/1"]
+    assert [state for [state] in states(found).values()] == [*[State.FAILED] * 3, State.REFUSED]
+    for each, said in zip(
+        found.cells, ("the disk is gone", "SIGKILL", "metrics.jsonl", "does not divide"), strict=True
+    ):
+        assert said in each.repeats[0].reason
 
 
 def test_a_time_limit_ends_a_run_with_all_that_it_started(
@@ -160,14 +156,12 @@ def test_a_time_limit_ends_a_run_with_all_that_it_started(
     monkeypatch.setattr("common.study.children._BETWEEN_SIGNALS", 0.1)
     monkeypatch.setattr("common.study.children._STOP_SECONDS", 0.3)
     pids = tmp_path / "pids"
-    study.programs["seed2"] = (
-        "import os, signal, subprocess, sys, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'],"
-        " start_new_session=True)\n"
-        f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
-        "time.sleep(99)\n"
-    )
+    study.programs["seed2"] = f"""import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'], start_new_session=True)
+open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')
+time.sleep(99)
+"""
     found = study.run("time_limit=1.5")
     repeats = found.cell("seed2").repeats
     assert [each.state for each in repeats] == [State.TIMED_OUT]  # it would only happen again
@@ -180,7 +174,7 @@ def test_the_folder_of_another_study_is_left_alone(study: Fixture) -> None:
     study.folder.mkdir()
     with owned_folder(study.folder), pytest.raises(ConfigError, match="another run is writing"):
         study.run()
-    before = study.run().model_dump()
+    before = study.run("repeats=1").model_dump()
     for old, new, said in (
         ("measured_steps: 2", "measured_steps: 3", "measured_steps 2"),
         ("[1, 2, 3]", "[1, 2]", "holds the cell seed3, which"),
@@ -191,17 +185,15 @@ def test_the_folder_of_another_study_is_left_alone(study: Fixture) -> None:
             study.run()
         assert read_study(study.folder).model_dump() == before
     study.config.write_text(STUDY.replace("[1, 2, 3]", "[1, 2, 3, 4]"))
-    study.run()
-    assert study.started == ["seed4/1", "seed4/2"]
-    found = study.run(redo=("seed2",))
-    assert study.started == ["seed2/1", "seed2/2"]
-    assert states(found) == dict.fromkeys(states(found), [State.FINISHED] * 2)
+    study.run("repeats=1")
+    assert study.started == ["seed4/1"]
+    found = study.run("repeats=1", redo=("seed2",))
+    assert study.started == ["seed2/1"] and states(found)["seed2"] == [State.FINISHED]
     with pytest.raises(ConfigError, match=r"--redo seed: no such cell; did you mean seed4\?"):
         study.run(redo=("seed",))
 
 
 MEMORY, DISK = "error: out of memory: 9.00 GiB at once were asked for", "error: the disk is full"
-TORCHS = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate"
 KILLED = "error: rank 1 was killed by signal 9 (SIGKILL: out of memory?)"
 
 
@@ -210,7 +202,7 @@ KILLED = "error: rank 1 was killed by signal 9 (SIGKILL: out of memory?)"
     [
         (0, {}, "error: x", State.FINISHED, ""),
         (1, {}, MEMORY, State.OUT_OF_MEMORY, "out of memory: 9.00 GiB at once were asked for"),
-        (1, {}, TORCHS, State.OUT_OF_MEMORY, "CUDA out of memory"),
+        (1, {}, "torch.OutOfMemoryError: CUDA out of memory. Tried", State.OUT_OF_MEMORY, "CUDA out of memory"),
         (137, {"killed_for_memory": True}, KILLED, State.OUT_OF_MEMORY, "the kernel ended a"),
         # another's process was killed
         (1, {"killed_for_memory": True}, DISK, State.FAILED, "the disk is full"),
@@ -228,32 +220,26 @@ def test_lack_of_memory_is_told_from_other_failures(
     assert found[0] is state and reason in found[1]
 
 
-def test_a_program_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    outcome = run_launches([Launch(command=("/nowhere/srun",))], tmp_path / LAUNCHER_LOG, 9.0)
-    state, reason = judge(outcome, tmp_path, 9.0)
-    assert (state, reason) == (State.REFUSED, "/nowhere/srun: No such file or directory")
-
-
 def test_one_launcher_that_fails_ends_those_of_the_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that is not there is refused."""
     monkeypatch.setattr("common.study.children._OTHERS_SECONDS", 0.3)
-    sleeper = Launch(command=(sys.executable, "-c", "import time; time.sleep(99)"))
-    broken = Launch(command=(sys.executable, "-c", "import sys; sys.exit(3)"))
+    sleeper, broken = (
+        Launch(command=(sys.executable, "-c", f"import time; {do}")) for do in ("time.sleep(99)", "exit(3)")
+    )
     before = children()
     outcome = run_launches([sleeper, broken], tmp_path / LAUNCHER_LOG, 60.0)
-    assert outcome.seconds < 20 and not outcome.timed_out
-    assert children() <= before
+    assert outcome.seconds < 20 and not outcome.timed_out and children() <= before
+    outcome = run_launches([Launch(command=("/nowhere/srun",))], tmp_path / LAUNCHER_LOG, 9.0)
+    assert judge(outcome, tmp_path, 9.0) == (State.REFUSED, "/nowhere/srun: No such file or directory")
 
 
 def test_the_processes_of_a_study_that_is_killed_die_with_it(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     sleeper = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(99)"
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from common.study.children import run_launches\n"
-        "from common.study.children import Launch\n"
-        f"run_launches([Launch(command=(sys.executable, '-c', {sleeper!r}))],"
-        f" Path({str(tmp_path / 'log')!r}), 60.0)\n"
-    )
+    program = f"""import sys; from pathlib import Path
+from common.study.children import Launch, run_launches
+run_launches([Launch(command=(sys.executable, '-c', {sleeper!r}))], Path({str(tmp_path / "log")!r}), 60.0)
+"""
     runner = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     wait_until(lambda: pid.exists() and bool(pid.read_text()), "the sleeper starts")
     sleeping = psutil.Process(int(pid.read_text()))
@@ -273,18 +259,14 @@ def planned(**axis: object) -> PlannedCell:
 
 def test_the_commands_are_those_of_the_launcher(tmp_path: Path) -> None:
     cell = planned(ranks=4, hosts=2)
-    first, second = (each.command for each in launches(cell, tmp_path, Where()))
-    assert "[0,2)" in first and "[2,4)" in second
-    assert second[second.index("--node_rank") + 1] == "1"
-    assert first[first.index("--master") + 1] == second[second.index("--master") + 1]
-    over_ssh = launches(cell, tmp_path, Where(hosts=("a", "b", "c")))[0].command
-    assert over_ssh[over_ssh.index("--hosts") + 1] == "a,b" and "--ssh" in over_ssh
-    assert "[0,2)" in over_ssh
-    slurm = launches(cell, tmp_path, Where(slurm=True))[0].command
-    assert slurm[:5] == (
-        "srun", "--kill-on-bad-exit=1", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2",
-    )  # fmt: skip
-    assert f"output_dir={tmp_path}" in slurm and slurm[slurm.index("--run_mode") + 1] == "train"
+    first, second = (" ".join(each.command) for each in launches(cell, tmp_path, Where()))
+    assert " [0,2) " in first and " [2,4) " in second and " --node_rank 1" in second
+    assert re.findall(r"--master \S+", first) == re.findall(r"--master \S+", second) != []
+    over_ssh = " ".join(launches(cell, tmp_path, Where(hosts=("a", "b", "c")))[0].command)
+    assert "--hosts a,b " in over_ssh and "--ssh" in over_ssh and " [0,2) " in over_ssh
+    slurm = " ".join(launches(cell, tmp_path, Where(slurm=True))[0].command)
+    assert slurm.startswith("srun --kill-on-bad-exit=1 --nodes=2 --ntasks=4 --ntasks-per-node=2 ")
+    assert f"output_dir={tmp_path}" in slurm and "--run_mode train" in slurm
     peer = launches(planned(peer="transformers"), tmp_path, Where())[0].command
     assert peer[peer.index("--program") + 1].endswith("benchmarks/peers/transformers.py")
 
