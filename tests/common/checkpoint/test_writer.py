@@ -24,16 +24,22 @@ from common.checkpoint.manifest import read_manifest
 from common.checkpoint.writer import CheckpointWriter, Part, Snapshot
 from common.errors import StorageError
 from common.weights.pieces import TensorSlice, open_stored
+from tests.tiny import tiny_config
 
 FORK = multiprocessing.get_context("fork")
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 IT_WAS_FULL = r"step_00000010.*No space left on device.*earlier checkpoints are whole"
 
 
+CONFIG = {"model": tiny_config().model.model_dump()}
+
+
+def manifest(step: int) -> dict[str, Any]:
+    return {"state": {"step": step}, "engine": {}, "config": CONFIG}
+
+
 def snapshot(step: int, size: int = 10) -> Snapshot:
-    manifest = {"state": {"step": step}, "engine": {}, "config": {}}
-    tensors = {"w": np.full(size, step, np.float32)}
-    return Snapshot(files={"model.safetensors": tensors}, manifest=manifest)
+    return Snapshot(files={"model.safetensors": {"w": np.full(size, step, np.float32)}}, manifest=manifest(step))
 
 
 def steps(folder: Path) -> list[int]:
@@ -167,9 +173,8 @@ def part(step: int, rank: int) -> Snapshot:
     """Rank 0 has the first row of three, rank 1 the others."""
     rows = [[0, 1], [1, 3]][rank]
     tensors = {"w": np.full((rows[1] - rows[0], 2), step, np.float32)}
-    manifest = {"state": {"step": step}, "engine": {}, "config": {}}
     own = Part(rank=rank, ranks=2, rectangles={"w": [rows, [0, 2]]})
-    return Snapshot(files={"model.safetensors": tensors}, manifest=manifest, part=own)
+    return Snapshot(files={"model.safetensors": tensors}, manifest=manifest(step), part=own)
 
 
 def save_parts(folder: Path, step: int) -> None:
@@ -219,14 +224,9 @@ def save_part(folder: Path, rank: int, dying: int, moment: str) -> None:
 
 @pytest.mark.parametrize(
     ("dying", "moment"),
-    [
-        (1, "fsync of model"),
-        (1, "fsync of rank_00001"),
-        (0, "fsync of manifest"),
-        (0, "rename of step_00000010"),
-        (0, "fsync of latest"),
-    ],
-)
+    [(1, "fsync of model"), (1, "fsync of rank_00001"), (0, "fsync of manifest"), (0, "rename of step_00000010"),
+     (0, "fsync of latest")],
+)  # fmt: skip
 def test_a_rank_that_dies_while_saving_leaves_the_old_checkpoint(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], dying: int, moment: str
 ) -> None:

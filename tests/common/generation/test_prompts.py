@@ -1,6 +1,4 @@
-"""Prompts from lists and files: what is read, how many tokens may follow, and one clear message for
-each kind of bad input.
-"""
+"""Prompts from lists and files: what is read, how many tokens may follow, and one message for bad input."""
 
 from pathlib import Path
 from typing import Any
@@ -83,7 +81,7 @@ def test_an_exported_program_cannot_slide() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("given", "message"),
     [
         ({}, r"predict\.prompt is not given"),
         ({"prompt": ["a", ""]}, r"predict\.prompt is empty"),
@@ -91,36 +89,26 @@ def test_an_exported_program_cannot_slide() -> None:
         ({"prompt": "x" * 16}, "^a prompt of 16 tokens and 1 to add go beyond the model's 16 pos"),
         ({"prompt": "abc", "max_new_tokens": 14}, r"3 tokens and 14 to add .*max_new_tokens=13"),
         ({"prompt": "abc", "min_new_tokens": 14}, r"3 tokens and 14 to add .*min_new_tokens=13"),
+        (("a.txt", b" \n\n"), r"a\.txt: holds no prompt"),
+        (("a.txt", b"good\nb\xffd\n"), r"a\.txt, line 2: byte 0xff is not UTF-8"),
+        (("a.txt", b"good\n" + b"x" * 20), r"a\.txt, line 2: a prompt of 20 tokens"),
+        (("b.json", b'["one"]'), r"b\.json: expected one object a line; name such a file \.jsonl"),
+        (("a.jsonl", b'{"prompt": "a"}\n\n{"prompt": '), r"a\.jsonl, line 3: not JSON"),
+        (("a.jsonl", b'{"question": "b"}'), r"line 1: expected an object with the text field prompt"),
+        (("a.jsonl", b'{"prompt": ""}'), r"a\.jsonl, line 1 is empty"),
+        (("a.jsonl", b'{"ids": [1]}\n{"ids": [257]}'), r"a\.jsonl, line 2: id 257 is outside"),
+        (("a.jsonl", b'{"prompt": [1, 2.0]}'), r"a\.jsonl, line 1: expected .* or a list of ids"),
+        (("a.txt", b"one\n" + bytes(4096)), r"a\.txt: holds NUL bytes"),
+        (("a.txt", "one\ntwo\n".encode("utf-16-le")), r"looks like UTF-16 without its mark"),
+        ({"prompt_file": "b.txt"}, r"b\.txt: no such file"),
     ],
 )
-def test_bad_settings_are_one_message(words: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read(**words)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", b" \n\n", r"a\.txt: holds no prompt"),
-        ("a.txt", b"good\nb\xffd\n", r"a\.txt, line 2: byte 0xff is not UTF-8"),
-        ("a.txt", b"good\n" + b"x" * 20, r"a\.txt, line 2: a prompt of 20 tokens"),
-        ("b.json", b'["one"]', r"b\.json: expected one object a line; name such a file \.jsonl"),
-        ("a.jsonl", b"[" * 200_000, r"a\.jsonl, line 1: not JSON"),
-        ("a.jsonl", b'{"prompt": "a"}\n\n{"prompt": ', r"a\.jsonl, line 3: not JSON"),
-        ("a.jsonl", b'{"question": "b"}', r"line 1: expected an object with the text field prompt"),
-        ("a.jsonl", b'{"prompt": ""}', r"a\.jsonl, line 1 is empty"),
-        ("a.jsonl", b'{"ids": [1]}\n{"ids": [257]}', r"a\.jsonl, line 2: id 257 is outside"),
-        ("a.jsonl", b'{"prompt": [1, 2.0]}', r"a\.jsonl, line 1: expected .* or a list of ids"),
-        ("a.txt", b"one\n" + bytes(4096), r"a\.txt: holds NUL bytes"),
-        ("a.txt", "one\ntwo\n".encode("utf-16-le"), r"looks like UTF-16 without its mark"),
-        ("b.txt", None, r"b\.txt: no such file"),
-    ],
-)
-def test_a_bad_file_is_one_message_with_the_line(
-    tmp_path: Path, name: str, content: bytes | None, message: str
+def test_bad_settings_and_files_are_one_message(
+    tmp_path: Path, given: dict[str, Any] | tuple[str, bytes], message: str
 ) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
+    if isinstance(given, tuple):
+        (tmp_path / given[0]).write_bytes(given[1])
+        given = {"prompt_file": str(tmp_path / given[0])}
     with pytest.raises(UserError, match=message) as caught:
-        read(prompt_file=str(tmp_path / name))
+        read(**given)
     assert caught.value.exit_code == 2 and isinstance(caught.value, DataError | ConfigError)

@@ -33,7 +33,7 @@ def transformers_probabilities(
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
     [(1.0, 0, 1.0, 0), (0.7, 0, 1.0, 0), (1.0, 5, 1.0, 0), (1.0, 0, 0.8, 0), (1.5, 10, 0.6, 0),
-     (1.0, 1000, 1.0, 0), (1.0, 1, 1.0, 0), (0.2, 0, 1e-6, 0), (5.0, 0, 0.999, 0),
+     (1.0, 1000, 1.0, 0), (1.0, 1, 1.0, 0), (0.2, 0, 1e-6, 0),
      (1.0, 0, 1.0, 0.05), (1.5, 20, 0.9, 0.1), (1.0, 0, 1.0, 1.0)],
 )  # fmt: skip
 def test_probabilities_equal_transformers(
@@ -87,13 +87,9 @@ def test_a_draw_is_the_place_where_the_sum_of_probabilities_reaches_the_number()
         ({}, "greedy"),
         ({"repetition_penalty": 1.2, "top_k": 0, "top_p": 1.0, "min_p": 0.0}, "greedy"),
         ({"top_k": 40}, "sampling"),
-        ({"top_p": 0.9}, "sampling"),
         ({"min_p": 0.1}, "sampling"),
         ({"temperature": 1.0}, "sampling"),
-        ({"num_sequences": 3, "temperature": 0.8}, "sampling"),
-        ({"temperature": 1e-9, "top_k": 40}, "greedy"),
         ({"temperature": 0.0, "strategy": "sampling"}, "greedy"),
-        ({"top_k": 40, "strategy": "greedy"}, "greedy"),
         ({"top_k": 40, "strategy": "beam_search"}, "beam_search"),
     ],
 )

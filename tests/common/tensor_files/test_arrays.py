@@ -11,22 +11,15 @@ from numpy.typing import NDArray
 from common.tensor_files.arrays import bytes_of, prefetch_arrays, round_to_bfloat16, widen_bfloat16
 
 
-def test_every_bfloat16_is_widened_as_torch_does_and_comes_back() -> None:
+def test_bfloat16_is_widened_and_rounded_as_torch_does() -> None:
     words = np.arange(2**16, dtype=np.uint16)
     wide = widen_bfloat16(words)
     np.testing.assert_array_equal(wide, torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).float().numpy())
-    back, number = round_to_bfloat16(wide), ~np.isnan(wide)
-    np.testing.assert_array_equal(back[number], words[number])
-    assert np.isnan(widen_bfloat16(back[~number])).all()
-
-
-def test_float32_is_rounded_as_torch_does() -> None:
-    rng = np.random.default_rng(0)
     # halves, and beyond the largest
     ties = (np.arange(0x7F60, 0x7F90, dtype=np.uint32) << 16) | 0x8000
-    any_bits = rng.integers(0, 2**32, 100_000, dtype=np.uint32)
+    any_bits = np.random.default_rng(0).integers(0, 2**32, 100_000, dtype=np.uint32)
     only_low_payload = np.array([0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32)
-    bits = [any_bits, ties, ties + 1, ties - 1, ties | 0x80000000, only_low_payload]
+    bits = [any_bits, ties, ties + 1, ties - 1, ties | 0x80000000, only_low_payload, wide.view(np.uint32)]
     values = np.concatenate(bits).view(np.float32)
     expected = torch.from_numpy(values.copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
     found, nan = round_to_bfloat16(values), np.isnan(values)

@@ -17,7 +17,7 @@ BUFFER = 2**21
 SOURCE = np.random.default_rng(0).integers(0, 256, 6 * BUFFER + 5, np.uint8)
 
 
-@pytest.mark.parametrize("size", [0, 1, BUFFER - 1, BUFFER, BUFFER + 1, SOURCE.size])
+@pytest.mark.parametrize("size", [0, BUFFER - 1, BUFFER, BUFFER + 1, SOURCE.size])
 def test_files_about_as_large_as_the_buffers(tmp_path: Path, size: int) -> None:
     with ChecksummedFile(tmp_path / "file") as file:
         file.write_array(SOURCE[:size])
@@ -27,7 +27,7 @@ def test_files_about_as_large_as_the_buffers(tmp_path: Path, size: int) -> None:
     assert file.checksum == file_checksum(tmp_path / "file") == zlib.crc32(content)
 
 
-@pytest.mark.parametrize("before", [0, 1, 4, BUFFER - 6])
+@pytest.mark.parametrize("before", [0, 1, BUFFER - 6])
 def test_arrays_of_any_order_are_written_row_major(tmp_path: Path, before: int) -> None:
     """Rows reach over the ends of buffers, which lie at no multiple of their elements."""
     numbers = SOURCE[: 6 * BUFFER].view(np.float32)

@@ -6,8 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
-from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch, save_file
 
@@ -37,26 +35,21 @@ def test_the_library_writes_what_we_read(tmp_path: Path) -> None:
             assert found.read().tobytes() == content.numpy().tobytes()
 
 
-arrays = hnp.arrays(
-    st.sampled_from([np.float32, np.float16, np.int64, np.uint8]),
-    hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5),
-)
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    st.dictionaries(st.text(min_size=1, max_size=20).filter(lambda name: name != "__metadata__"), arrays, max_size=5)
-)
-def test_the_library_reads_what_we_write(
-    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, np.ndarray]
-) -> None:
-    path = tmp_path_factory.mktemp("safetensors") / "x.safetensors"
-    write_safetensors(path, tensors)
-    read = load_file(path)
-    assert read.keys() == tensors.keys()
-    for name, array in tensors.items():
-        assert read[name].dtype == array.dtype and read[name].shape == array.shape
-        assert read[name].tobytes() == array.tobytes()
+def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
+    """Names in any script, shapes of no to three dims, and none at all."""
+    tensors = {
+        "跑\n": np.arange(60, dtype=np.float32).reshape(3, 4, 5),
+        " ": np.array(2.5, np.float16),
+        "metadata": np.zeros((5, 0), np.int64),
+        "a" * 20: np.arange(7, dtype=np.uint8)[::2],
+    }
+    for written in (tensors, {}):
+        write_safetensors(tmp_path / "x.safetensors", written)
+        read = load_file(tmp_path / "x.safetensors")
+        assert read.keys() == written.keys()
+        for name, array in written.items():
+            assert read[name].dtype == array.dtype and read[name].shape == array.shape
+            assert read[name].tobytes() == array.tobytes()
 
 
 def raw(header: object, data: bytes = b"\0" * 8) -> bytes:
@@ -74,9 +67,8 @@ WHOLE = raw({"a": entry(0, 4), "b": entry(4, 8)})
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        *((WHOLE[:end], "") for end in (5, 40, -1)),
+        *((WHOLE[:end], "") for end in (5, -1)),
         (WHOLE + b"\0", ""),
-        (b"\xff" * 7 + b"\x7f{", ""),
         (raw({"a": 3}), ""),
         (raw({"a": entry(0, 4), "b": entry(2, 6)}), "`b`"),
         (raw({"a": entry(0, 8, "F8_E4M3", [8])}), "a is of type 'F8_E4M3', and"),
@@ -124,15 +116,11 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     shards_of(tmp_path, 24)
     index = json.loads((tmp_path / INDEX).read_text())
     places = index["weight_map"]
-    others = {name: file for name, file in places.items() if name != "a"}
-
     for content, message in (
         ({"weight_map": places | {"e": places["a"]}}, "do not hold the same tensors: e"),
-        ({"weight_map": others}, "do not hold the same tensors: a"),
+        ({"weight_map": {"a": places["a"]}}, "do not hold the same tensors: b"),
         ({"weight_map": {"a": "../model.safetensors"}}, "another folder"),
-        ({"weight_map": {"a": INDEX}}, "or not a file"),
         ({"weights": {}}, "not an index of shards"),
-        ([1], "found a list"),
         ({"weight_map": places | {"d": "gone.safetensors"}}, "no such file"),
     ):
         (tmp_path / INDEX).write_text(json.dumps(content))

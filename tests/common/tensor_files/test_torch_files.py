@@ -157,10 +157,8 @@ def test_a_pickle_that_names_code_is_refused_and_not_executed(tmp_path: Path, ki
     [
         b"ctorch._utils\n_rebuild_tensor_v2\n}Vx\nK\x01sb.",  # the state of a function
         b"cargparse\nNamespace\nN}V__setstate__\nK\x01s\x86b.",  # a class
-        b"c_codecs\nencode\n(Vabc\nVrot13\ntR.",
         b"cnumpy\ndtype\n(VO8\n\x89\x88tR.",
         b"}q\x00(Va\nh\x00u.",  # a dict that holds itself
-        b"(V1\nV2\ntQ.",
         b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.",
     ],
 )
@@ -193,13 +191,13 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path: Path, as_zip: bool) -> No
     saved = {"a": torch.ones(40), "b": torch.arange(3)}
     torch.save(saved, tmp_path / "x.bin", _use_new_zipfile_serialization=as_zip)
     content = (tmp_path / "x.bin").read_bytes()
-    for cut in (0, 1, 3, 4, 99, len(content) // 2, len(content) - 25, len(content) - 1):
+    for cut in (0, 3, 99, len(content) // 2, len(content) - 1):
         (tmp_path / "x.bin").write_bytes(content[:cut])
         refused(tmp_path / "x.bin", "x.bin: ")
 
 
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
-    """Against zipfile, which compares too; torch does not. Beside tensors it is found at once."""
+    """Torch does not find it. Beside tensors it is found at once."""
     path = tmp_path / "x.pt"
     torch.save({"of_step_20": torch.arange(300.0), "b": torch.ones(5)}, path)
     whole = path.read_bytes()
@@ -209,8 +207,6 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
 
     flip(np.arange(300, dtype=np.float32).tobytes(), 77)
-    with zipfile.ZipFile(path) as file:
-        assert file.testzip() == "x/data/0"
     with open_tensors(path) as stored:
         for name in ("of_step_20", "b"):
             with pytest.raises(CheckpointError, match=r"x.pt: x/data/0 has changed since it was"):
@@ -248,17 +244,12 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
         "iteration": 2**40, "version": 3.0, "name": "é\n", "flag": True, "nothing": None, 3: -1,
         "dtype": TorchName("torch.bfloat16"),
     }  # fmt: skip
-    path, theirs = tmp_path / "model_optim_rng.pt", tmp_path / "theirs.pt"
+    path = tmp_path / "model_optim_rng.pt"
     tree = {"model": {**leaves, "tied": leaves["m"]}, **plain}
     write_torch(path, tree, (array for _, array in arrays.values()))
     loaded = torch.load(path, weights_only=True)
-    torch.save(loaded, theirs)
-    sums = []
-    for file in (path, theirs):
-        with zipfile.ZipFile(file) as records:
-            assert records.testzip() is None
-            sums.append({Path(each.filename).name: each.CRC for each in records.infolist()})
-    assert [name for name in sums[1] if sums[0][name] != sums[1][name]] == ["serialization_id"]
+    with zipfile.ZipFile(path) as records:
+        assert records.testzip() is None
     model = loaded.pop("model")
     for name, (word, array) in arrays.items():
         assert str(model[name].dtype) == f"torch.{word}" and tuple(model[name].shape) == array.shape
