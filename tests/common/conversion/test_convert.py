@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -106,19 +105,6 @@ def test_a_model_of_transformers_gives_the_same_logits_here(tmp_path: Path, form
     np.testing.assert_array_equal(logits(hugging_face_model(MODEL, ours)), logits(model))
 
 
-def test_transformers_opens_what_comes_back(source: Path, tmp_path: Path) -> None:
-    """The tokenizer goes along."""
-    (source / "merges.txt").write_text("#version: 0.2\n")
-    through = run(run(source, tmp_path / "ours", "mindspore"), tmp_path / "mf", "mindformers")
-    folder = run(through, tmp_path / "again", "hf")
-    found = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
-    assert torch.equal(logits(found), logits(theirs()))
-    assert (run(source, tmp_path / "direct", "hf") / "merges.txt").is_file()
-    kept = {*SIZES, "layer_norm_epsilon"} - {"n_inner"}
-    configs = [json.loads((path / "config.json").read_text()) for path in (source, folder)]
-    assert {name: configs[0][name] for name in kept} == {name: configs[1][name] for name in kept}
-
-
 def test_the_command_line_of_mindformers(tmp_path: Path, capsys: Any) -> None:
     state, file = theirs().state_dict(), tmp_path / "pytorch_model.bin"
     torch.save(state, file)
@@ -149,9 +135,9 @@ def test_the_command_line_of_mindformers(tmp_path: Path, capsys: Any) -> None:
     assert not list(tmp_path.glob(".*")), "nothing is left"
 
 
-def random_weights(model: ModelConfig, dtype: str, seed: int) -> Weights:
+def random_weights(model: ModelConfig, dtype: str) -> Weights:
     """Float32 of any bits, with NaNs, infinities and -0 too; finite bfloat16."""
-    arrays, words = random_arrays(model, seed), np.random.default_rng(seed)
+    arrays, words = random_arrays(model), np.random.default_rng(0)
     for name, array in arrays.items():
         if dtype == "float32":
             arrays[name] = words.integers(0, 2**32, array.shape, np.uint32).view(np.float32)
@@ -162,49 +148,38 @@ def random_weights(model: ModelConfig, dtype: str, seed: int) -> Weights:
     return as_weights(model, arrays, dtype)
 
 
-@st.composite
-def layouts(draw: st.DrawFn) -> tuple[ModelConfig, list[tuple[str, int, int]]]:
-    """An odd model, and formats with the tensor and pipeline ranks that divide it."""
-    layers, heads = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    inner = draw(st.sampled_from([1, 5, 7, 12, 24]))
+WAYS: list[tuple[str, tuple[int, ...], list[tuple[Any, ...]]]] = [
+    # blocks, heads, width of a head, inner width, places, tokens, multiple of rows; formats with their ranks
+    ("float16", (1, 1, 1, 1, 1, 1, 1), [("hf",), ("mindformers",), ("megatron", 1, 1), ("hf",)]),
+    ("bfloat16", (4, 4, 3, 12, 9, 37, 8), [("megatron", 2, 2), ("megatron_core", 4, 4), ("mindformers_r0.3",)]),
+    ("float32", (3, 2, 5, 24, 5, 40, 128), [("mindformers",), ("torch_gpt2",), ("megatron", 2, 3), ("hf",)]),
+    ("float32", (2, 3, 4, 24, 7, 33, 8), [("mindformers_r0.3",), ("megatron_core", 3, 1), ("megatron", 1, 2)]),
+    ("bfloat16", (2, 1, 5, 7, 3, 8, 8), [("hf",), ("megatron_core", 1, 2), ("hf",)]),
+]
+
+
+@pytest.mark.parametrize(("dtype", "sizes", "way"), WAYS)
+def test_there_and_back_bit_for_bit(
+    tmp_path: Path, dtype: str, sizes: tuple[int, ...], way: list[tuple[Any, ...]]
+) -> None:
+    """Odd models, by formats with the tensor and pipeline ranks that divide them."""
+    layers, heads, width, inner, places, vocabulary, multiple = sizes
     model = ModelConfig(
-        num_layers=layers, hidden_size=heads * draw(st.integers(1, 5)), num_heads=heads,
-        seq_length=1, max_positions=draw(st.integers(1, 9)), vocab_size=draw(st.integers(1, 40)),
-        ffn_hidden_size=inner, vocab_multiple=draw(st.sampled_from([1, 8, 128])),
+        num_layers=layers, num_heads=heads, hidden_size=heads * width, ffn_hidden_size=inner, seq_length=1,
+        max_positions=places, vocab_size=vocabulary, vocab_multiple=multiple,
         embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0,
     )  # fmt: skip
-    tensors = [ranks for ranks in range(1, 5) if not heads % ranks and not inner % ranks]
-    stages = [ranks for ranks in range(1, 5) if not layers % ranks]
-    formats = ["hf", "mindformers", "mindformers_r0.3", "megatron", "megatron_core"]
-    way = []
-    for name in draw(st.lists(st.sampled_from(formats), min_size=2, max_size=4)):
-        ranks = [draw(st.sampled_from(each)) for each in (tensors, stages)]
-        way.append((name, *(ranks if FORMATS[name].write_shards is not None else (1, 1))))
-    return model, way
-
-
-@settings(max_examples=20, deadline=None)
-@given(layouts(), st.sampled_from(["float32", "float16", "bfloat16"]), st.integers(0, 99))
-def test_there_and_back_bit_for_bit(
-    tmp_path_factory: pytest.TempPathFactory,
-    layout: tuple[ModelConfig, list[tuple[str, int, int]]],
-    dtype: str,
-    seed: int,
-) -> None:
-    model, way = layout
-    if dtype == "float32":  # the only type of our own folders
-        way = [*way[:1], ("torch_gpt2", 1, 1), *way[1:]]
-    folder = tmp_path_factory.mktemp("way")
-    weights = random_weights(model, dtype, seed)
-    (folder / "0").mkdir()
-    FORMATS[way[0][0]].write(folder / "0", weights, None)
-    for number, ((one, *_), (other, tensor, stages)) in enumerate(itertools.pairwise(way), 1):
-        source, target = folder / str(number - 1), folder / str(number)
-        run(source, target, other, source_format=one, model_parallel=tensor, pipeline_stage=stages)
+    weights = random_weights(model, dtype)
+    (tmp_path / "0").mkdir()
+    FORMATS[way[0][0]].write(tmp_path / "0", weights, None)
+    for number, ((one, *_), (other, *ranks)) in enumerate(itertools.pairwise(way), 1):
+        shards = dict(zip(("model_parallel", "pipeline_stage"), ranks, strict=False))
+        target = tmp_path / str(number)
+        run(tmp_path / str(number - 1), target, other, source_format=one, **shards)
     with FORMATS[way[-1][0]].open(target) as found:
         assert found.tensors.keys() == weights.tensors.keys()
-        assert found.model.num_heads == model.num_heads
-        assert found.model.vocab_size == model.vocab_size
+        for size in ("num_heads", "vocab_size"):
+            assert getattr(found.model, size) == getattr(model, size)
         for name, tensor in found.tensors.items():
             assert tensor.dtype == dtype
             assert tensor.load().tobytes() == weights.tensors[name].load().tobytes(), name
@@ -245,7 +220,6 @@ BAD: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     r"hf/pytorch_model.bin: its pickle names posix.system":
         (weights(lambda _: {"transformer.wte.weight": Evil()}), []),
     r"missing transformer.h.2.ln_1.weight \[24\]": (config(n_layer=3), []),
-    r"transformer.wte.weight is \[101, 24\], the model's is \[101, 12\]": (config(n_embd=12), []),
     r"activation_function='relu'; our model": (config(activation_function="relu"), []),
     r"num_heads='four' of the model: Input should be a valid integer": (config(n_head="four"), []),
     r"1000000000 blocks; expected 10000 at most": (config(n_layer=10**9), []),
@@ -384,13 +358,11 @@ def flip(folder: Path) -> None:
     [
         ("torch_gpt2", flip, "read back, ln_f.bias differs"),
         ("torch_gpt2", lambda folder: (folder / "manifest.json").write_text("{}"), "manifest.json"),
-        ("mindformers", lambda folder: (folder / "model.yaml").write_text("{}"), "model.yaml"),
     ],
 )
 def test_the_converter_reads_its_result(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, damage: Any,
-    message: str,
-) -> None:  # fmt: skip
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, damage: Any, message: str
+) -> None:
     """What cannot be opened is not left there, also without --verify, which compares the bits."""
     format = FORMATS[to]
 
@@ -440,8 +412,7 @@ def test_verify_computes_the_logits_of_both_sides(
 @pytest.mark.parametrize(
     ("width", "heads", "said"),
     [
-        (192, 3, ""), (192, 8, "8 heads, where a GPT-2 of width 192 has 12 or 6 or 3;"),
-        (768, 16, "has 12;"), (128, 1, "has 8 or 4 or 2;"), (5120, 40, ""), (10, 2, ""),
+        (192, 3, ""), (192, 8, "8 heads, where a GPT-2 of width 192 has 12 or 6 or 3;"), (5120, 40, ""), (10, 2, ""),
     ],
 )  # fmt: skip
 def test_unusual_heads_are_said_at_any_width(
@@ -454,19 +425,15 @@ def test_unusual_heads_are_said_at_any_width(
 def test_logits_that_differ_are_an_error(source: Path, tmp_path: Path) -> None:
     def compare(path: Path, theirs: Any, wrong: float = 1.001) -> Any:
         runners = {"hf": theirs, "torch_gpt2": lambda *_: np.full((2, 9, 101), wrong)}
-        return convert(
-            path, tmp_path / "ours", target_format="torch_gpt2", source_format="hf", verify=True,
-            runners=runners,
-        )  # fmt: skip
+        out = tmp_path / "ours"
+        return convert(path, out, target_format="torch_gpt2", source_format="hf", verify=True, runners=runners)
 
     def ones(*_: Any) -> np.ndarray:
         return np.ones((2, 9, 101))
 
-    for theirs, wrong, message in (
-        (ones, 1.001, r"its logits .torch_gpt2. differ by"),
-        (ones, np.nan, r"its logits .torch_gpt2. differ by"),
-        (lambda *_: {}[3], 1, "its framework for hf could not run it: 3; convert without --verify"),
-    ):
+    differ = r"its logits .torch_gpt2. differ by"
+    failed = "its framework for hf could not run it: 3; convert without --verify"
+    for theirs, wrong, message in ((ones, 1.001, differ), (ones, np.nan, differ), (lambda *_: {}[3], 1, failed)):
         with pytest.raises(CheckpointError, match=message):
             compare(source, theirs, wrong)
         assert not (tmp_path / "ours").exists()
@@ -480,11 +447,9 @@ INIT, LOAD = "checkpoint.init_from", "the run in output_dir, or checkpoint.load"
 INSTEAD = (
     # where, for what, and the end of the message; only a model's name may be one of the hub
     ("hf/config.json", INIT, ": it is a Hugging Face folder; give checkpoint.init_from=hf"),
-    ("hf", "checkpoint.resume=latest", ": it is a Hugging Face folder; give checkpoint.resume=hf"),
     ("hf", LOAD, ": it is a Hugging Face folder; give checkpoint.load=hf"),
     ("ours/model.safetensors", INIT, ": it is a file of a checkpoint; give the folder ours"),
     ("gpt2", INIT, "(looked in {0}); a model of the Hugging Face hub is named as hf://OWNER/NAME"),
-    ("gpt2", LOAD, "there is no such file or folder (looked in {0})"),
     ("there/gpt2", INIT, "there is no such file or folder (looked in {0})"),
     ("there", INIT, "expected a run folder, its checkpoints folder"),
 )
