@@ -47,36 +47,17 @@ def differences(config: Any, preset: str, world_size: int) -> dict[str, tuple[An
     }
 
 
-def test_mindformers_13b_with_its_base_files_is_the_preset() -> None:
-    opened = open_config(ORIGINALS / "mindformers_r0.3" / "run_gpt2_13b.yaml")
-    assert opened.system == "MindFormers"
-    assert differences(opened.config, "run_gpt2_13b", 32) == {
-        "context.save_graphs_path": ("./graph", None),
-        "data.split": ("1,0,0", "949,50,1"),  # a validation has files of its own there
-        # of no part: embedding, attention and hidden dropout are given
-        "model.dropout": (0.0, 0.1),
-        "parallel.full_batch": (True, None),
-        "parallel.parallel_mode": ("semi_auto_parallel", None),
-        "parallel.strategy_ckpt_config.save_file": ("./ckpt_strategy.ckpt", None),
-        "train.sink_size": (2, 1),
-    }
+RUNS = yaml.safe_load((ORIGINALS / "presets.yaml").read_text())
 
 
-@pytest.mark.parametrize(("name", "devices"), [("run_gpt2", 8), ("run_gpt2_52b", 128)])
-def test_mindformers_smallest_and_largest_run_are_the_presets(name, devices) -> None:
-    """But for keys that change no result on the devices of the preset."""
-    opened = open_config(ORIGINALS / "mindformers_r0.3" / f"{name}.yaml")
-    without_effect = {
-        "data.split", "context.save_graphs_path", "context.max_device_memory", "model.dropout",
-        "parallel.parallel_mode", "parallel.full_batch", "train.sink_size",
-        "parallel.strategy_ckpt_config.save_file",
-    }  # fmt: skip
-    found = differences(opened.config, name, devices)
-    # its data have only the column input_ids, and the compiler's graphs have one mask
-    masks = {"data.eod_mask_loss": ("targets", False), "data.eod_id": (50256, None)}
-    assert {key: found.pop(key, None) for key in masks} == (masks if devices == 8 else dict.fromkeys(masks))
-    assert found.keys() <= without_effect
-    assert ("parallel.parallel_mode" in found) == (devices == 128)  # where it is by itself
+@pytest.mark.parametrize("name", RUNS)
+def test_the_originals_runs_are_the_presets(name: str) -> None:
+    (system, preset, devices, words), expected = RUNS[name]
+    opened = open_config(ORIGINALS / name, words)
+    assert opened.system == system
+    assert differences(opened.config, preset, devices) == {key: tuple(both) for key, both in expected.items()}
+    if system == "PaddleFleetX" and devices > 8:  # it takes dp_degree from its launcher
+        assert written_ranks(opened.config) == devices
 
 
 @pytest.mark.parametrize(
@@ -132,62 +113,6 @@ def test_the_tutorials_sections_below_our_bases_run_everywhere(words, tmp_path) 
     assert load_config(tmp_path / "again.yaml") == opened.config
 
 
-SCRIPTS = {
-    "pretrain_gpt_345M_mp8_qat": (
-        "Engine.max_steps=100000", "Model.hidden_dropout_prob=0.0",
-        "Model.attention_probs_dropout_prob=0.0", "Model.use_recompute=False",
-        "Optimizer.lr.decay_steps=72000", "Optimizer.weight_decay=0.02",
-        "Optimizer.lr.max_lr=5.0e-6", "Optimizer.lr.min_lr=1.0e-6",
-    )
-}  # fmt: skip
-"""Overrides behind the file in a script of FleetX: qat_gpt_345M_mp8.sh, of release 2.4."""
-
-
-@pytest.mark.parametrize(
-    ("name", "preset", "devices"),
-    [
-        ("pretrain_gpt_345M_single_card", "run_gpt2_345m_fleetx", 1),
-        ("pretrain_gpt_345M_mp8_qat", "run_gpt2_345m_fleetx_qat", 8),
-        ("pretrain_gpt_1.3B_dp8", "run_gpt2_1.3b_fleetx", 8),
-        ("pretrain_gpt_6.7B_sharding16", "run_gpt2_6.7b", 16),
-        ("pretrain_gpt_175B_mp8_pp16", "run_gpt2_175b", 128),
-    ],
-)
-def test_fleetx_runs_are_the_presets(name, preset, devices) -> None:
-    opened = open_config(ORIGINALS / "fleetx" / f"{name}.yaml", SCRIPTS.get(name, ()))
-    # theirs is the padded size
-    expected = {"model.vocab_size": (51200 if "175b" in preset else 50304, 50257)}
-    expected["data.eod_id"] = (50256, None)  # that of the data's tokenizer
-    if "6.7b" in preset:
-        expected["parallel.shard_size"] = (16, None)  # all 16 ranks, said
-    assert differences(opened.config, preset, devices) == expected
-    if devices in (16, 128):  # FleetX takes dp_degree from its launcher
-        assert written_ranks(opened.config) == devices
-
-
-def test_fleetx_overrides_and_generation() -> None:
-    theirs = {
-        "Engine.save_load.ckpt_dir": "out/epoch_0_step_1", "Model.hidden_size": "512",
-        "Data.Train.dataset.split.0": "900", "Generation.top_k": "7",
-        "Generation.input_text": "[CLS]Hi, [1]", "Optimizer.lr.name": "LinearDecayWithWarmup",
-    }  # fmt: skip
-    words = ["predict.temperature=0.5", *(f"{key}={value}" for key, value in theirs.items())]
-    folder = ORIGINALS / "fleetx"
-    config = open_config(folder / "generation_gpt_345M_dp8.yaml", words).config
-    found = dict(flatten(config.model_dump()))
-    expected = {
-        "predict.strategy": "sampling", "predict.top_k": 7, "predict.top_p": 0.75,
-        "predict.temperature": 0.5, "predict.prompt": ["[CLS]Hi, [1]"],
-        "predict.min_new_tokens": 1, "predict.max_new_tokens": 200, "model.hidden_size": 512,
-        "checkpoint.load": "out/epoch_0_step_1", "data.split": "900,50,1",
-        "optimizer.schedule_start": 0,
-    }  # fmt: skip
-    assert {key: found[key] for key in expected} == expected
-    # the old name of no_recompute_layers may be empty, and Paddle steps a cosine schedule
-    cosine = open_config(SINGLE_CARD, ["Model.recompute_layers=None"]).config
-    assert (cosine.train.recompute, cosine.optimizer.schedule_start) == ("none", 1)
-
-
 def test_an_override_fills_a_section_that_the_file_leaves_empty(tmp_path) -> None:
     (tmp_path / "own.yaml").write_text(f"_base_: {SINGLE_CARD}\nOffline_Eval:\n")
     opened = open_config(tmp_path / "own.yaml", ["Offline_Eval.batch_size=3"])
@@ -240,15 +165,6 @@ def test_merge_keys_and_sections_with_only_anchors(tmp_path: Path) -> None:
     *lines, last = MERGED.splitlines()
     path.write_text("\n".join((f"x-more: &more {{{last}}}", "<<: *more", *lines)))
     assert open_config(path).config.optimizer.learning_rate == 1e-4
-
-
-@pytest.mark.parametrize(("cloze", "task", "stride"), [("True", "lambada", None), ("False", "text", 32)])
-def test_evaluation_on_lambada_and_on_wikitext(cloze: str, task: str, stride: int | None) -> None:
-    """The file of evaluation gives overlapping_eval in both cases."""
-    words = {"eval_path": "file", "cloze_eval": cloze, "overlapping_eval": "32"}
-    given = [f"Offline_Eval.{name}={value}" for name, value in words.items()]
-    found = open_config(SINGLE_CARD, ["Model.module=GPTEvalModule", *given]).config.evaluation
-    assert (found.task, found.file, found.stride) == (task, "file", stride)
 
 
 def test_quantization_of_release_24(tmp_path: Path) -> None:
