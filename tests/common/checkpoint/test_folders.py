@@ -59,8 +59,7 @@ def linked(folder: Path, to: Any) -> None:
 
 
 DAMAGE: list[tuple[list[Callable[[Path], Any]], str]] = [
-    ([lambda folder: linked(folder, folder)],
-     "checkpoints: cannot be read: Too many levels of symbolic links"),
+    ([lambda folder: linked(folder, folder)], "checkpoints: cannot be read: Too many levels of symbolic links"),
     ([lambda folder: linked(folder, "/mnt/not mounted/here")],
      r"is a link to /mnt/not mounted/here, which is not there; is its disk mounted\?"),
     ([lambda folder: (folder / STEP / "manifest.json").unlink()], LOST),
@@ -68,8 +67,7 @@ DAMAGE: list[tuple[list[Callable[[Path], Any]], str]] = [
      "latest names 'step_00000020', which is not a whole checkpoint here; "),
     ([lambda folder: (folder / "latest").unlink(), lambda folder: os.mkfifo(folder / "latest")],
      "latest: is not a file, expected one"),
-    ([shutil.rmtree, Path.touch],
-     r"checkpoints: checkpoints cannot be written there: File exists; .* output_dir"),
+    ([shutil.rmtree, Path.touch], r"checkpoints: checkpoints cannot be written there: File exists; .* output_dir"),
     ([lambda folder: (folder / "step_00000010").touch()],
      "step_00000010: is not a folder, and has the name of a checkpoint"),
 ]  # fmt: skip

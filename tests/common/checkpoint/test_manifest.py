@@ -14,9 +14,8 @@ from common.errors import CheckpointError
 from tests.common.checkpoint.test_folders import save
 
 STATE = TrainState(
-    step=10, consumed_samples=40, sample_hash="29544761717fbba3", losses=[4.5, 4.25],
-    grad_norms=[1.5, 0.1],
-).to_dict()  # fmt: skip
+    step=10, consumed_samples=40, sample_hash="29544761717fbba3", losses=[4.5, 4.25], grad_norms=[1.5, 0.1]
+).to_dict()
 ENGINE = {"loss_scale": {"mode": "dynamic", "value": 65536.0}, "rng": {"torch": [{"cpu": "AbC="}]}}
 
 

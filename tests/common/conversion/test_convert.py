@@ -40,8 +40,7 @@ from tests.reference import hugging_face_model  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 
 MODEL = ModelConfig(
-    num_layers=2, hidden_size=24, num_heads=4, seq_length=9, vocab_size=101, ffn_hidden_size=96,
-    max_positions=9,
+    num_layers=2, hidden_size=24, num_heads=4, seq_length=9, vocab_size=101, ffn_hidden_size=96, max_positions=9,
     embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0, initializer_range=0.3,
 )  # fmt: skip
 SIZES = {
@@ -411,10 +410,8 @@ def test_verify_computes_the_logits_of_both_sides(
 
 @pytest.mark.parametrize(
     ("width", "heads", "said"),
-    [
-        (192, 3, ""), (192, 8, "8 heads, where a GPT-2 of width 192 has 12 or 6 or 3;"), (5120, 40, ""), (10, 2, ""),
-    ],
-)  # fmt: skip
+    [(192, 3, ""), (192, 8, "8 heads, where a GPT-2 of width 192 has 12 or 6 or 3;"), (5120, 40, ""), (10, 2, "")],
+)
 def test_unusual_heads_are_said_at_any_width(
     caplog: pytest.LogCaptureFixture, width: int, heads: int, said: str
 ) -> None:

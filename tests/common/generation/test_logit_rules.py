@@ -166,9 +166,7 @@ def test_words_are_written_as_ids() -> None:
     read = generation(**fields)
     assert all(getattr(read, name) == value for name, value in fields.items())
     read.validate(strict=True)
-    assert generation_config(config()) == {
-        "do_sample": False, "num_return_sequences": 1, "repetition_penalty": 1.0,
-    }  # fmt: skip
+    assert generation_config(config()) == {"do_sample": False, "num_return_sequences": 1, "repetition_penalty": 1.0}
 
 
 def test_content_that_it_cannot_hold_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -194,9 +194,7 @@ def test_log_probabilities_in_the_file(tmp_path: Path, caplog: pytest.LogCapture
     path = tmp_path / "out.jsonl"
     say("é", output_file=str(path), logprobs=1, bad_words="z", temperature=1.0)
     records = records_of(path)[0]["logprobs"]
-    assert [(each["id"], each["token"]) for each in records] == [
-        (195, "bytes:\\xc3"), (169, "bytes:\\xa9"),
-    ]  # fmt: skip
+    assert [(each["id"], each["token"]) for each in records] == [(195, "bytes:\\xc3"), (169, "bytes:\\xa9")]
     value = pytest.approx(-np.log1p(256 * np.exp(-40.0)), abs=1e-12)
     assert [each["logprob"] for each in records] == [value] * 2
     assert records[0]["top"] == [{"id": 195, "token": "bytes:\\xc3", "logprob": value}]

@@ -25,10 +25,7 @@ ORIGINALS = Path(__file__).parent / "originals"
 SINGLE_CARD = ORIGINALS / "fleetx" / "pretrain_gpt_345M_single_card.yaml"
 PRESETS = Path(__file__).parents[3] / "configs" / "gpt2"
 NEUTRAL = Path(__file__).with_name("neutral.yaml")
-OURS = {
-    "data.train", "data.tokenizer", "output_dir", "logging", "validation", "checkpoint", "device",
-    "predict",
-}  # fmt: skip
+OURS = {"data.train", "data.tokenizer", "output_dir", "logging", "validation", "checkpoint", "device", "predict"}
 """Choices of the presets: places of the data and the run folder, and how often a run saves and
 logs.
 """

@@ -71,9 +71,7 @@ def test_megatrons_sizes_by_tokens_are_ours(text: str) -> None:
             open_flags("megatron", words)
         return
     train = open_flags("megatron", words).config.train
-    assert (train.rampup_batch_size, train.global_batch_size) == (
-        [[0, 8], [125, 16], [500, 32]], 32,
-    )  # fmt: skip
+    assert (train.rampup_batch_size, train.global_batch_size) == ([[0, 8], [125, 16], [500, 32]], 32)
     with pytest.raises(ConfigError, match="keep one of them"):
         open_flags("megatron", [*words, "--global-batch-size", "64"])
 
@@ -242,9 +240,7 @@ def test_generate_sh_slides_its_window(tmp_path: Path) -> None:
     predict, model = opened.config.predict, opened.config.model
     assert (model.seq_length, model.max_positions, model.num_layers) == (512, 1024, 12)
     assert (predict.window, predict.max_new_tokens, predict.num_sequences) == (512, 15000, 5)
-    assert (predict.prompt, predict.strategy, predict.top_k, predict.top_p) == (
-        ["她"], "sampling", 8, 1.0,
-    )  # fmt: skip
+    assert (predict.prompt, predict.strategy, predict.top_k, predict.top_p) == (["她"], "sampling", 8, 1.0)
     assert not predict.stop_at_end_of_text
     assert opened.config.checkpoint.load == str(weights)
     assert "#   device: CUDA_VISIBLE_DEVICES says it" in opened.yaml

@@ -32,8 +32,7 @@ from common.systems.oneflow import flags as oneflow
 
 DIALECTS = {
     "fleetx": fleetx.DIALECT, "megatron": megatron.DIALECT, "mindformers": mindformers.DIALECT,
-    "oneflow": oneflow.DIALECT, "gpt2_chinese": gpt2_chinese.FILES,
-    "gpt2_chinese_train": gpt2_chinese.TRAINING,
+    "oneflow": oneflow.DIALECT, "gpt2_chinese": gpt2_chinese.FILES, "gpt2_chinese_train": gpt2_chinese.TRAINING,
     "gpt2_chinese_generate": gpt2_chinese.GENERATION, "gpt2_chinese_eval": gpt2_chinese.EVALUATION,
 }  # fmt: skip
 

@@ -87,11 +87,9 @@ def test_plain_values_of_a_megatron_file_are_data(tmp_path: Path) -> None:
             "seed": None}  # fmt: skip
     arrays = {"array": rng, "big": rng.astype(">f4"), "matrix": np.asfortranarray(rng[:, None] + 1)}
     saved = {
-        "args": argparse.Namespace(**args),
-        "checkpoint_version": 3.0, "iteration": 2**40, "size": torch.Size([2, 3]),
-        "device": torch.device("cpu"), "ids": {1, 2}, "raw": b"\x00\xff", "none": b"",
-        "random": random.getstate(), "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(), "number": np.float32(2.5), **arrays,
+        "args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": 2**40, "size": torch.Size([2, 3]),
+        "device": torch.device("cpu"), "ids": {1, 2}, "raw": b"\x00\xff", "none": b"", "random": random.getstate(),
+        "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "number": np.float32(2.5), **arrays,
     }  # fmt: skip
     torch.save(saved, tmp_path / "x.pt")
     with open_tensors(tmp_path / "x.pt") as stored:
@@ -232,9 +230,8 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
     matrix = np.arange(6, dtype=np.float32).reshape(2, 3)
     arrays = {
         "m": ("float32", matrix), "half": ("float16", matrix.astype(np.float16)),
-        "bf": ("bfloat16", np.array([0x3FC0, 0xC000], np.uint16)),
-        "step": ("int64", np.array(5)), "none": ("int32", np.zeros((0, 2), np.int32)),
-        "yes": ("bool", np.array([True, False])),
+        "bf": ("bfloat16", np.array([0x3FC0, 0xC000], np.uint16)), "step": ("int64", np.array(5)),
+        "none": ("int32", np.zeros((0, 2), np.int32)), "yes": ("bool", np.array([True, False])),
         "double": ("float64", np.ones(1)), "byte": ("uint8", np.array([7, 8], np.uint8)),
         "turned": ("float32", matrix.T),
     }  # fmt: skip

@@ -11,9 +11,8 @@ from common.weights.initial import initial_rows
 from common.weights.names import parameter_shapes
 
 MODEL = ModelConfig(
-    num_layers=3, hidden_size=48, num_heads=4, seq_length=16, vocab_size=300, ffn_hidden_size=192,
-    max_positions=16,
-)  # fmt: skip
+    num_layers=3, hidden_size=48, num_heads=4, seq_length=16, vocab_size=300, ffn_hidden_size=192, max_positions=16
+)
 
 
 @settings(deadline=None)

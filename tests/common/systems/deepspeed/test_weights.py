@@ -30,9 +30,8 @@ TWO = ("float32_zero0_pp1_tp1", "float16_zero0_pp1_tp2", WHOLE, STAGES, HALF)
 FOUR = (PIPELINE, "float32_zero1_pp2_tp2")
 """Cases of two processes, and of four, whose file mp_rank_02 is tensor rank 0 of stage 1."""
 IN_BLOCK = {
-    "ln_1": "input_layernorm", "attn.c_proj": "self_attention.dense",
-    "ln_2": "post_attention_layernorm", "mlp.c_fc": "mlp.dense_h_to_4h",
-    "mlp.c_proj": "mlp.dense_4h_to_h",
+    "ln_1": "input_layernorm", "attn.c_proj": "self_attention.dense", "ln_2": "post_attention_layernorm",
+    "mlp.c_fc": "mlp.dense_h_to_4h", "mlp.c_proj": "mlp.dense_4h_to_h",
 }  # fmt: skip
 COLUMNS = ("word_embeddings.weight", "query_key_value.weight", "query_key_value.bias",
     "dense_h_to_4h.weight", "dense_h_to_4h.bias")  # fmt: skip

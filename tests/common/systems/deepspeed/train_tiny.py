@@ -34,9 +34,8 @@ PRECISIONS: dict[str, Any] = {
     "bfloat16": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
 }
 SPLIT = {
-    "word_embeddings.weight": 0, "query_key_value.weight": 0, "query_key_value.bias": 0,
-    "dense_h_to_4h.weight": 0, "dense_h_to_4h.bias": 0, "dense.weight": 1,
-    "dense_4h_to_h.weight": 1,
+    "word_embeddings.weight": 0, "query_key_value.weight": 0, "query_key_value.bias": 0, "dense_h_to_4h.weight": 0,
+    "dense_h_to_4h.bias": 0, "dense.weight": 1, "dense_4h_to_h.weight": 1,
 }  # fmt: skip
 """Parameters that Megatron splits, and the dim."""
 Shapes = dict[str, tuple[int, ...]]

@@ -210,8 +210,7 @@ BAD_PARTS: dict[str, Callable[[Path], object]] = {
         with_value(MODEL_OF_LAST, "_layers.2.linear1.bias", np.zeros(3, np.float32)),
     f"{MODEL_OF_LAST}: _layers.1.norm1.bias is in another stage too":
         with_value(MODEL_OF_LAST, "_layers.1.norm1.bias", np.zeros(8, np.float32)),
-    "unexpected lm_head.weight":
-        with_value("*_pp_01/model.pdparams", "lm_head.weight", np.ones(2, np.float32)),
+    "unexpected lm_head.weight": with_value("*_pp_01/model.pdparams", "lm_head.weight", np.ones(2, np.float32)),
 }  # fmt: skip
 
 
@@ -238,16 +237,13 @@ def with_yaml(text: str, name: str = "pretrain_gpt.yaml") -> Callable[[Path], ob
 BAD_ONE: dict[str, Callable[[Path], object]] = {
     "model.pdparams: its pickle names posix.system, .* nothing of it was executed":
         with_model({"gpt.decoder.norm.weight": np.zeros(2000), "x": Evil()}),
-    "model.pdparams: not a whole file":
-        lambda folder: os.truncate(folder / "model.pdparams", 900),
+    "model.pdparams: not a whole file": lambda folder: os.truncate(folder / "model.pdparams", 900),
     "a is not an array of numbers": with_model({"a": 1}),
     "holds no names of fleetx, but a": with_model({"a": np.zeros(3)}),
-    "missing gpt.decoder.layers.1.norm1.weight":
-        with_yaml(YAML.replace("num_layers: 1", "num_layers: 2")),
+    "missing gpt.decoder.layers.1.norm1.weight": with_yaml(YAML.replace("num_layers: 1", "num_layers: 2")),
     "Model lacks num_attention_heads; give the file that the run was started with":
         with_yaml(YAML.replace("  num_attention_heads: 2\n", "")),
-    "other.yaml, pretrain_gpt.yaml have a section Model; leave one there":
-        with_yaml(YAML, "other.yaml"),
+    "other.yaml, pretrain_gpt.yaml have a section Model; leave one there": with_yaml(YAML, "other.yaml"),
     "no YAML with a section Model": with_yaml("Optimizer: {}"),
 }  # fmt: skip
 

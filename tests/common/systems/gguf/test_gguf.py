@@ -49,9 +49,8 @@ TOKENS = [*byte_alphabet(), "ab", "<|endoftext|>"]
 def source(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=2, n_head=2, n_embd=64, vocab_size=len(TOKENS), n_positions=9, bos_token_id=257,
-        eos_token_id=257,
-    )  # fmt: skip
+        n_layer=2, n_head=2, n_embd=64, vocab_size=len(TOKENS), n_positions=9, bos_token_id=257, eos_token_id=257
+    )
     folder = tmp_path / "hf"
     GPT2LMHeadModel(config).save_pretrained(folder)
     (folder / "vocab.json").write_text(json.dumps({token: n for n, token in enumerate(TOKENS)}))

@@ -209,15 +209,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nanoGPT beside a config": (
         {"pytorch_model.bin": lambda model: {"model": plain(model), "model_args": {"n_layer": 2}}},
         "pytorch_model.bin: it is nanoGPT's"),
-    "PEFT": (
-        {"pytorch_model.bin": None, "adapter_config.json": b"{}"},
-        "it is an adapter of PEFT.*merge_and_unload"),
+    "PEFT": ({"pytorch_model.bin": None, "adapter_config.json": b"{}"}, "it is an adapter of PEFT.*merge_and_unload"),
     "OpenAI": (
         {"pytorch_model.bin": None, "hparams.json": b"{}", "model.ckpt.index": b""},
         r"OpenAI's own TensorFlow checkpoint; .*hf://openai-community/gpt2"),
-    "TensorFlow": (
-        {"pytorch_model.bin": None, "tf_model.h5": b""},
-        r"for TensorFlow only; .*from_tf=True"),
+    "TensorFlow": ({"pytorch_model.bin": None, "tf_model.h5": b""}, r"for TensorFlow only; .*from_tf=True"),
     "another model": (
         {"config.json": json.dumps(SIZES | {"model_type": "gptj"}).encode()},
         "model_type='gptj'; the models here are GPT-2"),

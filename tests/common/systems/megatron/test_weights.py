@@ -429,8 +429,7 @@ BAD: dict[str, Callable[[Path], object]] = {
     "apply_layernorm_1p=True; our model is GPT-2, which has apply_layernorm_1p=False":
         with_args(apply_layernorm_1p=True),
     "its args lack hidden_size; put the section model": with_args(hidden_size=None),
-    "training had 2 tensor x 1000000000000 pipeline ranks; copy":
-        with_args(pipeline_model_parallel_size=10**12),
+    "training had 2 tensor x 1000000000000 pipeline ranks; copy": with_args(pipeline_model_parallel_size=10**12),
     "names 'iter_0000040', and no such folder is beside it":
         lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text("40"),
     "Megatron's format torch_dist.*--ckpt-format torch":

@@ -192,13 +192,10 @@ FAULTS: dict[str, Callable[[Path], object]] = {
         lambda folder: shutil.rmtree(folder / "strategy"),
     "the file of rank 4 is missing, or lacks .* describes 16 ranks: .*files of this run, or":
         rewritten(lambda name, layout: (name, replace(layout, devices=(2, 4)))),
-    "says nothing of .*: it is the strategy of another run":
-        rewritten(lambda name, layout: (f"net.{name}", layout)),
+    "says nothing of .*: it is the strategy of another run": rewritten(lambda name, layout: (f"net.{name}", layout)),
     "holds the ranks' files of 2 runs": two_runs,
-    r"gpt2_rank_5-1_4\.ckpt: not a whole MindSpore checkpoint: .*copy it again":
-        lambda folder: cut(file_of(folder, 5)),
-    f"{BROKEN}.*its protobuf or":
-        lambda folder: (folder / STRATEGY_1).write_bytes(pickle.dumps({"x": [1, 2]})),
+    r"gpt2_rank_5-1_4\.ckpt: not a whole MindSpore checkpoint: .*copy it again": lambda folder: cut(file_of(folder, 5)),
+    f"{BROKEN}.*its protobuf or": lambda folder: (folder / STRATEGY_1).write_bytes(pickle.dumps({"x": [1, 2]})),
 }  # fmt: skip
 
 

@@ -127,15 +127,12 @@ def with_file(name: str, content: bytes) -> Callable[[Path], object]:
 
 
 BAD: dict[str, Callable[[Path], object]] = {
-    "missing model-h1-layernorm_2-beta-m":
-        lambda folder: shutil.rmtree(folder / "model-h1-layernorm_2-beta-m"),
+    "missing model-h1-layernorm_2-beta-m": lambda folder: shutil.rmtree(folder / "model-h1-layernorm_2-beta-m"),
     "model-wpe/out: has 332 bytes, and float32 .7, 12. takes 336; copy it again":
         with_file("model-wpe/out", bytes(332)),
     "model-wpe/meta: no shape and data_type": with_file("model-wpe/meta", b"shape { dim: -1 }"),
-    "System-Train-TrainStep-train/out: is neither a count":
-        with_file("System-Train-TrainStep-train/out", b"\xff" * 8),
-    "unexpected model-lm_head":
-        lambda folder: save(folder, "model-lm_head", np.zeros(3, np.float32)),
+    "System-Train-TrainStep-train/out: is neither a count": with_file("System-Train-TrainStep-train/out", b"\xff" * 8),
+    "unexpected model-lm_head": lambda folder: save(folder, "model-lm_head", np.zeros(3, np.float32)),
     "model.yaml: no such file": lambda folder: (folder.parent / "model.yaml").unlink(),
 }  # fmt: skip
 
