@@ -14,7 +14,6 @@ from common.config.load import flatten
 from common.errors import ConfigError
 from common.parallel.learning_rate import learning_rate
 from common.resolve.derive import resolve_config, resolve_mode
-from common.run_config import load_config
 from common.systems.config import COMMAND_LINES, find_command_line, open_config, open_flags
 from common.systems.flags import read_command
 from common.systems.oneflow.flags import start_nodes_devices
@@ -61,19 +60,18 @@ def test_a_dropout_that_is_left_out_is_megatrons() -> None:
     assert (model.hidden_dropout, model.embedding_dropout, model.attention_dropout) == (0, 0, 0.1)
 
 
-@pytest.mark.parametrize("text", ["0:8 1K:16, 4K:32", "4000:32 0:8 1e3:16", "0:8 .5:16"])
-def test_megatrons_sizes_by_tokens_are_ours(text: str) -> None:
+def test_megatrons_sizes_by_tokens_are_ours() -> None:
     """In samples of 8 tokens, as in its num_microbatches_calculator.py of 2026."""
     words = f"{BASES['megatron']} --train-samples 800 --step-batch-size-schedule".split()
-    words.append(text)
-    if "e" in text or text.endswith(".5:16"):
-        with pytest.raises(ConfigError, match=r"expected TOKENS:SIZE TOKENS:SIZE \.\.\., such as"):
-            open_flags("megatron", words)
-        return
-    train = open_flags("megatron", words).config.train
+    train = open_flags("megatron", [*words, "0:8 1K:16, 4K:32"]).config.train
     assert (train.rampup_batch_size, train.global_batch_size) == ([[0, 8], [125, 16], [500, 32]], 32)
-    with pytest.raises(ConfigError, match="keep one of them"):
-        open_flags("megatron", [*words, "--global-batch-size", "64"])
+    for more, message in (
+        (["0:8 1K:16", "--global-batch-size", "64"], "keep one of them"),
+        (["0:8 .5:16"], r"expected TOKENS:SIZE TOKENS:SIZE \.\.\., such as"),
+        (["4000:32 0:8 1e3:16"], r"expected TOKENS:SIZE TOKENS:SIZE \.\.\., such as"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            open_flags("megatron", [*words, *more])
 
 
 BECOME = yaml.safe_load(Path(__file__).with_name("flags.yaml").read_text(encoding="utf-8"))
@@ -96,12 +94,7 @@ def test_flags_become_keys(system: str, row: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("given", "warmup", "decay"),
-    [
-        ("", 0, 10_000),
-        ("--lr-warmup-fraction 0.1", 1000, 10_000),
-        ("--lr-warmup-samples 320 --lr-decay-samples 8000", 320, 8000),
-        ("--lr-warmup-fraction 0.1 --lr-decay-samples 8000", 800, 8000),
-    ],
+    [("--lr-warmup-fraction 0.1", 1000, 10_000), ("--lr-warmup-fraction 0.1 --lr-decay-samples 8000", 800, 8000)],
 )
 def test_megatrons_schedule_counts_samples(given: str, warmup: int, decay: int) -> None:
     """The end is that of the samples to train on, and a fraction is of the end, as in
@@ -139,43 +132,33 @@ EXPECTED = [
 
 
 COMMANDS = {
-    "launcher": 'torchrun $DISTRIBUTED pretrain_gpt.py "${MODEL[@]}" $@ $options 2>&1 | tee "$OUT"',
-    "lines": """CUDA=0 python -m torch.distributed.launch $DISTRIBUTED $OUT/pretrain_gpt.py \\
-        "${MODEL[@]}" \\
-        ${options} &> $OUT &
-wait""",
-    "sh -c": """run="python pretrain_gpt.py --num-layers 24 --hidden-size 1024 \\
-        --save 'my folder' --seed 7 ${options}"
-srun -l --output=$OUT sh -c "${run}"
-""",
+    f'{SCRIPT}torchrun $DISTRIBUTED pretrain_gpt.py "${{MODEL[@]}}" $@ $options 2>&1 | tee "$OUT"': EXPECTED,
+    f"""{SCRIPT}CUDA=0 python -m torch.distributed.launch $DISTRIBUTED $OUT/pretrain_gpt.py \\
+        "${{MODEL[@]}}" \\
+        ${{options}} &> $OUT &
+wait""": EXPECTED,
+    f"""{SCRIPT}run="python pretrain_gpt.py --num-layers 24 --hidden-size 1024 \\
+        --save 'my folder' --seed 7 ${{options}}"
+srun -l --output=$OUT sh -c "${{run}}"
+""": EXPECTED,
+    "set -e\npython3 run.py --include localhost:0,1 pretrain_gpt.py \\\n  --lr -1e-4 \\\n"
+    "  --split 9,1,0 2>&1 | tee log --flush\necho done\n": ["--lr", "-1e-4", "--split", "9,1,0"],
+    "if x; then\npython pretrain_gpt.py --lr 2\nelse\npython tools/other.py x\nfi": ["--lr", "2"],
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_scripts_are_followed(command: str, tmp_path: Path) -> None:
-    file = tmp_path / "run.sh"
-    file.write_text(SCRIPT + command)
-    assert read_command(file) == (str(file), "pretrain_gpt.py", EXPECTED)
+@pytest.mark.parametrize(("text", "words"), COMMANDS.items())
+def test_scripts_are_followed_and_other_commands_skipped(text: str, words: list[str], tmp_path: Path) -> None:
+    (file := tmp_path / "run.sh").write_text(text)
+    assert read_command(file) == (str(file), "pretrain_gpt.py", words)
+    file.write_text("python -m oneflow_gpt.training --seed 1 &\nwait\n")
+    assert read_command(file)[2] == ["--seed", "1"]
 
 
 def test_a_script_that_doubles_a_variable_ends(tmp_path) -> None:
     (tmp_path / "run.sh").write_text("A=ab\n" + "A=$A$A\n" * 60 + "python a.py --x $A")
     with pytest.raises(ConfigError, match=r"run.sh:2\d: the values of variables are longer"):
         read_command(tmp_path / "run.sh")
-
-
-def test_other_commands_of_a_script_are_skipped(tmp_path: Path) -> None:
-    file = tmp_path / "run.sh"
-    for text, words in (
-        ("set -e\npython3 run.py --include localhost:0,1 pretrain_gpt.py \\\n  --lr -1e-4 \\\n"
-         "  --split 9,1,0 2>&1 | tee log --flush\necho done\n",
-         ["--lr", "-1e-4", "--split", "9,1,0"]),
-        ("python -m oneflow_gpt.training --seed 1 &\nwait\n", ["--seed", "1"]),
-        ("if x; then\npython pretrain_gpt.py --lr 2\nelse\npython tools/other.py x\nfi",
-         ["--lr", "2"]),
-    ):  # fmt: skip
-        file.write_text(text)
-        assert read_command(file)[2] == words
 
 
 @pytest.mark.parametrize("detached", ["", "1"])
@@ -246,34 +229,15 @@ def test_generate_sh_slides_its_window(tmp_path: Path) -> None:
     assert "#   device: CUDA_VISIBLE_DEVICES says it" in opened.yaml
 
 
-def test_model_config_json_is_a_configuration() -> None:
-    """With the defaults of train.py, which are the preset of 82M."""
-    own = ("data.train=data/corpus_chinese_text_document",)
-    own += ("data.tokenizer={type: BertTokenizer, vocab_file: data/vocab.txt}",)
-    opened = open_config(CONFIGS / "model_config_small.json", own)
-    preset = load_config(PRESETS / "run_gpt2_chinese_82m.yaml")
-    found, expected = (dict(flatten(each.model_dump())) for each in (opened.config, preset))
-    differing = {key for key in found if found[key] != expected.get(key)}
-    assert found["train.accumulation_steps"] == 1
-    differing = {key.partition(".")[0] for key in differing - {"train.accumulation_steps"}}
-    assert differing <= {"output_dir", "checkpoint", "validation", "predict", "model", "data"}
-    assert opened.config.data.stride == preset.data.stride == 768
-    test = open_config(CONFIGS / "model_config_test.json", own).config
-    assert (test.model.seq_length, test.data.stride) == (64, 64)
-
-
 def test_fields_that_change_no_function(tmp_path: Path) -> None:
     """Sizes that are left out are those of GPT2Config of transformers 2.1.1."""
-    fields = {"vocab_size": 5, "n_positions": 64, "reorder_and_upcast_attn": True}
-    fields |= {"activation_function": "gelu_fast", "pruned_heads": {}, "use_cache": True}
+    fields = {"vocab_size": 5, "n_positions": 64, "reorder_and_upcast_attn": True, "use_cache": True}
+    fields |= {"activation_function": "gelu_fast", "pruned_heads": {}}
     (tmp_path / "model.json").write_text(json.dumps(fields))
-    flags = ["--model_config", str(tmp_path / "model.json")]
-    opened, off = (open_flags("gpt2_chinese", flags, own) for own in ([], ["model.dropout=0"]))
-    assert resolve_config(off.config).model.attention_dropout == 0
+    opened = open_flags("gpt2_chinese", ["--model_config", str(tmp_path / "model.json")])
     model = opened.config.model
-    assert (model.hidden_size, model.num_layers, model.num_heads) == (768, 12, 12)
+    assert (model.hidden_size, model.num_layers, model.num_heads, model.dropout) == (768, 12, 12, 0.1)
     assert (model.seq_length, model.max_positions, model.attention_dropout) == (64, 64, None)
-    assert model.dropout == 0.1
     assert "#   use_cache: it does not change what GPT-2 computes" in opened.yaml
     assert len(opened.ours.without_effect) == 1, "flags that were not given are not listed"
 
