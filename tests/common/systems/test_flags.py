@@ -132,14 +132,16 @@ EXPECTED = [
 
 
 COMMANDS = {
-    f'{SCRIPT}torchrun $DISTRIBUTED pretrain_gpt.py "${{MODEL[@]}}" $@ $options 2>&1 | tee "$OUT"': EXPECTED,
-    f"""{SCRIPT}CUDA=0 python -m torch.distributed.launch $DISTRIBUTED $OUT/pretrain_gpt.py \\
-        "${{MODEL[@]}}" \\
-        ${{options}} &> $OUT &
+    SCRIPT + 'torchrun $DISTRIBUTED pretrain_gpt.py "${MODEL[@]}" $@ $options 2>&1 | tee "$OUT"': EXPECTED,
+    SCRIPT
+    + """CUDA=0 python -m torch.distributed.launch $DISTRIBUTED $OUT/pretrain_gpt.py \\
+        "${MODEL[@]}" \\
+        ${options} &> $OUT &
 wait""": EXPECTED,
-    f"""{SCRIPT}run="python pretrain_gpt.py --num-layers 24 --hidden-size 1024 \\
-        --save 'my folder' --seed 7 ${{options}}"
-srun -l --output=$OUT sh -c "${{run}}"
+    SCRIPT
+    + """run="python pretrain_gpt.py --num-layers 24 --hidden-size 1024 \\
+        --save 'my folder' --seed 7 ${options}"
+srun -l --output=$OUT sh -c "${run}"
 """: EXPECTED,
     "set -e\npython3 run.py --include localhost:0,1 pretrain_gpt.py \\\n  --lr -1e-4 \\\n"
     "  --split 9,1,0 2>&1 | tee log --flush\necho done\n": ["--lr", "-1e-4", "--split", "9,1,0"],
