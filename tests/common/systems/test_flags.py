@@ -1,8 +1,12 @@
-"""Command lines of Megatron, OneFlow and GPT2-Chinese, and scripts with them, in our words."""
+"""Command lines of Megatron, OneFlow and GPT2-Chinese, and scripts with them, in our words; what is
+refused of them and of files, one row of refusals.yaml each.
+"""
 
+import functools
 import json
 import shlex
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +21,9 @@ from common.resolve.derive import resolve_config, resolve_mode
 from common.systems.config import COMMAND_LINES, find_command_line, open_config, open_flags
 from common.systems.flags import read_command
 from common.systems.oneflow.flags import start_nodes_devices
+from common.systems.run_state import MODEL_YAML, read_model_yaml
 from compat.programs import main_with_flags
 from tests.common.systems.test_config import ORIGINALS, PRESETS, differences
-from tools import convert_config
 
 MODELZOO = yaml.safe_load((ORIGINALS / "modelzoo" / "presets.yaml").read_text())
 
@@ -113,16 +117,6 @@ def test_megatrons_schedule_counts_samples(given: str, warmup: int, decay: int) 
         assert rates == pytest.approx([8e-5, 2.88e-4, 9.17e-4], rel=1e-3)
 
 
-def test_convert_config_takes_flags(capsys) -> None:
-    flags = modelzoo_flags("run_gpt2_2.7b")
-    assert convert_config.main(["--from", "megatron", "--", *flags]) == 0
-    text = capsys.readouterr().out
-    assert "model_parallel: 2  # tensor_model_parallel_size" in text
-    assert "#   distributed_backend: the device says how ranks talk" in text
-    assert convert_config.main(["--from", "megatron"]) == 2
-    assert "give a file of flags, or the flags behind --" in capsys.readouterr().err
-
-
 SCRIPT = Path(__file__).with_name("script.txt").read_text()
 """What of a shell is followed, and what only a shell knows."""
 EXPECTED = [
@@ -164,9 +158,7 @@ def test_a_script_that_doubles_a_variable_ends(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("detached", ["", "1"])
-def test_flags_stay_for_ranks_that_read_them_later(
-    detached: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_stay_for_ranks_that_read_them_later(detached: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("DETACH", detached)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = ["model.hidden_size=8", "model.num_heads=1", "train.max_steps=1"]
@@ -183,9 +175,7 @@ def test_flags_stay_for_ranks_that_read_them_later(
 
 
 @pytest.mark.parametrize("entry", ["pretrain_gpt.py", "oneflow_gpt.training", "run_gpt2.py"])
-def test_a_dry_run_on_one_device_shows_the_plan(
-    entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_dry_run_on_one_device_shows_the_plan(entry: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("DRY_RUN", "1")
     monkeypatch.chdir(tmp_path)
     rate = "--learning-rate" if "oneflow" in entry else "--lr"
@@ -261,3 +251,72 @@ def test_the_system_of_flags() -> None:
     assert find_command_line(["--prefix", "她"]) == "gpt2_chinese_generate"
     assert find_command_line(["--num-layers", "2", "--learning-rate", "1"]) == "oneflow"
     assert find_command_line(["--num-layers", "2"], "pretrain_gpt.py") == "megatron"
+
+
+MODEL = {
+    "num_layers": 1, "hidden_size": 4, "num_heads": 2, "seq_length": 8, "vocab_size": 11,
+    "ffn_hidden_size": 8, "max_positions": 8,
+}  # fmt: skip
+RUN: dict[str, Any] = {
+    "state": {
+        "step": 3, "consumed_samples": 6, "sample_hash": "", "skipped_steps": 0,
+        "skipped_in_a_row": 0, "updated_samples": 12,
+    },
+    "engine": {"optimizer_steps": 3, "loss_scale": {}, "rng": {}},
+    "config": {"optimizer": {"name": "adamw", "decay_steps": 9}, "train": {"global_batch_size": 2}},
+}  # fmt: skip
+
+
+def rows() -> Iterator[Any]:
+    table = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
+    for kind, listed in table.items():
+        for *given, message in listed:
+            yield pytest.param(kind, given, message, id=f"{kind}: {message[:60]}")
+
+
+def put(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy with other values at dotted keys."""
+    tree = json.loads(json.dumps(tree))
+    for dotted, value in changes.items():
+        *sections, key = dotted.split(".")
+        functools.reduce(dict.__getitem__, sections, tree)[key] = value
+    return tree
+
+
+def read(kind: str, given: list[Any]) -> object:
+    """Read what is given, in the folder of the process."""
+    text = given[0]
+    if kind in COMMAND_LINES:
+        return open_flags(kind, shlex.split(text))
+    if kind == "small":
+        words = f"{SMALL} --lr 1e-4 --micro-batch-size 4 --train-iters 5 {text}"
+        return open_flags("megatron", words.split())
+    if kind == "words":
+        return open_config(ORIGINALS / "fleetx" / "pretrain_gpt_1.3B_dp8.yaml", [text])
+    if kind == "model_yaml":
+        Path(MODEL_YAML).write_text(yaml.safe_dump(put({"model": MODEL, "run": RUN}, text)))
+        return read_model_yaml(Path(MODEL_YAML))
+    if kind == "model_config":
+        sizes = {} if "n_embd" in text else {"n_ctx": 8, "n_head": 1, "vocab_size": 5}
+        Path("model.json").write_text(json.dumps(sizes | text))
+        return open_config(Path("model.json"), ["data.train=x"])
+    if kind == "ds_config":
+        folder = ORIGINALS / "modelzoo"
+        tree = json.loads((folder / "ds_config.json").read_text())
+        if text is not None:
+            Path("ds_config.json").write_text(json.dumps(put(tree, text)))
+        return open_config(folder / "train_345M.sh")
+    if kind == "files":
+        for name, text in zip("ab", given, strict=False):
+            Path(f"{name}.yaml").write_text(text)
+        return open_config(Path("a.yaml"))
+    text = f"{SCRIPT}\npython pretrain_gpt.py {text}\n" if kind == "script" else text
+    Path("flags.txt").write_text(text)
+    return open_config(Path("flags.txt"))
+
+
+@pytest.mark.parametrize(("kind", "given", "message"), [*rows()])
+def test_refused(kind: str, given: list[Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        read(kind, given)

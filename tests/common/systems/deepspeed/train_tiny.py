@@ -55,6 +55,10 @@ BLOCK: Shapes = {
 }
 
 
+def split_dim(name: str) -> int | None:
+    return next((dim for end, dim in SPLIT.items() if name.endswith(end)), None)
+
+
 class Holder(nn.Module):
     """A module that has parameters of these shapes, by dotted names, and adds a number to its input
     that depends on all of them.
@@ -65,7 +69,7 @@ class Holder(nn.Module):
         rank, size = tensor
         for number, (name, shape) in enumerate(shapes.items()):
             whole = torch.randn(shape, generator=torch.Generator().manual_seed(100 * first + number))
-            dim = next((dim for end, dim in SPLIT.items() if name.endswith(end)), None)
+            dim = split_dim(name)
             part = whole if dim is None else whole.chunk(size, dim)[rank].clone()
             *path, last = name.split(".")
             module: nn.Module = self
@@ -165,7 +169,7 @@ def train(folder: Path, case: str) -> None:
     dist.barrier()
 
 
-def truth(engine: Any) -> dict[str, dict[str, Tensor]]:
+def truth(engine: Any) -> dict[str, dict[str, Any]]:
     """Return float32 weights and moments of each parameter, without the file that is tested."""
     outer, parts = engine.optimizer, ("exp_avg", "exp_avg_sq")
     inner = getattr(outer, "optimizer", outer)
@@ -201,7 +205,7 @@ def truth(engine: Any) -> dict[str, dict[str, Tensor]]:
             part: value.detach().float().clone()
             for part, value in zip(("", ".exp_avg", ".exp_avg_sq"), values, strict=True)
             if value is not None
-        }
+        } | {"dim": split_dim(name)}
     return found
 
 

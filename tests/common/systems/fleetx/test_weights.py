@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 
 from common.conversion.convert import convert  # noqa: E402
 from common.errors import CheckpointError  # noqa: E402
-from common.systems.table import FORMATS, detect  # noqa: E402
+from common.systems.table import detect  # noqa: E402
 from common.tensor_files.containers import open_tensors  # noqa: E402
 from tests.common.systems.tiny_weights import Evil, refused, require_arrays  # noqa: E402
 
@@ -47,9 +47,7 @@ def to_hugging_face(source: Path, target: Path) -> Path:
 
 
 def test_the_logits_are_paddles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the rounding of float32. Arrays stay in the mapped file from some size on; these are
-    small.
-    """
+    """To the rounding of float32. Arrays stay in the mapped file from some size on; these are small."""
     monkeypatch.setattr("common.tensor_files.paddle_pickle._LONG", 64)
     source = copy(tmp_path / "epoch_0_step_7")
     assert detect(source) == "fleetx"
@@ -66,9 +64,7 @@ def test_the_logits_are_paddles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_other_forms_hold_the_same(tmp_path: Path, protocol: int) -> None:
-    """Pairs of a name and an array. Query, key and value are apart (``fuse_attn_qkv: False``); a
-    bfloat16 is uint16.
-    """
+    """Pairs of a name and an array. Query, key and value are apart (``fuse_attn_qkv: False``); a bfloat16 is uint16."""
     expected = to_hugging_face(copy(tmp_path / "one"), tmp_path / "hf")
     state = {name: (f"tensor_{n}", array) for n, (name, array) in enumerate(arrays().items())}
     block = "gpt.decoder.layers.0.self_attn."
@@ -180,17 +176,6 @@ def test_an_interleaved_pipeline_has_other_numbers(tmp_path: Path) -> None:
     source = copy_parts("2x2", tmp_path / "epoch")
     resaved("*_pp_01/model.pdparams", numbered)(source)
     require_arrays(source, "fleetx", model_of_parts())
-
-
-def test_states_of_generators_are_records(tmp_path: Path) -> None:
-    """A run on GPUs saves objects of a class of Paddle's, which is not loaded."""
-    source = copy_parts("1x2", tmp_path / "epoch")
-    meta = pickle.dumps({"epoch": 0, "step": 7}, 2)[:-1]
-    state = b"cpaddle.fluid.core_avx\nGeneratorState\n)\x81"
-    for file in source.glob("*/meta_state.pdopt"):
-        file.write_bytes(meta + b"X\x0e\0\0\0cuda_rng_state](" + state + b"es.")
-    with FORMATS["fleetx"].open(source) as found:
-        assert found.model.vocab_size == 12
 
 
 FIRST, LAST = "mp_00_sharding_00_pp_00", "mp_01_sharding_00_pp_01"

@@ -129,6 +129,7 @@ def test_it_is_written_only(source: Path, tmp_path: Path, capsys: Any) -> None:
 # ---- llama.cpp ----
 
 ANSWERS = Path(__file__).with_name("llama_cpp.json")
+TEXTS = list(json.loads(ANSWERS.read_text())["ids"])
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 MODEL = resolve_model(ModelConfig(num_layers=2, hidden_size=64, num_heads=2, seq_length=64, vocab_size=258))
 SEED, SCALE = 32, 12
@@ -141,12 +142,6 @@ of float16 (2**-11 = 5e-4). It rounds what it multiplies: for F16 likewise, for 
 8 bits in blocks. That is 0.5 % of each of nine products in a row; 4 deviations. Twice what was
 seen.
 """
-TEXTS = [
-    "Hello world", "it's 1234.5 naïve cafés\n\n  x = 1\t", "你好，世界！GPT-2 模型",
-    "🙂 emoji <|endoftext|> again", "To be, or not to be: that is the question",
-]  # fmt: skip
-
-
 DIALOGUE = "<|user|> Hello newword<|bot|>"
 ADDED = {"<|im_end|>": 50257, "<|user|>": 50258, "<|bot|>": 50259, "newword": 50260}
 """Marks of a dialogue, of which the first ends; the last is a word."""

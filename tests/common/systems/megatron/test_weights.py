@@ -217,9 +217,7 @@ def half_run(form: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", ["float32", "float16"])
 def test_its_optimizer_takes_over_the_moments(tmp_path: Path, core: Any, form: str) -> None:
-    """The numbers of the parameters are megatron-core's: moments are made to be twice and three
-    times the weights.
-    """
+    """The numbers of the parameters are megatron-core's: moments are made to be twice and three times the weights."""
     from megatron.core.optimizer.optimizer import FP32Optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -319,9 +317,7 @@ def test_a_run_of_megatron_core_resumes(tmp_path: Path, core: Any) -> None:
 
 
 def test_transformer_engine_holds_the_norms_and_its_scales(tmp_path: Path) -> None:
-    """And a folder whose pipeline stages are of unlike size, as --decoder-first-pipeline-num-layers
-    makes them.
-    """
+    """And a folder whose pipeline stages are of unlike size, as --decoder-first-pipeline-num-layers makes them."""
     arrays = random_arrays(MODEL)
     write_megatron(tmp_path, as_weights(MODEL, arrays), None, 1, 4, format="megatron_core")
     first, second, *others = sorted(tmp_path.glob(f"release/*/{FILE}"))
