@@ -42,10 +42,6 @@ MODEL = ModelConfig(
     num_layers=2, hidden_size=24, num_heads=4, seq_length=9, vocab_size=101, ffn_hidden_size=96, max_positions=9,
     embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0, initializer_range=0.3,
 )  # fmt: skip
-LARGE = {
-    "num_layers": 2, "hidden_size": 640, "num_heads": 10, "ffn_hidden_size": 2560,
-    "vocab_size": 5003, "max_positions": 1024,
-}  # fmt: skip
 IDS = torch.arange(18).reshape(2, 9) * 5
 
 
@@ -231,7 +227,8 @@ def test_a_full_disk_a_scheduler_and_a_folder_in_use(source: Path, tmp_path: Pat
 @pytest.mark.parametrize("to", ["torch_gpt2", "mindformers", "megatron", "megatron_core"])
 def test_tensors_go_from_the_mapped_file_to_the_disk_without_a_copy_of_their_own(tmp_path: Path, to: str) -> None:
     """Memory is less than any matrix needs, transposed, cut or fused, and the table of tokens."""
-    model = resolve_model(MODEL.model_copy(update=LARGE))
+    large = {"hidden_size": 640, "num_heads": 10, "ffn_hidden_size": 2560, "vocab_size": 5003, "max_positions": 1024}
+    model = resolve_model(MODEL.model_copy(update=large))
     given = random_arrays(model)
     (tmp_path / "hf").mkdir()
     write_hugging_face(tmp_path / "hf", as_weights(model, given), None)

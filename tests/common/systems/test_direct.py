@@ -122,11 +122,6 @@ def test_rows_beyond_the_tokenizer_are_padding_where_no_file_names_a_token_there
 
 # ---- whole runs ----
 
-SETTINGS: dict[str, Any] = {
-    "model": MODEL, "data__split": "100,0,0", "validation": {"interval": 0},
-    "optimizer": {"learning_rate": 0.01, "schedule": "constant"},
-}  # fmt: skip
-
 
 def test_one_flag_of_mindformers_takes_weights_and_runs(
     corpus_prefix: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
@@ -137,7 +132,10 @@ def test_one_flag_of_mindformers_takes_weights_and_runs(
     monkeypatch.chdir(tmp_path)
     checkpoint = write_run(tmp_path / "run")
     starts = {"slices": slices(checkpoint, tmp_path), "hf": converted_to("hf")(checkpoint, tmp_path)}
-    tree = tiny_run(corpus=corpus_prefix, **SETTINGS)
+    rule = {"learning_rate": 0.01, "schedule": "constant"}
+    tree = tiny_run(
+        corpus=corpus_prefix, model=MODEL, data__split="100,0,0", validation={"interval": 0}, optimizer=rule
+    )
     del tree["output_dir"]
     Path("run.yaml").write_text(dump_yaml(tree))
 

@@ -6,7 +6,6 @@ import functools
 import json
 import shlex
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -253,25 +252,13 @@ def test_the_system_of_flags() -> None:
     assert find_command_line(["--num-layers", "2"], "pretrain_gpt.py") == "megatron"
 
 
-MODEL = {
-    "num_layers": 1, "hidden_size": 4, "num_heads": 2, "seq_length": 8, "vocab_size": 11,
-    "ffn_hidden_size": 8, "max_positions": 8,
-}  # fmt: skip
-RUN: dict[str, Any] = {
-    "state": {
-        "step": 3, "consumed_samples": 6, "sample_hash": "", "skipped_steps": 0,
-        "skipped_in_a_row": 0, "updated_samples": 12,
-    },
-    "engine": {"optimizer_steps": 3, "loss_scale": {}, "rng": {}},
-    "config": {"optimizer": {"name": "adamw", "decay_steps": 9}, "train": {"global_batch_size": 2}},
-}  # fmt: skip
-
-
-def rows() -> Iterator[Any]:
-    table = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
-    for kind, listed in table.items():
-        for *given, message in listed:
-            yield pytest.param(kind, given, message, id=f"{kind}: {message[:60]}")
+REFUSED = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
+BASE = REFUSED.pop("base")
+ROWS = [
+    pytest.param(kind, given, message, id=f"{kind}: {message[:60]}")
+    for kind, listed in REFUSED.items()
+    for *given, message in listed
+]
 
 
 def put(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -294,7 +281,7 @@ def read(kind: str, given: list[Any]) -> object:
     if kind == "words":
         return open_config(ORIGINALS / "fleetx" / "pretrain_gpt_1.3B_dp8.yaml", [text])
     if kind == "model_yaml":
-        Path(MODEL_YAML).write_text(yaml.safe_dump(put({"model": MODEL, "run": RUN}, text)))
+        Path(MODEL_YAML).write_text(yaml.safe_dump(put(BASE, text)))
         return read_model_yaml(Path(MODEL_YAML))
     if kind == "model_config":
         sizes = {} if "n_embd" in text else {"n_ctx": 8, "n_head": 1, "vocab_size": 5}
@@ -315,7 +302,7 @@ def read(kind: str, given: list[Any]) -> object:
     return open_config(Path("flags.txt"))
 
 
-@pytest.mark.parametrize(("kind", "given", "message"), [*rows()])
+@pytest.mark.parametrize(("kind", "given", "message"), ROWS)
 def test_refused(kind: str, given: list[Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):

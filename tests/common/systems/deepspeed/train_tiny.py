@@ -173,17 +173,15 @@ def truth(engine: Any) -> dict[str, dict[str, Any]]:
     """Return float32 weights and moments of each parameter, without the file that is tested."""
     outer, parts = engine.optimizer, ("exp_avg", "exp_avg_sq")
     inner = getattr(outer, "optimizer", outer)
-    copies: dict[Any, Any] = {}
-    flat: dict[Any, tuple[Any, int]] = {}
-    if hasattr(outer, "fp32_groups"):
-        for low, high in zip(outer.fp16_groups, outer.fp32_groups, strict=True):
-            copies |= dict(zip(low, high, strict=True))
+    held: dict[Any, tuple[Any, ...]] = {}
+    """Of float16 without ZeRO: the float32 copy and the moments, of each parameter or cut out of a flat vector."""
+    for low, high in zip(getattr(outer, "fp16_groups", ()), getattr(outer, "fp32_groups", ()), strict=False):
+        held |= {one: (copy, *map(inner.state.get(copy, {}).get, parts)) for one, copy in zip(low, high, strict=True)}
     if hasattr(outer, "fp32_groups_flat") and not engine.zero_optimization():
         for low, high in zip(outer.fp16_groups, outer.fp32_groups_flat, strict=True):
-            first = 0
-            for parameter in low:
-                flat[parameter] = (high, first)
-                first += parameter.numel()
+            vectors, sizes = (high, *map(inner.state[high].get, parts)), [one.numel() for one in low]
+            for one, *cut in zip(low, *(vector.split(sizes) for vector in vectors), strict=True):
+                held[one] = tuple(piece.view(one.shape) for piece in cut)
     if hasattr(outer, "_hp_optimizer_states_linked"):
         # it looks before torch's AdamW has made its state in the first step
         outer._hp_optimizer_states_linked = False
@@ -193,14 +191,8 @@ def truth(engine: Any) -> dict[str, dict[str, Any]]:
         if engine.zero_optimization() or engine.bfloat16_enabled():
             values = [safe_get_full_fp32_param(parameter)]
             values += [safe_get_full_optimizer_state(parameter, part) for part in parts]
-        elif parameter in flat:
-            vector, first = flat[parameter]
-            whole = (vector, *(inner.state[vector][part] for part in parts))
-            end = first + parameter.numel()
-            values = [value[first:end].view(parameter.shape) for value in whole]
         else:
-            master = copies.get(parameter, parameter)
-            values = [master, *(inner.state.get(master, {}).get(part) for part in parts)]
+            values = held.get(parameter) or [parameter, *map(inner.state.get(parameter, {}).get, parts)]
         found[name] = {
             part: value.detach().float().clone()
             for part, value in zip(("", ".exp_avg", ".exp_avg_sq"), values, strict=True)

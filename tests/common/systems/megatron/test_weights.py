@@ -38,7 +38,6 @@ ARGS = SIZES | {
     "attention_dropout": 0.0, "make_vocab_size_divisible_by": 8, "layernorm_epsilon": 1e-5,
 }  # fmt: skip
 HEAD = 6
-MOMENTS = ("exp_avg", "exp_avg_sq")
 FILE = "model_optim_rng.pt"
 
 
