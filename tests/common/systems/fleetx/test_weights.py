@@ -201,9 +201,8 @@ BAD_PARTS: dict[str, Callable[[Path], object]] = {
 
 def test_the_true_vocabulary_of_a_model_yaml_comes_first(tmp_path: Path) -> None:
     source = copy(tmp_path / "padded")
-    (source / "model.yaml").write_text(
-        "model: {num_layers: 1, hidden_size: 8, num_heads: 2, seq_length: 5, vocab_size: 7}"
-    )
+    model = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 5, "vocab_size": 7}
+    (source / "model.yaml").write_text(f"model: {model}")
     table = "gpt.embeddings.word_embeddings.weight"
     result = convert(source, tmp_path / "hf", target_format="hf", verify=True)
     assert result["ignored"] == {f"{table}[7:11]": "rows that pad the vocabulary"}

@@ -350,17 +350,16 @@ def test_state_of_the_distributed_optimizer_elsewhere_is_named(tmp_path: Path) -
     assert "by the distributed optimizer" in found.ignored["optimizer"]
 
 
-CONVERTERS = {"orig_vocab_size": 50257} | dict.fromkeys(
-    ("vocab_size", "layernorm_epsilon", "hidden_dropout", "seq_length")
-)
+CHANGES: dict[str, dict[str, Any]] = {
+    "vocab_size": {},
+    "tokenizer_type": {"vocab_size": None},
+    "transformers' converter": {"orig_vocab_size": 50257}
+    | dict.fromkeys(("vocab_size", "layernorm_epsilon", "hidden_dropout", "seq_length")),
+}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"vocab_size": None}, CONVERTERS],
-    ids=["vocab_size", "tokenizer_type", "as transformers' converter writes it"],
-)
-def test_the_vocabulary_without_a_model_yaml(tmp_path: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", CHANGES)
+def test_the_vocabulary_without_a_model_yaml(tmp_path: Path, kind: str) -> None:
     """From args: said outright, or GPT-2's 50257 by the tokenizer where the padding fits."""
     sizes = {"hidden_size": 4, "num_layers": 1, "ffn_hidden_size": 4}
     model = MODEL.model_copy(update=sizes | {"vocab_size": 50257, "vocab_multiple": 128})
@@ -369,8 +368,8 @@ def test_the_vocabulary_without_a_model_yaml(tmp_path: Path, changes: dict[str, 
     (tmp_path / "model.yaml").unlink()
     for file in tmp_path.glob(f"release/*/{FILE}"):
         saved = load(file)
-        vars(saved["args"]).update(changes)
-        if changes is CONVERTERS:
+        vars(saved["args"]).update(CHANGES[kind])
+        if "converter" in kind:
             saved["args"] = types.SimpleNamespace(**vars(saved["args"]))
             embedding = saved["model"]["language_model"]["embedding"]
             saved["model"]["word_embeddings_for_head"] = embedding["word_embeddings"]

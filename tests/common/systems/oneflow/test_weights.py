@@ -19,10 +19,7 @@ from common.systems.table import FORMATS, detect  # noqa: E402
 from tests.common.systems.tiny_weights import refused  # noqa: E402
 
 LAYERS, WIDTH, HEADS, POSITIONS, VOCABULARY, ROWS = 2, 12, 3, 7, 13, 16
-SECTION = (
-    f"{{num_layers: {LAYERS}, hidden_size: {WIDTH}, num_heads: {HEADS}, seq_length: {POSITIONS},"
-    f" vocab_size: {VOCABULARY}}}"
-)
+SIZES = {"num_layers": LAYERS, "hidden_size": WIDTH, "num_heads": HEADS, "seq_length": POSITIONS}
 TYPES = {"float32": "kFloat", "float64": "kDouble", "int64": "kInt64"}
 
 
@@ -80,7 +77,7 @@ def snapshot(tmp_path: Path, model: Any) -> Path:
     save(snapshot, f"{scale}-LossScale", np.array([2.0**32], np.float32))
     save(snapshot, f"{scale}-GoodStepCounter", np.array([12], np.int64))
     (snapshot / "snapshot_done").touch()
-    (snapshot.parent / "model.yaml").write_text(f"model: {SECTION}")
+    (snapshot.parent / "model.yaml").write_text(f"model: {SIZES | {'vocab_size': VOCABULARY}}")
     return snapshot
 
 
