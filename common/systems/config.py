@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.config.aliases import Sources
 from common.config.hints import schema_keys
 from common.config.load import (
     Fill,
-    Sources,
     apply_overrides,
     build_config,
     dump_config,

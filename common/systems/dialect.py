@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from common.config.aliases import Sources
 from common.config.hints import schema_defaults
-from common.config.load import Sources, flatten, read_value, read_with_bases, read_yaml
+from common.config.load import flatten, read_value, read_with_bases, read_yaml
 from common.dialects.rules import ByHand, Defaults, Fixed, Ignored, MapTo, Rule, Table, is_number
 from common.errors import ConfigError
 from common.structured_files import kind_of

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.config.load import Sources
+from common.config.aliases import Sources
 from common.dialects.gpt2_chinese import (
     DATA,
     EVAL,

@@ -15,7 +15,6 @@ from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError, ConfigError
 from common.systems.name_map import (
     LINEAR,
-    POSITIONS,
     Fusion,
     NameMap,
     by_ranks,
@@ -30,7 +29,7 @@ from common.systems.run_state import MODEL_YAML, read_model_yaml
 from common.systems.weights import Weights, check_tied, checked_model, weights_from
 from common.tensor_files.arrays import FileTensor, TensorFile
 from common.tensor_files.containers import open_tensors
-from common.weights.names import EMBEDDING
+from common.weights.names import EMBEDDING, POSITIONS
 from common.yaml_files import read_yaml_mapping
 
 FILE = "model.pdparams"

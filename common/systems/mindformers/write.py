@@ -23,12 +23,12 @@ from common.parallel.run import Run
 from common.parallel.sharding import shards_of, split_dim
 from common.parallel.topology import Topology
 from common.systems.mindformers.read import MOMENTS, NAME_MAPS
-from common.systems.name_map import POSITIONS, NameRow
+from common.systems.name_map import NameRow
 from common.systems.run_state import write_model_yaml
 from common.systems.weights import Weight, Weights, arrays_of, export_names
 from common.tensor_files.mindspore_ckpt import stream_mindspore
 from common.tensor_files.mindspore_strategy import Layout, write_strategy
-from common.weights.names import EMBEDDING, parameter_shapes
+from common.weights.names import EMBEDDING, POSITIONS, parameter_shapes
 from common.weights.pieces import ShardedReader, TensorSlice, open_stored
 
 FILE = "gpt2.ckpt"

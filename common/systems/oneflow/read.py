@@ -16,7 +16,7 @@ from common.config.update_rules import RuleName, rule_keeping
 from common.dialects.rules import whole
 from common.errors import CheckpointError
 from common.structured_files import read_bytes
-from common.systems.name_map import LINEAR, POSITIONS, Fusion, name_map
+from common.systems.name_map import LINEAR, Fusion, name_map
 from common.systems.run_state import (
     MODEL_YAML,
     NO_SCALE,
@@ -28,7 +28,7 @@ from common.systems.run_state import (
 )
 from common.systems.weights import Weight, Weights, import_names, weights_from
 from common.tensor_files.arrays import NUMPY_TYPES, FileTensor, map_file
-from common.weights.names import EMBEDDING, parameter_shapes
+from common.weights.names import EMBEDDING, POSITIONS, parameter_shapes
 
 DATA, META = "out", "meta"
 _TYPES = {

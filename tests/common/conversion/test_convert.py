@@ -1,5 +1,5 @@
-"""Weights from format to format: against transformers, MindSpore's own loading, and bit for bit
-there and back.
+"""Weights and runs from format to format: against transformers, MindSpore's own loading, and bit for
+bit there and back.
 """
 
 import dataclasses
@@ -7,28 +7,21 @@ import errno
 import importlib.util
 import itertools
 import json
-import os
-import runpy
-import signal
-import sys
 import tracemalloc
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from common.checkpoint.folders import (  # noqa: E402
-    NoCheckpointError,
-    require_checkpoint,
-    write_manifest,
-)
+from types import ModuleType
+
+from common.checkpoint.folders import NoCheckpointError, require_checkpoint, write_manifest
 from common.config.resolved import resolve_model  # noqa: E402
 from common.config.schema import ModelConfig  # noqa: E402
 from common.conversion.convert import convert, convert_as_mindformers_did, warn_of_heads  # noqa: E402
@@ -42,24 +35,15 @@ from common.systems.table import (  # noqa: E402
 from common.systems.weights import Weights  # noqa: E402
 from common.tensor_files.containers import open_tensors  # noqa: E402
 from common.training.opened_checkpoint import Checkpoint, open_checkpoint  # noqa: E402
-from tests.common.systems.tiny_weights import Evil, as_weights, random_arrays, refused  # noqa: E402
+from tests.common.systems.tiny_weights import as_weights, random_arrays, refused  # noqa: E402
 from tests.reference import hugging_face_model  # noqa: E402
+from tests.tiny import SGD, require_same_bits, rows_of, tiny_run, train_here  # noqa: E402  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 
 MODEL = ModelConfig(
-    num_layers=2, hidden_size=24, num_heads=4, seq_length=9, vocab_size=101, ffn_hidden_size=96,
-    max_positions=9,
+    num_layers=2, hidden_size=24, num_heads=4, seq_length=9, vocab_size=101, ffn_hidden_size=96, max_positions=9,
     embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0, initializer_range=0.3,
 )  # fmt: skip
-SIZES = {
-    "n_layer": 2, "n_embd": 24, "n_head": 4, "n_positions": 9, "vocab_size": 101, "n_inner": 96,
-    "initializer_range": 0.3,
-}  # fmt: skip
-LARGE = {
-    "num_layers": 2, "hidden_size": 640, "num_heads": 10, "ffn_hidden_size": 2560,
-    "vocab_size": 5003, "max_positions": 1024,
-}  # fmt: skip
-QUIET: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 IDS = torch.arange(18).reshape(2, 9) * 5
 
 
@@ -74,9 +58,13 @@ def logits(model: Any) -> Any:
         return model(IDS).logits
 
 
-def theirs(**more: Any) -> Any:
+def theirs() -> Any:
     torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, **QUIET, **more)).eval()
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=24, n_head=4, n_positions=9, vocab_size=101, n_inner=96, initializer_range=0.3,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).eval()
 
 
 def run(source: Path, target: Path, to: str, **more: Any) -> Path:
@@ -112,19 +100,6 @@ def test_a_model_of_transformers_gives_the_same_logits_here(tmp_path: Path, form
     np.testing.assert_array_equal(logits(hugging_face_model(MODEL, ours)), logits(model))
 
 
-def test_transformers_opens_what_comes_back(source: Path, tmp_path: Path) -> None:
-    """The tokenizer goes along."""
-    (source / "merges.txt").write_text("#version: 0.2\n")
-    through = run(run(source, tmp_path / "ours", "mindspore"), tmp_path / "mf", "mindformers")
-    folder = run(through, tmp_path / "again", "hf")
-    found = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
-    assert torch.equal(logits(found), logits(theirs()))
-    assert (run(source, tmp_path / "direct", "hf") / "merges.txt").is_file()
-    kept = {*SIZES, "layer_norm_epsilon"} - {"n_inner"}
-    configs = [json.loads((path / "config.json").read_text()) for path in (source, folder)]
-    assert {name: configs[0][name] for name in kept} == {name: configs[1][name] for name in kept}
-
-
 def test_the_command_line_of_mindformers(tmp_path: Path, capsys: Any) -> None:
     state, file = theirs().state_dict(), tmp_path / "pytorch_model.bin"
     torch.save(state, file)
@@ -155,9 +130,9 @@ def test_the_command_line_of_mindformers(tmp_path: Path, capsys: Any) -> None:
     assert not list(tmp_path.glob(".*")), "nothing is left"
 
 
-def random_weights(model: ModelConfig, dtype: str, seed: int) -> Weights:
+def random_weights(model: ModelConfig, dtype: str) -> Weights:
     """Float32 of any bits, with NaNs, infinities and -0 too; finite bfloat16."""
-    arrays, words = random_arrays(model, seed), np.random.default_rng(seed)
+    arrays, words = random_arrays(model), np.random.default_rng(0)
     for name, array in arrays.items():
         if dtype == "float32":
             arrays[name] = words.integers(0, 2**32, array.shape, np.uint32).view(np.float32)
@@ -168,49 +143,38 @@ def random_weights(model: ModelConfig, dtype: str, seed: int) -> Weights:
     return as_weights(model, arrays, dtype)
 
 
-@st.composite
-def layouts(draw: st.DrawFn) -> tuple[ModelConfig, list[tuple[str, int, int]]]:
-    """An odd model, and formats with the tensor and pipeline ranks that divide it."""
-    layers, heads = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    inner = draw(st.sampled_from([1, 5, 7, 12, 24]))
+WAYS: list[tuple[str, tuple[int, ...], list[tuple[Any, ...]]]] = [
+    # blocks, heads, width of a head, inner width, places, tokens, multiple of rows; formats with their ranks
+    ("float16", (1, 1, 1, 1, 1, 1, 1), [("hf",), ("mindformers",), ("megatron", 1, 1), ("hf",)]),
+    ("bfloat16", (4, 4, 3, 12, 9, 37, 8), [("megatron", 2, 2), ("megatron_core", 4, 4), ("mindformers_r0.3",)]),
+    ("float32", (3, 2, 5, 24, 5, 40, 128), [("mindformers",), ("torch_gpt2",), ("megatron", 2, 3), ("hf",)]),
+    ("float32", (2, 3, 4, 24, 7, 33, 8), [("mindformers_r0.3",), ("megatron_core", 3, 1), ("megatron", 1, 2)]),
+    ("bfloat16", (2, 1, 5, 7, 3, 8, 8), [("hf",), ("megatron_core", 1, 2), ("hf",)]),
+]
+
+
+@pytest.mark.parametrize(("dtype", "sizes", "way"), WAYS)
+def test_there_and_back_bit_for_bit(
+    tmp_path: Path, dtype: str, sizes: tuple[int, ...], way: list[tuple[Any, ...]]
+) -> None:
+    """Odd models, by formats with the tensor and pipeline ranks that divide them."""
+    layers, heads, width, inner, places, vocabulary, multiple = sizes
     model = ModelConfig(
-        num_layers=layers, hidden_size=heads * draw(st.integers(1, 5)), num_heads=heads,
-        seq_length=1, max_positions=draw(st.integers(1, 9)), vocab_size=draw(st.integers(1, 40)),
-        ffn_hidden_size=inner, vocab_multiple=draw(st.sampled_from([1, 8, 128])),
+        num_layers=layers, num_heads=heads, hidden_size=heads * width, ffn_hidden_size=inner, seq_length=1,
+        max_positions=places, vocab_size=vocabulary, vocab_multiple=multiple,
         embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0,
     )  # fmt: skip
-    tensors = [ranks for ranks in range(1, 5) if not heads % ranks and not inner % ranks]
-    stages = [ranks for ranks in range(1, 5) if not layers % ranks]
-    formats = ["hf", "mindformers", "mindformers_r0.3", "megatron", "megatron_core"]
-    way = []
-    for name in draw(st.lists(st.sampled_from(formats), min_size=2, max_size=4)):
-        ranks = [draw(st.sampled_from(each)) for each in (tensors, stages)]
-        way.append((name, *(ranks if FORMATS[name].write_shards is not None else (1, 1))))
-    return model, way
-
-
-@settings(max_examples=20, deadline=None)
-@given(layouts(), st.sampled_from(["float32", "float16", "bfloat16"]), st.integers(0, 99))
-def test_there_and_back_bit_for_bit(
-    tmp_path_factory: pytest.TempPathFactory,
-    layout: tuple[ModelConfig, list[tuple[str, int, int]]],
-    dtype: str,
-    seed: int,
-) -> None:
-    model, way = layout
-    if dtype == "float32":  # the only type of our own folders
-        way = [*way[:1], ("torch_gpt2", 1, 1), *way[1:]]
-    folder = tmp_path_factory.mktemp("way")
-    weights = random_weights(model, dtype, seed)
-    (folder / "0").mkdir()
-    FORMATS[way[0][0]].write(folder / "0", weights, None)
-    for number, ((one, *_), (other, tensor, stages)) in enumerate(itertools.pairwise(way), 1):
-        source, target = folder / str(number - 1), folder / str(number)
-        run(source, target, other, source_format=one, model_parallel=tensor, pipeline_stage=stages)
+    weights = random_weights(model, dtype)
+    (tmp_path / "0").mkdir()
+    FORMATS[way[0][0]].write(tmp_path / "0", weights, None)
+    for number, ((one, *_), (other, *ranks)) in enumerate(itertools.pairwise(way), 1):
+        shards = dict(zip(("model_parallel", "pipeline_stage"), ranks, strict=False))
+        target = tmp_path / str(number)
+        run(tmp_path / str(number - 1), target, other, source_format=one, **shards)
     with FORMATS[way[-1][0]].open(target) as found:
         assert found.tensors.keys() == weights.tensors.keys()
-        assert found.model.num_heads == model.num_heads
-        assert found.model.vocab_size == model.vocab_size
+        for size in ("num_heads", "vocab_size"):
+            assert getattr(found.model, size) == getattr(model, size)
         for name, tensor in found.tensors.items():
             assert tensor.dtype == dtype
             assert tensor.load().tobytes() == weights.tensors[name].load().tobytes(), name
@@ -224,60 +188,11 @@ def test_types_are_rounded_as_torch_does(source: Path, tmp_path: Path, dtype: st
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-def config(**changes: Any) -> Callable[[Path], object]:
-    """Return a function that changes the config.json of a folder."""
-
-    def spoil(folder: Path) -> None:
-        fields = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(fields | changes))
-
-    return spoil
-
-
-def weights(change: Callable[[Any], Any]) -> Callable[[Path], object]:
-    """Return a function that puts a pytorch_model.bin in place of the weights."""
-
-    def spoil(folder: Path) -> None:
-        (folder / "model.safetensors").unlink()
-        torch.save(change(theirs().state_dict()), folder / "pytorch_model.bin")
-
-    return spoil
-
-
-BAD: dict[str, tuple[Callable[[Path], object], list[str]]] = {
-    # message: what is done to a folder of transformers, more words of the command
-    r"hf: no weights of a known format here; say --from":
-        (lambda folder: (folder / "model.safetensors").unlink(), []),
-    r"hf/pytorch_model.bin: its pickle names posix.system":
-        (weights(lambda _: {"transformer.wte.weight": Evil()}), []),
-    r"missing transformer.h.2.ln_1.weight \[24\]": (config(n_layer=3), []),
-    r"transformer.wte.weight is \[101, 24\], the model's is \[101, 12\]": (config(n_embd=12), []),
-    r"activation_function='relu'; our model": (config(activation_function="relu"), []),
-    r"num_heads='four' of the model: Input should be a valid integer": (config(n_head="four"), []),
-    r"1000000000 blocks; expected 10000 at most": (config(n_layer=10**9), []),
-    r"no config of a GPT-2: n_layer, n_embd, n_head, vocab_size, n_positions missing":
-        (lambda folder: (folder / "config.json").write_text("{}"), []),
-    r"lm_head.weight differs from the embedding":
-        (weights(lambda state: state | {"lm_head.weight": torch.ones(101, 24)}), []),
-    r"are int8, as a quantized model's":
-        (weights(lambda state: {name: x.to(torch.int8) for name, x in state.items()}), []),
-    r"weight of .* would be infinite":
-        (weights(lambda state: {name: x * 1e6 for name, x in state.items()}),
-         ["--dtype", "float16"]),
-    r"our own folders hold float32, or int8":
-        (lambda _: None, ["--dtype", "float16", "--to", "torch_gpt2"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_bad_input_is_one_error(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    spoil, words = BAD[message]
-    spoil(source)
-    refused(capsys, source, message, *words, to="mindformers")
-    assert not (tmp_path / "executed").exists()
+def test_types_that_cannot_hold_the_weights(source: Path, capsys: Any) -> None:
+    refused(capsys, source, "our own folders hold float32, or int8", "--dtype", "float16", to="torch_gpt2")
+    (source / "model.safetensors").unlink()
+    torch.save({name: x * 1e6 for name, x in theirs().state_dict().items()}, source / "pytorch_model.bin")
+    refused(capsys, source, r"weight of .* would be infinite", "--dtype", "float16", to="mindformers")
 
 
 @pytest.mark.parametrize(
@@ -289,9 +204,7 @@ def test_bad_input_is_one_error(
         ("hf/typo.safetensors", "hf/typo.safetensors: does not exist in .*model.safetensors"),
     ],
 )
-def test_a_path_that_is_not_there(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
-) -> None:
+def test_a_path_that_is_not_there(source: Path, tmp_path: Path, monkeypatch: Any, name: str, message: str) -> None:
     monkeypatch.chdir(tmp_path)
     for format in (None, "hf"):
         with pytest.raises(ConfigError, match=message.format(tmp_path)):
@@ -299,26 +212,25 @@ def test_a_path_that_is_not_there(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_a_full_disk_and_a_folder_in_use(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_a_scheduler_and_a_folder_in_use(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     with pytest.raises(ConfigError, match="exists and is not empty"):
         run(source, tmp_path / "out", "hf")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("common.systems.run_state.dump_yaml", full)
-    with pytest.raises(StorageError, match="the weights could not be written"):
-        run(source, tmp_path / "other", "mindformers")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
+    full, stopped = OSError(errno.ENOSPC, "No space left on device"), SystemExit(143)  # as after SIGTERM
+    for fault, expected in ((full, StorageError), (stopped, SystemExit)):
+        monkeypatch.setattr("common.systems.run_state.dump_yaml", Mock(side_effect=fault))
+        with pytest.raises(expected, match=r"the weights could not be written|143"):
+            run(source, tmp_path / "other", "mindformers")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
 
 
 @pytest.mark.parametrize("to", ["torch_gpt2", "mindformers", "megatron", "megatron_core"])
 def test_tensors_go_from_the_mapped_file_to_the_disk_without_a_copy_of_their_own(tmp_path: Path, to: str) -> None:
     """Memory is less than any matrix needs, transposed, cut or fused, and the table of tokens."""
-    model = resolve_model(MODEL.model_copy(update=LARGE))
+    large = {"hidden_size": 640, "num_heads": 10, "ffn_hidden_size": 2560, "vocab_size": 5003, "max_positions": 1024}
+    model = resolve_model(MODEL.model_copy(update=large))
     given = random_arrays(model)
     (tmp_path / "hf").mkdir()
     write_hugging_face(tmp_path / "hf", as_weights(model, given), None)
@@ -354,26 +266,6 @@ def test_places_to_write_to(source: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert {path.name for path in tmp_path.iterdir()} == before | {"here"}
 
 
-def test_a_scheduler_that_stops_it_finds_nothing_left(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["--input", str(source), "--output", str(tmp_path / "out"), "--to", "mindformers"]
-    monkeypatch.setattr(sys, "argv", ["x", *words])
-
-    def stop(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr("common.systems.mindformers.write.write_file", stop)
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as stopped:
-            monkeypatch.syspath_prepend("tools")  # as Python does for a script
-            runpy.run_path("tools/convert_weight.py", run_name="__main__")
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert stopped.value.code == 143 and [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-
 def flip(folder: Path) -> None:
     """Change a bit of a checkpoint of ours, and its checksum."""
     file = folder / "model.safetensors"
@@ -390,13 +282,11 @@ def flip(folder: Path) -> None:
     [
         ("torch_gpt2", flip, "read back, ln_f.bias differs"),
         ("torch_gpt2", lambda folder: (folder / "manifest.json").write_text("{}"), "manifest.json"),
-        ("mindformers", lambda folder: (folder / "model.yaml").write_text("{}"), "model.yaml"),
     ],
 )
 def test_the_converter_reads_its_result(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, damage: Any,
-    message: str,
-) -> None:  # fmt: skip
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, damage: Any, message: str
+) -> None:
     """What cannot be opened is not left there, also without --verify, which compares the bits."""
     format = FORMATS[to]
 
@@ -445,14 +335,9 @@ def test_verify_computes_the_logits_of_both_sides(
 
 @pytest.mark.parametrize(
     ("width", "heads", "said"),
-    [
-        (192, 3, ""), (192, 8, "8 heads, where a GPT-2 of width 192 has 12 or 6 or 3;"),
-        (768, 16, "has 12;"), (128, 1, "has 8 or 4 or 2;"), (5120, 40, ""), (10, 2, ""),
-    ],
-)  # fmt: skip
-def test_unusual_heads_are_said_at_any_width(
-    caplog: pytest.LogCaptureFixture, width: int, heads: int, said: str
-) -> None:
+    [(192, 3, ""), (192, 8, "8 heads, where a GPT-2 of width 192 has 12 or 6 or 3;"), (5120, 40, ""), (10, 2, "")],
+)
+def test_unusual_heads_are_said_at_any_width(caplog: Any, width: int, heads: int, said: str) -> None:
     warn_of_heads(Path("x"), MODEL.model_copy(update={"hidden_size": width, "num_heads": heads}))
     assert bool(caplog.records) == bool(said) and said in caplog.text
 
@@ -460,19 +345,15 @@ def test_unusual_heads_are_said_at_any_width(
 def test_logits_that_differ_are_an_error(source: Path, tmp_path: Path) -> None:
     def compare(path: Path, theirs: Any, wrong: float = 1.001) -> Any:
         runners = {"hf": theirs, "torch_gpt2": lambda *_: np.full((2, 9, 101), wrong)}
-        return convert(
-            path, tmp_path / "ours", target_format="torch_gpt2", source_format="hf", verify=True,
-            runners=runners,
-        )  # fmt: skip
+        out = tmp_path / "ours"
+        return convert(path, out, target_format="torch_gpt2", source_format="hf", verify=True, runners=runners)
 
     def ones(*_: Any) -> np.ndarray:
         return np.ones((2, 9, 101))
 
-    for theirs, wrong, message in (
-        (ones, 1.001, r"its logits .torch_gpt2. differ by"),
-        (ones, np.nan, r"its logits .torch_gpt2. differ by"),
-        (lambda *_: {}[3], 1, "its framework for hf could not run it: 3; convert without --verify"),
-    ):
+    differ = r"its logits .torch_gpt2. differ by"
+    failed = "its framework for hf could not run it: 3; convert without --verify"
+    for theirs, wrong, message in ((ones, 1.001, differ), (ones, np.nan, differ), (lambda *_: {}[3], 1, failed)):
         with pytest.raises(CheckpointError, match=message):
             compare(source, theirs, wrong)
         assert not (tmp_path / "ours").exists()
@@ -486,11 +367,9 @@ INIT, LOAD = "checkpoint.init_from", "the run in output_dir, or checkpoint.load"
 INSTEAD = (
     # where, for what, and the end of the message; only a model's name may be one of the hub
     ("hf/config.json", INIT, ": it is a Hugging Face folder; give checkpoint.init_from=hf"),
-    ("hf", "checkpoint.resume=latest", ": it is a Hugging Face folder; give checkpoint.resume=hf"),
     ("hf", LOAD, ": it is a Hugging Face folder; give checkpoint.load=hf"),
     ("ours/model.safetensors", INIT, ": it is a file of a checkpoint; give the folder ours"),
     ("gpt2", INIT, "(looked in {0}); a model of the Hugging Face hub is named as hf://OWNER/NAME"),
-    ("gpt2", LOAD, "there is no such file or folder (looked in {0})"),
     ("there/gpt2", INIT, "there is no such file or folder (looked in {0})"),
     ("there", INIT, "expected a run folder, its checkpoints folder"),
 )
@@ -510,3 +389,98 @@ def test_what_is_there_instead_and_what_to_give(source: Path, tmp_path: Path, mo
         assert ("hf://" in message) == ("hf://" in said), message
     assert open_checkpoint(Path("hf"), "x").is_foreign
     assert not open_checkpoint(Path("ours"), "x").is_foreign
+
+
+ADAMW = {"learning_rate": 0.01, "warmup_steps": 2, "decay_steps": 6, "weight_decay": 0.1}
+FLOAT16 = {"precision": {"compute": "float16"}, "loss_scale": {"mode": "dynamic", "initial": 1024, "window": 2}}
+
+
+def train(folder: Path, prefix: Path, steps: int = 2, **changes: Any) -> Path:
+    changes = {"optimizer": ADAMW, "model__hidden_dropout": 0.1} | changes
+    return train_here(tiny_run(folder, prefix, train__max_steps=steps, **changes))
+
+
+@pytest.mark.parametrize(
+    ("way", "changes"),
+    [(["mindformers", "megatron"], FLOAT16), (["torch_gpt2", "mindformers_r0.3", "megatron_core"], {"optimizer": SGD})],
+)
+def test_a_run_resumes_bit_for_bit(
+    tmp_path: Path, corpus_prefix: Path, way: list[str], changes: dict[str, Any]
+) -> None:
+    """Moments, step, schedule, loss scale, place in the data and dropout masks."""
+    whole = train(tmp_path / "whole", corpus_prefix, 6, **changes)
+    before = train(tmp_path / "half", corpus_prefix, 3, **changes)
+    for number, target in enumerate([*way, "torch_gpt2"]):
+        ranks = {"model_parallel": 2, "pipeline_stage": 2} if FORMATS[target].write_shards else {}
+        result = convert(before, tmp_path / str(number), target_format=target, verify=True, **ranks)
+        assert result["step"] == 3
+        before = tmp_path / str(number)
+    resumed = {"checkpoint__resume": str(before), **changes}
+    require_same_bits(train(tmp_path / "resumed", corpus_prefix, 6, **resumed), whole, last=3)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    return train(folder / "run", corpus_prefix)
+
+
+def test_training_says_that_it_does_not_begin_at_checkpoint_load(
+    trained: Path, tmp_path: Path, corpus_prefix: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, corpus_prefix, 1, checkpoint__load=str(trained))
+    assert "not for training; set checkpoint.resume to resume from it" in caplog.text
+    assert rows_of(tmp_path)[0]["step"] == 1
+
+
+def test_weights_without_a_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(to: str, name: str, *more: str) -> str:
+        words = ["--input", str(trained), "--output", str(tmp_path / name), "--verify", *more]
+        assert main([*words, "--to", to]) == 0
+        return capsys.readouterr().out
+
+    whole = told("mindformers", "run")
+    assert "36 parameters" in whole
+    assert "and the run at step 2 with 72 tensors of the optimizer, read back and equal" in whole
+    alone = told("mindformers", "alone", "--weights_only")
+    assert "not written: 72 x state of the optimizer" in alone
+    assert "not written: run (where training stood)" in told("hf", "hf")
+    with (
+        open_tensors(tmp_path / "run" / "gpt2.ckpt") as run,
+        open_tensors(tmp_path / "alone" / "gpt2.ckpt") as alone_file,
+    ):
+        assert len(alone_file) == 36 and len(run) == 3 * 36 + 3 and run["step_num"].read() == 2
+
+
+def test_a_checkpoint_of_mindspore_itself(tmp_path: Path, mindspore: ModuleType, trained: Path) -> None:
+    """Its optimizers name their state, and save_checkpoint its counters."""
+    ms, folder, back = mindspore, tmp_path / "theirs", tmp_path / "back"
+    assert convert(trained, folder, target_format="mindformers", weights_only=True)["step"] is None
+    loaded = list(ms.load_checkpoint(str(folder / "gpt2.ckpt")).values())
+    optimizer = ms.nn.AdamWeightDecay(loaded, learning_rate=0.1)
+    gradients = [np.random.default_rng(0).random(parameter.shape, np.float32) for parameter in loaded]
+    optimizer(tuple(map(ms.Tensor, gradients)))
+    counters = {"step_num": 7, "epoch_num": 1, "loss_scale": 512.0}
+    ms.save_checkpoint(optimizer, str(folder / "gpt2.ckpt"), append_dict=counters)
+    result = convert(folder, back, target_format="mindspore", verify=True)
+    assert result["step"] == 7
+    assert "reads from the first sample" in result["ignored"]["position in the data"]
+    engine = json.loads((back / "manifest.json").read_text())["engine"]
+    assert (engine["optimizer_steps"], engine["loss_scale"]["value"]) == (1, 512)
+    of = dict(zip([parameter.name for parameter in loaded], gradients, strict=True))
+    with open_tensors(back / "optimizer.safetensors") as found:
+        averages, squares = found["h.1.mlp.c_fc.weight.exp_avg"], found["h.0.attn.k_proj.bias.exp_avg_sq"]
+        wide, narrow = of["backbone.blocks.1.output.mapping.weight"], of["backbone.blocks.0.attention.dense2.bias"]
+        np.testing.assert_allclose(averages.read(), 0.1 * wide.T, rtol=1e-5)
+        np.testing.assert_allclose(squares.read(), 0.001 * narrow**2, rtol=1e-4)
+
+
+def test_files_that_do_not_belong_together_are_refused(trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    convert(trained, folder, target_format="mindformers")
+    text = (folder / "model.yaml").read_text()
+    (folder / "model.yaml").write_text(text.replace("optimizer_steps: 2", "optimizer_steps: 5"))
+    message = r"global_step is 2.0, and model.yaml says 5: they are of two runs"
+    with pytest.raises(CheckpointError, match=message):
+        convert(folder, tmp_path / "out", target_format="torch_gpt2")
+    assert not (tmp_path / "out").exists()

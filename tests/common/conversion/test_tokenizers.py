@@ -64,26 +64,24 @@ def folder(chat: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return chat
 
 
-@pytest.mark.parametrize("way", [("hf",), ("torch_gpt2", "hf"), ("mindformers", "hf"), ("onnx",)])
+@pytest.mark.parametrize("way", [("torch_gpt2", "hf"), ("mindformers", "hf"), ("onnx",)])
 @pytest.mark.parametrize("has_settings", [True, False])
 def test_ids_and_settings_go_along_without_a_tokenizer(
     tmp_path: Path, way: tuple[str, ...], has_settings: bool
 ) -> None:
     ids = {"bos_token_id": 1, "eos_token_id": [2, 5], "pad_token_id": 0}
-    source = save(tmp_path / "source", 99, **ids)
-    settings = source / "generation_config.json"
-    settings.write_text(json.dumps(ids | {"do_sample": True, "top_k": 7}))
+    source = last = save(tmp_path / "source", 99, **ids)
+    settings = json.dumps(ids | {"do_sample": True, "top_k": 7})
+    (source / "generation_config.json").write_text(settings)
     (source / "chat_template.jinja").write_text(TEMPLATE)
     if not has_settings:
-        settings.unlink()
-    last = source
+        (source / "generation_config.json").unlink()
     for number, format in enumerate(way):
         convert(last, tmp_path / str(number), target_format=format)
         last = tmp_path / str(number)
     assert ids_of(last, "config.json") == ids_of(last, "generation_config.json") == ids
     assert (last / "chat_template.jinja").read_text() == TEMPLATE
-    if has_settings:
-        assert (last / "generation_config.json").read_text() == settings.read_text()
+    assert not has_settings or (last / "generation_config.json").read_text() == settings
     if way[-1] == "hf":
         model = transformers.GPT2LMHeadModel.from_pretrained(last)
         assert model.generation_config.eos_token_id == [2, 5]
@@ -95,7 +93,9 @@ def test_marks_go_along(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     for number, format in enumerate(way):
         words = ["--to", format, "--input", str(last), "--output", str(tmp_path / str(number))]
         assert main([*words, "--verify"]) == 0
-        assert "tokens of a text with every mark are equal" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "tokens of a text with every mark are equal" in said
+        assert format != "onnx" or ("logits: largest difference" in said and "read back" not in said)
         last = tmp_path / str(number)
     before, after = (transformers.AutoTokenizer.from_pretrained(each) for each in (folder, last))
     assert after(PROMPT).input_ids == before(PROMPT).input_ids

@@ -6,17 +6,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import DataError
-from common.failures.explain import (
-    MAX_LOG_BYTES,
-    Kind,
-    error_of,
-    explain_code,
-    explain_log,
-    find_errors,
-    find_in_logs,
-    known_errors,
-    language_of,
-)
+from common.failures import explain
+from common.failures.explain import Kind, error_of, explain_code, explain_log, find_errors, find_in_logs, known_errors
 from common.yaml_files import read_yaml_mapping
 
 EXCERPTS = read_yaml_mapping(Path(__file__).with_name("excerpts.yaml"))["excerpts"]
@@ -49,13 +40,15 @@ def test_every_code_is_found_in_a_log_as_libraries_write_it() -> None:
             assert error_of(code.lower()) is error
 
 
-def test_a_healthy_line_has_no_error() -> None:
+def test_a_healthy_line_has_no_error_and_the_first_of_two_causes_is_named() -> None:
     for line in (
         "step 507015 of 600000, loss 3.2, 207001 tokens/s, loss code: 5070151",
         "NCCL INFO NET/Plugin: libnccl-net.so: cannot open shared object file: No such file",
         "[INFO] HCCL_CONNECT_TIMEOUT=600, model EI0006X, checkpoint 107020",
     ):
         assert find_errors(line, Path()) == []
+    text = "No space left on device\nRuntimeError: CUDA error: device-side assert triggered\n"
+    assert find_errors(text, Path())[0].error.name == "disk_full"
 
 
 def test_the_cause_on_one_rank_comes_before_its_consequences_on_others(tmp_path: Path) -> None:
@@ -73,17 +66,12 @@ def test_the_cause_on_one_rank_comes_before_its_consequences_on_others(tmp_path:
     assert known and text.index("NPU out of memory") < text.index("EI0006")
 
 
-def test_the_first_of_two_causes_in_a_log_is_named() -> None:
-    text = "No space left on device\nRuntimeError: CUDA error: device-side assert triggered\n"
-    assert find_errors(text, Path())[0].error.name == "disk_full"
-
-
-def test_a_huge_log_is_read_at_both_ends(tmp_path: Path) -> None:
+def test_a_huge_log_is_read_at_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a progress bar, which draws its states over each other, is one huge line."""
-    bar = b"\r 50% |#####     |"
-    for filler in (b"\0" * 100, bar):
+    monkeypatch.setattr(explain, "MAX_LOG_BYTES", 2**20)
+    for filler in (b"\0" * 100, b"\r 50% |#####     |"):
         log = tmp_path / "huge.log"
-        log.write_bytes(filler * (MAX_LOG_BYTES // len(filler) + 9) + b"\rCUDA out of memory\n")
+        log.write_bytes(filler * (2**20 // len(filler) + 9) + b"\rCUDA out of memory\n")
         assert find_in_logs(log)[0].error.name == "oom.cuda"
 
 
@@ -100,10 +88,8 @@ def test_unknown_codes_and_logs_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a folder without logs"):
         explain_log(tmp_path, "en")
     (tmp_path / "quiet.log").write_text("step 1\n")
-    assert explain_log(tmp_path, "en") == (
-        f"{tmp_path}: no known error; look at its last lines, and at the other logs\n",
-        False,
-    )
+    said = f"{tmp_path}: no known error; look at its last lines, and at the other logs\n"
+    assert explain_log(tmp_path, "en") == (said, False)
 
 
 def test_the_locale_chooses_the_language() -> None:
@@ -113,4 +99,4 @@ def test_the_locale_chooses_the_language() -> None:
         ({"LC_ALL": "", "LC_MESSAGES": "zh_TW"}, "zh"),
         ({}, "en"),
     ):
-        assert language_of(environment) == language
+        assert explain.language_of(environment) == language

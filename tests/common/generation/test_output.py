@@ -1,5 +1,5 @@
-"""Output to the terminal and the file: numbered lines, characters that are split over tokens, stop
-strings, and a file that is whole or absent.
+"""Prompts that are read, and output to the terminal, the file and a folder of texts: numbered lines, characters that
+are split over tokens, stop strings, a file that is whole or absent, and texts that a stopped run leaves to the next.
 """
 
 import io
@@ -14,14 +14,18 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from common.errors import ConfigError, RunError, StorageError
+from common.config.load import build_config
+from common.errors import ConfigError, DataError, RunError, StorageError, UserError
+from common.generation import articles
 from common.generation.output import write_continuations
-from common.generation.prompts import Prompt
-from common.generation.stop_strings import GrowingText, StopText
+from common.generation.prompts import Prompt, encode_prompts, sliding_window
+from common.generation.stop_strings import StopText
 from common.parallel.run import Run
+from common.resolve.derive import resolve_mode
 from common.tokenizer import Framing
 from common.tokenizer.text_tokenizer import ByteStream
-from tests.tiny import tiny_config
+from common.training.opened_checkpoint import Checkpoint
+from tests.tiny import tiny_config, tiny_run
 
 END = 256
 
@@ -104,9 +108,7 @@ SAMPLES: dict[str, Any] = {"strategy": "sampling", "top_k": 1, "num_sequences": 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"temperature": 0, "top_k": 40}, None),
         ({"strategy": "greedy", "top_k": 0, "top_p": 0, "repetition_penalty": 1.5}, None),
-        ({"temperature": 0.8, "strategy": "greedy"}, "predict.temperature=0.8"),
         ({"strategy": "greedy", "top_k": 40, "top_p": 0.9}, "predict.top_k=40 and predict.top_p=0.9"),
     ],
 )
@@ -115,9 +117,7 @@ def test_settings_that_greedy_does_not_look_at_are_said(
 ) -> None:
     say("text", **settings)
     assert ("without effect" in caplog.text) == (named is not None)
-    if named:
-        assert f"{named} without effect" in caplog.text
-        assert "set predict.strategy=sampling" in caplog.text
+    assert named is None or f"{named} without effect" in caplog.text
 
 
 def test_lines_on_standard_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -142,9 +142,7 @@ def test_lines_on_standard_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     ("text", "pieces"),
     [("aé跑🙂.", ["a", "é", "跑", "🙂", "."]), (b"a\xf0\x9f", ["a", "\ufffd"]), (b"\xe8b", ["\ufffdb"])],
 )
-def test_a_character_is_printed_when_it_is_whole(
-    monkeypatch: pytest.MonkeyPatch, text: str | bytes, pieces: list[str]
-) -> None:
+def test_a_character_is_printed_when_it_is_whole(monkeypatch: Any, text: str | bytes, pieces: list[str]) -> None:
     monkeypatch.setattr(sys, "stdout", streamed := Terminal())
     say(text)
     monkeypatch.setattr(sys, "stdout", at_once := Terminal())
@@ -186,8 +184,11 @@ def test_the_file_of_results(tmp_path: Path) -> None:
     say("é!", new_tokens=3, output_file=str(path), **SAMPLES)
     found = [(row["sequence"], row["continuation"]) for row in records_of(path)]
     assert found == [(1, "é!"), (2, "é!")]
-    say("é", new_tokens=3, output_file=str(path))
-    assert records_of(path)[0]["finish_reason"] == "end_of_text"
+    prompt = Prompt(text="A", ids=[65], new_tokens=3, is_given_as_ids=True)
+    write_continuations(Script(b"b", 1), [prompt], config(output_file=str(path)), Bytes())  # type: ignore[arg-type]
+    [record] = records_of(path)
+    assert (record["prompt"], record["prompt_ids"], record["text"]) == ("A", [65], "Ab")
+    assert record["finish_reason"] == "end_of_text"
 
 
 def test_log_probabilities_in_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -195,9 +196,7 @@ def test_log_probabilities_in_the_file(tmp_path: Path, caplog: pytest.LogCapture
     path = tmp_path / "out.jsonl"
     say("é", output_file=str(path), logprobs=1, bad_words="z", temperature=1.0)
     records = records_of(path)[0]["logprobs"]
-    assert [(each["id"], each["token"]) for each in records] == [
-        (195, "bytes:\\xc3"), (169, "bytes:\\xa9"),
-    ]  # fmt: skip
+    assert [(each["id"], each["token"]) for each in records] == [(195, "bytes:\\xc3"), (169, "bytes:\\xa9")]
     value = pytest.approx(-np.log1p(256 * np.exp(-40.0)), abs=1e-12)
     assert [each["logprob"] for each in records] == [value] * 2
     assert records[0]["top"] == [{"id": 195, "token": "bytes:\\xc3", "logprob": value}]
@@ -206,18 +205,7 @@ def test_log_probabilities_in_the_file(tmp_path: Path, caplog: pytest.LogCapture
     assert r"predict.stop=\n is a backslash and an n" in caplog.text
 
 
-def test_a_prompt_of_ids_is_named_by_them(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    prompt = Prompt(text="A", ids=[65], new_tokens=1, is_given_as_ids=True)
-    run = config(output_file=str(path))
-    write_continuations(Script(b"b", 1), [prompt], run, Bytes())  # type: ignore[arg-type]
-    [record] = records_of(path)
-    assert (record["prompt"], record["prompt_ids"], record["text"]) == ("A", [65], "Ab")
-
-
-def test_a_file_that_cannot_be_written_is_told_before_the_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_cannot_be_written_is_told_before_the_work(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="could not be written"):
         say("abc", output_file=str(tmp_path / "file" / "out.jsonl"))
@@ -226,9 +214,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(
     assert capsys.readouterr().out == ""
 
 
-def test_a_terminal_without_the_character_or_a_reader_that_goes_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_without_the_character_or_a_reader_that_goes_away(tmp_path: Path, monkeypatch: Any) -> None:
     """The latter is not a fault of the file, which is not written."""
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
@@ -245,8 +231,7 @@ def test_a_terminal_without_the_character_or_a_reader_that_goes_away(
 def by_definition(text: str, stops: list[str]) -> tuple[str, str | None]:
     """Return the text before a stop string, and the string: the first one that is complete."""
     for end in range(1, len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
-        if found:
+        if found := [stop for stop in stops if text[:end].endswith(stop)]:
             longest = max(found, key=len)
             return text[: end - len(longest)], longest
     return text, None
@@ -270,8 +255,7 @@ def test_random_texts_in_random_pieces() -> None:
             piece = text[at : at + draw.randint(1, 5)]
             at += len(piece)
             shown += reader.push(piece)
-            before = by_definition(text[:at], stops)
-            if before[1] is None:
+            if by_definition(text[:at], stops)[1] is None:
                 assert shown == text[: at - may_go_on(text[:at], stops)]
         assert reader.found == stop
         assert shown + reader.push("", final=True) == expected
@@ -279,16 +263,215 @@ def test_random_texts_in_random_pieces() -> None:
     assert 500 < stopped < 1500
 
 
-def test_a_sequence_of_bytes_is_read_once_and_shows_whole_characters() -> None:
-    tokens = list("é跑。b".encode())
-    growing = GrowingText(ByteStream(bytes), ["。"])
-    seen = []
-    for size in range(1, len(tokens) + 1):
-        growing.advance(tokens[:size])
-        seen.append(growing.text)
-        if growing.is_stopped:
-            break
-    assert seen == ["", "é", "é", "é", "é跑", "é跑", "é跑", "é跑"]
-    assert size == len("é跑。".encode())
-    growing.advance(tokens, final=True)
-    assert growing.text == "é跑"
+SAMPLING = {"strategy": "sampling", "num_sequences": 3, "output_folder": "made"}
+
+
+class Weighted:
+    """A decoder whose next letter depends on the prompt and on the tokens so far."""
+
+    rows = 4
+
+    def __init__(self, starts: int = 99) -> None:
+        self.starts = starts
+
+    def start(self, prompts: Sequence[Sequence[int]], room: int) -> Any:
+        self.starts -= 1
+        if self.starts < 0:
+            raise InterruptedError
+        self.sums = [0] * len(prompts)
+        return self.step([sum(prompt) for prompt in prompts])
+
+    def step(self, tokens: Sequence[int]) -> Any:
+        self.sums = [7 * total + token for total, token in zip(self.sums, tokens, strict=True)]
+        found = np.zeros((len(self.sums), 257), np.float32)
+        for row, total in enumerate(self.sums):
+            found[row, 97:123] = np.random.default_rng(total % 99991).normal(size=26) + 9
+        return found
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the process is empty, and texts are of this checkpoint."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (folder := tmp_path / "step_00000001").mkdir()
+    (folder / "manifest.json").write_text("{}")
+    monkeypatch.setattr(articles, "checkpoint_to_use", lambda run: Checkpoint(folder))
+    return folder
+
+
+here = pytest.mark.usefixtures("checkpoint")
+
+
+def write(titles: str = "ab", decoder: Any = None, style: str = "gpt2", **predict: Any) -> None:
+    prompts = [Prompt(text=title, ids=[ord(title)], new_tokens=6) for title in titles]
+    run = config(**SAMPLING | predict)
+    run = run.model_copy(update={"logging": run.logging.model_copy(update={"style": style})})
+    write_continuations(decoder or Weighted(), prompts, run, Bytes())  # type: ignore[arg-type]
+
+
+def texts(folder: str = "made") -> dict[str, str]:
+    return {path.name: path.read_text() for path in Path(folder).glob("*.txt")}
+
+
+@here
+def test_a_stopped_run_resumes_with_the_same_texts() -> None:
+    """Titles added at the end and more texts for each leave those that are there as they are."""
+    write(output_folder="whole")
+    expected = texts("whole")
+    assert sorted(expected) == [f"{i}-{j}.txt" for i in (0, 1) for j in (0, 1, 2)]
+    assert len(set(expected.values())) == 6
+    assert all(text[0] == "ab"[int(name[0])] for name, text in expected.items())
+
+    with pytest.raises(InterruptedError):
+        write(decoder=Weighted(starts=1))
+    assert texts() == dict(sorted(expected.items())[:4])
+    Path("made/0-1.txt").write_text("kept")
+    write()
+    assert texts() == expected | {"0-1.txt": "kept"}
+    write(titles="abc", num_sequences=4)
+    assert texts().items() >= (expected | {"0-1.txt": "kept"}).items()
+    assert len(texts()) == 12
+    write(titles="a")
+    write(titles="abc", batch_size=2)
+    assert json.loads(Path("made/generation.json").read_text())["prompts"] == ["a", "b", "c"]
+
+
+@here
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.5}, r"its texts come from temperature=1\.0, and now it is 0\.5"),
+        ({"seed": 9}, r"come from seed=.*, and now it is 9"),
+        ({"titles": "ax"}, "come from prompt 1='b', and now it is 'x'"),
+        ({"logit_bias": {97: -1}}, r"come from logit_bias=\{\}, and now it is \{'97': -1\.0\}"),
+    ],
+)
+def test_texts_of_other_settings_are_not_mixed(change: dict[str, Any], message: str) -> None:
+    write()
+    before = texts()
+    with pytest.raises(ConfigError, match=message):
+        write(**change)
+    assert texts() == before
+
+
+def test_a_folder_older_than_a_setting_resumes_without_it_and_not_with_other_weights(checkpoint: Path) -> None:
+    write(titles="a")
+    record = json.loads(Path("made/generation.json").read_text())
+    for name in ("stop", "logit_bias", "bad_words", "presence_penalty", "frequency_penalty"):
+        del record[name]
+    Path("made/generation.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="come from bad_words="):
+        write(titles="a", bad_words="x")
+    write(titles="ab")
+    assert len(texts()) == 6
+    (checkpoint / "manifest.json").write_text('{"state": 2}')
+    with pytest.raises(ConfigError, match=r"come from checkpoint=.*step_00000001 "):
+        write(titles="ab")
+    with pytest.raises(ConfigError, match=r"predict\.output_folder=.*manifest.json: is a file"):
+        write(output_folder=str(checkpoint / "manifest.json"))
+
+
+@here
+def test_samples_are_those_of_gpt2_chinese(capsys: pytest.CaptureFixture[str]) -> None:
+    """Banners of 40 and 80 signs on the screen, 90 in samples.txt, numbered through all titles."""
+    write(style="gpt2-chinese", output_file="out/samples.txt", num_sequences=2)
+    made = [texts()[f"{i}-{j}.txt"].rstrip("\n") for i in (0, 1) for j in (0, 1)]
+    heads = [f"{'=' * 40} SAMPLE {number} {'=' * 40}\n" for number in (1, 2, 3, 4)]
+    shown = [f"{head}\n{text}\n" for head, text in zip(heads, made, strict=True)]
+    out = capsys.readouterr().out
+    assert out == f"{shown[0]}{shown[1]}\n{shown[2]}{shown[3]}\n{'=' * 80}\n"
+    kept = [f"{head}{text}\n{'=' * 90}\n\n" for head, text in zip(heads, made, strict=True)]
+    assert Path("out/samples.txt").read_text() == "".join(kept)
+
+
+def sized(positions: int = 16, **predict: Any) -> Run:
+    return tiny_config(model__seq_length=positions, model__vocab_size=257, predict=predict)
+
+
+def read(**words: Any) -> list[Any]:
+    return encode_prompts(sized(**words), Bytes())  # type: ignore[arg-type]
+
+
+def test_a_text_file_and_a_json_file(tmp_path: Path) -> None:
+    """Fields beside the prompt may hold what Python writes."""
+    (tmp_path / "plain.txt").write_bytes("\ufeffone\r\n\n two \n".encode())
+    rows = '{"prompt": "a\\nb", "text": "x"}\n\n{"prompt": null, "text": "é", "score": NaN}'
+    (tmp_path / "some.NDJSON").write_text(rows)
+    plain = read(prompt="zero", prompt_file=str(tmp_path / "plain.txt"))
+    assert [each.text for each in plain] == ["zero", "one", " two "]
+    some = [(each.text, each.ids) for each in read(prompt_file=str(tmp_path / "some.NDJSON"))]
+    assert some == [("a\nb", [97, 10, 98]), ("é", [195, 169])]
+
+
+def test_prompts_as_ids(tmp_path: Path) -> None:
+    """In the configuration, where a plain list of ids is one prompt, and in files."""
+    assert [(each.text, each.ids, each.is_given_as_ids) for each in read(prompt=[97, 98])] == [("ab", [97, 98], True)]
+    assert [(each.ids, each.is_given_as_ids) for each in read(prompt=[[97], "12", [98, 99]])] == [
+        ([97], True), ([49, 50], False), ([98, 99], True),
+    ]  # fmt: skip
+    (tmp_path / "a.jsonl").write_text('{"prompt": [97, 98]}\n{"ids": [99]}\n{"text": "d"}\n')
+    assert [each.text for each in read(prompt_file=str(tmp_path / "a.jsonl"))] == ["ab", "c", "d"]
+
+
+def test_number_of_tokens_that_may_follow() -> None:
+    longer = {"positions": 300, "min_new_tokens": 150}
+    for words, expected in (({}, 13), ({"positions": 300}, 100), (longer, 150), ({"positions": 4}, 1)):
+        assert read(prompt="abc", **words)[0].new_tokens == expected
+
+
+def test_the_window_slides_for_more_tokens_than_positions() -> None:
+    """Also where asked to, and then for any prompt; a number that only does not fit is refused."""
+    long = read(prompt="x" * 40, max_new_tokens=17)[0]
+    assert (len(long.ids), long.new_tokens) == (40, 17)
+    assert [sliding_window(sized(max_new_tokens=n)) for n in (16, 17)] == [None, 16]
+    asked = sized(window=9, max_new_tokens=14)
+    assert sliding_window(asked) == 9
+    assert read(prompt="x" * 40, window=9)[0].new_tokens == 100
+    with pytest.raises(ConfigError, match=r"=13; with predict\.window=16 the window slides$"):
+        read(prompt="abc", max_new_tokens=14)
+    for window in (1, 17):
+        with pytest.raises(ConfigError, match=rf"predict\.window={window}: expected 2 to 16"):
+            sized(window=window)
+
+
+def test_an_exported_program_cannot_slide() -> None:
+    for words in ({"window": 16}, {"max_new_tokens": 17}):
+        made = build_config(tiny_run(backend="mindspore", predict=words))
+        with pytest.raises(ConfigError, match="has the fixed shape of 16 positions"):
+            resolve_mode(made, "export", world_size=1)
+        resolve_mode(made, "predict", world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, r"predict\.prompt is not given"),
+        ({"prompt": ["a", ""]}, r"predict\.prompt is empty"),
+        ({"prompt": [97, 257]}, r"predict\.prompt: id 257 is outside .*; expected 0 to 256"),
+        ({"prompt": "x" * 16}, "^a prompt of 16 tokens and 1 to add go beyond the model's 16 pos"),
+        ({"prompt": "abc", "max_new_tokens": 14}, r"3 tokens and 14 to add .*max_new_tokens=13"),
+        ({"prompt": "abc", "min_new_tokens": 14}, r"3 tokens and 14 to add .*min_new_tokens=13"),
+        (("a.txt", b" \n\n"), r"a\.txt: holds no prompt"),
+        (("a.txt", b"good\nb\xffd\n"), r"a\.txt, line 2: byte 0xff is not UTF-8"),
+        (("a.txt", b"good\n" + b"x" * 20), r"a\.txt, line 2: a prompt of 20 tokens"),
+        (("b.json", b'["one"]'), r"b\.json: expected one object a line; name such a file \.jsonl"),
+        (("a.jsonl", b'{"prompt": "a"}\n\n{"prompt": '), r"a\.jsonl, line 3: not JSON"),
+        (("a.jsonl", b'{"question": "b"}'), r"line 1: expected an object with the text field prompt"),
+        (("a.jsonl", b'{"prompt": ""}'), r"a\.jsonl, line 1 is empty"),
+        (("a.jsonl", b'{"ids": [1]}\n{"ids": [257]}'), r"a\.jsonl, line 2: id 257 is outside"),
+        (("a.jsonl", b'{"prompt": [1, 2.0]}'), r"a\.jsonl, line 1: expected .* or a list of ids"),
+        (("a.txt", b"one\n" + bytes(4096)), r"a\.txt: holds NUL bytes"),
+        (("a.txt", "one\ntwo\n".encode("utf-16-le")), r"looks like UTF-16 without its mark"),
+        ({"prompt_file": "b.txt"}, r"b\.txt: no such file"),
+    ],
+)
+def test_bad_settings_and_files_are_one_message(
+    tmp_path: Path, given: dict[str, Any] | tuple[str, bytes], message: str
+) -> None:
+    if isinstance(given, tuple):
+        (tmp_path / given[0]).write_bytes(given[1])
+        given = {"prompt_file": str(tmp_path / given[0])}
+    with pytest.raises(UserError, match=message) as caught:
+        read(**given)
+    assert caught.value.exit_code == 2 and isinstance(caught.value, DataError | ConfigError)

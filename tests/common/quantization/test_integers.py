@@ -2,6 +2,8 @@
 ONNX it equals transformers' model with the same rounding.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from common.checkpoint.folders import read_manifest, write_manifest
 from common.config.schema import QuantizationConfig
 from common.conversion.convert import convert
 from common.conversion.logits import config_of
-from common.errors import CheckpointError, ConfigError
+from common.errors import UserError
 from common.quantization import activation_levels, quantize, quantized_layers, scale_of, weight_levels
 from common.systems.onnx.folder import logits
 from common.systems.own_folder import write_project
@@ -48,11 +50,6 @@ def checkpoint(folder: Path, values: dict[str, np.ndarray], settings: dict[str, 
     return folder
 
 
-def known(settings: dict[str, Any]) -> dict[str, Any]:
-    layers = quantized_layers(QuantizationConfig(**settings), MODEL.num_layers)
-    return {"weight": 2.0, "accumulated": dict.fromkeys(layers, 2.0 * MAXIMUM)}
-
-
 @torch.no_grad()
 def fake_quantized_logits(values: dict[str, np.ndarray], config: QuantizationConfig) -> np.ndarray:
     """Logits of transformers' model. Its layer of q, k and v rounds its input where q does; its
@@ -77,21 +74,16 @@ def fake_quantized_logits(values: dict[str, np.ndarray], config: QuantizationCon
         rough[f"{layer}.weight"] = quantize(weight, scales, of_weights) * scales
     model = hugging_face_model(MODEL, {name: torch.from_numpy(a) for name, a in rough.items()})
 
-    def around(name: str, module: torch.nn.Module) -> None:
-        forward, width = module.forward, MODEL.hidden_size
-        skipped = slice(width, 2 * width) if name.endswith("h.0.attn.c_attn") else slice(0)
-
-        def replaced(x: torch.Tensor) -> torch.Tensor:
-            y = forward(rounded(x))
+    def around(name: str, forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        y = forward(rounded(x))
+        if name.endswith("h.0.attn.c_attn"):
+            skipped = slice(MODEL.hidden_size, 2 * MODEL.hidden_size)
             y[..., skipped] = forward(x)[..., skipped]
-            return y
-
-        module.forward = replaced  # type: ignore[method-assign]
+        return y
 
     for name, module in model.named_modules():
-        ours = name.removeprefix("transformer.").replace("c_attn", "q_proj")
-        if ours in layers:
-            around(name, module)
+        if name.removeprefix("transformer.").replace("c_attn", "q_proj") in layers:
+            module.forward = partial(around, name, module.forward)  # type: ignore[method-assign]
     found: np.ndarray = model(torch.from_numpy(IDS)).logits.numpy()
     return found
 
@@ -107,13 +99,15 @@ def test_integers_equal_what_was_trained(
     """
     settings = {"weights": weights, "activations": activations, "skip": SKIP, "weight_bits": 7}
     config = QuantizationConfig(**settings)
-    source = checkpoint(tmp_path / "run", values, settings, **known(settings))
+    layers = quantized_layers(config, MODEL.num_layers)
+    scales = dict.fromkeys(layers, 2.0 * MAXIMUM)
+    source = checkpoint(tmp_path / "run", values, settings, weight=2.0, accumulated=scales)
     expected = fake_quantized_logits(values, config)
     folder = tmp_path / "int8"
     convert(source, folder, target_format="torch_gpt2", dtype="int8")
     found = load_file(folder / "model.safetensors")
     of_8_bits = {name.removesuffix(".weight") for name, x in found.items() if x.dtype == np.int8}
-    assert of_8_bits == set(quantized_layers(config, MODEL.num_layers))
+    assert of_8_bits == set(layers)
     assert ("h.0.mlp.c_fc.input_scale" in found) == (activations != "dynamic")
     assert max(np.abs(x).max() for x in found.values() if x.dtype == np.int8) == 63
     model = load_model(config_of(MODEL, folder), select_device("cpu"), Checkpoint(folder))
@@ -130,24 +124,19 @@ def test_integers_equal_what_was_trained(
 
 
 @pytest.mark.parametrize(
-    ("settings", "state", "error", "message"),
+    ("settings", "state", "message"),
     [
-        ({}, {}, CheckpointError, "holds no scales of activations"),
-        ({"activations": "none"}, {}, ConfigError, "activations=none and activation_bits=8"),
-        ({"activation_bits": 4}, {}, ConfigError, "activation_bits=4; integers are multiplied"),
-        ({"weights": "best"}, {}, CheckpointError, "broken manifest"),
-        ({}, {"weight": "x"}, CheckpointError, "broken scales of activations"),
+        ({"skip": []}, {}, "holds no scales of activations"),
+        ({"activations": "none"}, {}, "activations=none and activation_bits=8"),
+        ({"activation_bits": 4}, {}, "activation_bits=4; integers are multiplied"),
+        ({"weights": "best"}, {}, "broken manifest"),
+        ({"skip": []}, {"weight": "x"}, "broken scales of activations"),
     ],
 )
 def test_types_without_integers_are_refused(
-    tmp_path: Path,
-    values: dict[str, np.ndarray],
-    settings: dict[str, Any],
-    state: dict[str, Any],
-    error: type[Exception],
-    message: str,
+    tmp_path: Path, values: dict[str, np.ndarray], settings: dict[str, Any], state: dict[str, Any], message: str
 ) -> None:
-    source = checkpoint(tmp_path / "run", values, settings or {"skip": []}, **state)
-    with pytest.raises(error, match=message):
+    source = checkpoint(tmp_path / "run", values, settings, **state)
+    with pytest.raises(UserError, match=message):
         convert(source, tmp_path / "int8", target_format="torch_gpt2", dtype="int8")
     assert not (tmp_path / "int8").exists()

@@ -1,23 +1,40 @@
-"""Configurations of MindFormers and FleetX, whole, in our words: held against the presets that
-follow them.
+"""Files and flags of the original systems, whole and key by key: held against the presets that follow
+them, and what each becomes in numbers and in messages.
 """
 
+import copy
+import fnmatch
+import functools
+import json
 import math
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
-from common.config.load import dump_config, flatten
-from common.config.schema import QuantizationConfig
+from common.config.hints import section_of
+from common.config.load import apply_overrides, build_config, dump_config, flatten
+from common.config.schema import QuantizationConfig, RunConfig
+from common.dialects.megatron import DEEPSPEED_DEFAULTS
+from common.dialects.rules import MapTo, has_rule
 from common.errors import ConfigError
 from common.parallel.operator_plan import splits_vocabulary
 from common.resolve.derive import resolve_config, written_ranks
 from common.resolve.engine_checks import check_here
 from common.run_config import load_config
-from common.systems.config import open_config
+from common.systems import config as systems, gpt2_chinese
+from common.systems.config import COMMAND_LINES, Opened, open_config, open_flags
+from common.systems.dialect import Dialect, read_foreign
+from common.systems.flags import read_command, read_flags
+from common.systems.fleetx import config as fleetx
+from common.systems.megatron import flags as megatron
+from common.systems.mindformers import config as mindformers
+from common.systems.oneflow import flags as oneflow
+from common.weights.names import count_parameters
 from tests.common.resolve.test_parallel_mode import TUTORIAL
 from tools import convert_config
 
@@ -25,13 +42,8 @@ ORIGINALS = Path(__file__).parent / "originals"
 SINGLE_CARD = ORIGINALS / "fleetx" / "pretrain_gpt_345M_single_card.yaml"
 PRESETS = Path(__file__).parents[3] / "configs" / "gpt2"
 NEUTRAL = Path(__file__).with_name("neutral.yaml")
-OURS = {
-    "data.train", "data.tokenizer", "output_dir", "logging", "validation", "checkpoint", "device",
-    "predict",
-}  # fmt: skip
-"""Choices of the presets: places of the data and the run folder, and how often a run saves and
-logs.
-"""
+OURS = {"data.train", "data.tokenizer", "output_dir", "logging", "validation", "checkpoint", "device", "predict"}
+"""Choices of the presets: places of the data and the run folder, and how often a run saves and logs."""
 
 
 def differences(config: Any, preset: str, world_size: int) -> dict[str, tuple[Any, Any]]:
@@ -47,36 +59,17 @@ def differences(config: Any, preset: str, world_size: int) -> dict[str, tuple[An
     }
 
 
-def test_mindformers_13b_with_its_base_files_is_the_preset() -> None:
-    opened = open_config(ORIGINALS / "mindformers_r0.3" / "run_gpt2_13b.yaml")
-    assert opened.system == "MindFormers"
-    assert differences(opened.config, "run_gpt2_13b", 32) == {
-        "context.save_graphs_path": ("./graph", None),
-        "data.split": ("1,0,0", "949,50,1"),  # a validation has files of its own there
-        # of no part: embedding, attention and hidden dropout are given
-        "model.dropout": (0.0, 0.1),
-        "parallel.full_batch": (True, None),
-        "parallel.parallel_mode": ("semi_auto_parallel", None),
-        "parallel.strategy_ckpt_config.save_file": ("./ckpt_strategy.ckpt", None),
-        "train.sink_size": (2, 1),
-    }
+RUNS = yaml.safe_load((ORIGINALS / "presets.yaml").read_text())
 
 
-@pytest.mark.parametrize(("name", "devices"), [("run_gpt2", 8), ("run_gpt2_52b", 128)])
-def test_mindformers_smallest_and_largest_run_are_the_presets(name, devices) -> None:
-    """But for keys that change no result on the devices of the preset."""
-    opened = open_config(ORIGINALS / "mindformers_r0.3" / f"{name}.yaml")
-    without_effect = {
-        "data.split", "context.save_graphs_path", "context.max_device_memory", "model.dropout",
-        "parallel.parallel_mode", "parallel.full_batch", "train.sink_size",
-        "parallel.strategy_ckpt_config.save_file",
-    }  # fmt: skip
-    found = differences(opened.config, name, devices)
-    # its data have only the column input_ids, and the compiler's graphs have one mask
-    masks = {"data.eod_mask_loss": ("targets", False), "data.eod_id": (50256, None)}
-    assert {key: found.pop(key, None) for key in masks} == (masks if devices == 8 else dict.fromkeys(masks))
-    assert found.keys() <= without_effect
-    assert ("parallel.parallel_mode" in found) == (devices == 128)  # where it is by itself
+@pytest.mark.parametrize("name", RUNS)
+def test_the_originals_runs_are_the_presets(name: str) -> None:
+    (system, preset, devices, words), expected = RUNS[name]
+    opened = open_config(ORIGINALS / name, words)
+    assert opened.system == system
+    assert differences(opened.config, preset, devices) == {key: tuple(both) for key, both in expected.items()}
+    if system == "PaddleFleetX" and devices > 8:  # it takes dp_degree from its launcher
+        assert written_ranks(opened.config) == devices
 
 
 @pytest.mark.parametrize(
@@ -132,77 +125,24 @@ def test_the_tutorials_sections_below_our_bases_run_everywhere(words, tmp_path) 
     assert load_config(tmp_path / "again.yaml") == opened.config
 
 
-SCRIPTS = {
-    "pretrain_gpt_345M_mp8_qat": (
-        "Engine.max_steps=100000", "Model.hidden_dropout_prob=0.0",
-        "Model.attention_probs_dropout_prob=0.0", "Model.use_recompute=False",
-        "Optimizer.lr.decay_steps=72000", "Optimizer.weight_decay=0.02",
-        "Optimizer.lr.max_lr=5.0e-6", "Optimizer.lr.min_lr=1.0e-6",
-    )
-}  # fmt: skip
-"""Overrides behind the file in a script of FleetX: qat_gpt_345M_mp8.sh, of release 2.4."""
-
-
-@pytest.mark.parametrize(
-    ("name", "preset", "devices"),
-    [
-        ("pretrain_gpt_345M_single_card", "run_gpt2_345m_fleetx", 1),
-        ("pretrain_gpt_345M_mp8_qat", "run_gpt2_345m_fleetx_qat", 8),
-        ("pretrain_gpt_1.3B_dp8", "run_gpt2_1.3b_fleetx", 8),
-        ("pretrain_gpt_6.7B_sharding16", "run_gpt2_6.7b", 16),
-        ("pretrain_gpt_175B_mp8_pp16", "run_gpt2_175b", 128),
-    ],
-)
-def test_fleetx_runs_are_the_presets(name, preset, devices) -> None:
-    opened = open_config(ORIGINALS / "fleetx" / f"{name}.yaml", SCRIPTS.get(name, ()))
-    # theirs is the padded size
-    expected = {"model.vocab_size": (51200 if "175b" in preset else 50304, 50257)}
-    expected["data.eod_id"] = (50256, None)  # that of the data's tokenizer
-    if "6.7b" in preset:
-        expected["parallel.shard_size"] = (16, None)  # all 16 ranks, said
-    assert differences(opened.config, preset, devices) == expected
-    if devices in (16, 128):  # FleetX takes dp_degree from its launcher
-        assert written_ranks(opened.config) == devices
-
-
-def test_fleetx_overrides_and_generation() -> None:
-    theirs = {
-        "Engine.save_load.ckpt_dir": "out/epoch_0_step_1", "Model.hidden_size": "512",
-        "Data.Train.dataset.split.0": "900", "Generation.top_k": "7",
-        "Generation.input_text": "[CLS]Hi, [1]", "Optimizer.lr.name": "LinearDecayWithWarmup",
-    }  # fmt: skip
-    words = ["predict.temperature=0.5", *(f"{key}={value}" for key, value in theirs.items())]
-    folder = ORIGINALS / "fleetx"
-    config = open_config(folder / "generation_gpt_345M_dp8.yaml", words).config
-    found = dict(flatten(config.model_dump()))
-    expected = {
-        "predict.strategy": "sampling", "predict.top_k": 7, "predict.top_p": 0.75,
-        "predict.temperature": 0.5, "predict.prompt": ["[CLS]Hi, [1]"],
-        "predict.min_new_tokens": 1, "predict.max_new_tokens": 200, "model.hidden_size": 512,
-        "checkpoint.load": "out/epoch_0_step_1", "data.split": "900,50,1",
-        "optimizer.schedule_start": 0,
-    }  # fmt: skip
-    assert {key: found[key] for key in expected} == expected
-    # the old name of no_recompute_layers may be empty, and Paddle steps a cosine schedule
-    cosine = open_config(SINGLE_CARD, ["Model.recompute_layers=None"]).config
-    assert (cosine.train.recompute, cosine.optimizer.schedule_start) == ("none", 1)
-
-
-def test_an_override_fills_a_section_that_the_file_leaves_empty(tmp_path) -> None:
-    (tmp_path / "own.yaml").write_text(f"_base_: {SINGLE_CARD}\nOffline_Eval:\n")
-    opened = open_config(tmp_path / "own.yaml", ["Offline_Eval.batch_size=3"])
-    assert opened.config.evaluation.batch_size == 3
-
-
-def test_convert_config_refuses_another_system_and_a_file_of_ours(tmp_path, capsys) -> None:
-    """That what it writes is the same run, test_originals.py says of each file."""
+def test_convert_config_takes_flags_and_refuses_another_system(tmp_path, capsys) -> None:
+    """That what it writes is the same run, the figures below say of each file."""
     name, own = str(ORIGINALS / "mindformers_r1.yaml"), str(tmp_path / "ours.yaml")
     assert convert_config.main([name, "--output", own]) == 0
     assert open_config(own).system is None
-    assert convert_config.main(["--from", "fleetx", name]) == 2
-    assert "not in those of --from fleetx" in capsys.readouterr().err
-    assert convert_config.main([own]) == 2
-    assert "is in the words of this project already" in capsys.readouterr().err
+    flags = "--tensor-model-parallel-size 2 --distributed-backend nccl"
+    base = SMALLEST.format(rate="--lr")
+    assert convert_config.main(["--from", "megatron", "--", *f"{base} {flags}".split()]) == 0
+    text = capsys.readouterr().out
+    assert "model_parallel: 2  # tensor_model_parallel_size" in text
+    assert "#   distributed_backend: the device says how ranks talk" in text
+    for words, message in (
+        (["--from", "fleetx", name], "not in those of --from fleetx"),
+        ([own], "is in the words of this project already"),
+        (["--from", "megatron"], "give a file of flags, or the flags behind --"),
+    ):
+        assert convert_config.main(words) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_file_of_fleetx_that_is_not_there_names_the_way_that_works() -> None:
@@ -228,45 +168,30 @@ def test_merge_keys_and_sections_with_only_anchors(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     path.write_text(MERGED)
     model = open_config(path).config.model
-    sizes = (model.hidden_size, model.num_layers, model.num_heads, model.seq_length)
-    assert sizes == (64, 3, 4, 32)
-    path.write_text(MERGED.replace("x-sizes: &sizes {", "x-sizes: &sizes {hiden_size: 1, "))
-    with pytest.raises(ConfigError, match=r"own.yaml:1: .*hiden_size: unknown key; did you mean"):
-        open_config(path)
-    for more in ("x-more: 3", "x-more: *window", "*name : 3"):
-        path.write_text(f"{MERGED}{more}\n")
-        with pytest.raises(ConfigError, match=r"own.yaml:[267]?: x-more: unknown key"):
+    assert (model.hidden_size, model.seq_length, model.num_layers, model.num_heads) == (64, 32, 3, 4)
+    for text, message in (
+        (MERGED.replace("{hidden_size", "{hiden_size: 1, hidden_size"), ":1: .*hiden_size: unknown key; did you mean"),
+        (f"{MERGED}x-more: *window\n", ":[267]?: x-more: unknown key"),
+        (f"{MERGED}*name : 3\n", ":[267]?: x-more: unknown key"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=rf"own\.yaml{message}"):
             open_config(path)
     *lines, last = MERGED.splitlines()
     path.write_text("\n".join((f"x-more: &more {{{last}}}", "<<: *more", *lines)))
     assert open_config(path).config.optimizer.learning_rate == 1e-4
 
 
-@pytest.mark.parametrize(("cloze", "task", "stride"), [("True", "lambada", None), ("False", "text", 32)])
-def test_evaluation_on_lambada_and_on_wikitext(cloze: str, task: str, stride: int | None) -> None:
-    """The file of evaluation gives overlapping_eval in both cases."""
-    words = {"eval_path": "file", "cloze_eval": cloze, "overlapping_eval": "32"}
-    given = [f"Offline_Eval.{name}={value}" for name, value in words.items()]
-    found = open_config(SINGLE_CARD, ["Model.module=GPTEvalModule", *given]).config.evaluation
-    assert (found.task, found.file, found.stride) == (task, "file", stride)
-
-
 def test_quantization_of_release_24(tmp_path: Path) -> None:
     """Compress, layers that stay in float, and pretrained as the prefix of a file."""
     (tmp_path / "model.pdparams").touch()
-    (tmp_path / "run.yaml").write_text(
-        f"""Compress:
+    text = f"""_base_: {SINGLE_CARD}
+Compress:
   pretrained: {tmp_path}/model
-  Quantization:
-    enable: True
-    activation_preprocess_type: PACT
-    weight_bits: 4
-    freeze_embedding: True
-    skip_tensor_map: {{block_0: [linear2], block_11: [linear1, linear2]}}
-    quantizable_layer_type: [Linear]
-_base_: {SINGLE_CARD}
+  Quantization: {{enable: True, activation_preprocess_type: PACT, weight_bits: 4, freeze_embedding: True,
+    skip_tensor_map: {{block_0: [linear2], block_11: [linear1, linear2]}}, quantizable_layer_type: [Linear]}}
 """
-    )
+    (tmp_path / "run.yaml").write_text(text)
     opened = open_config(tmp_path / "run.yaml")
     found = opened.config
     assert found.checkpoint.init_from == f"{tmp_path}/model.pdparams"
@@ -277,11 +202,256 @@ _base_: {SINGLE_CARD}
     assert disabled.config.quantization is None
 
 
-def test_a_section_that_inherits_nothing(tmp_path: Path) -> None:
+def test_a_section_that_inherits_nothing_and_one_that_an_override_fills(tmp_path: Path) -> None:
     """Its base clips gradients; Paddle's optimizer without grad_clip does not."""
-    text = f"_base_: {SINGLE_CARD}\nOptimizer:\n"
+    text = f"_base_: {SINGLE_CARD}\nOffline_Eval:\nOptimizer:\n"
     for inherited, norm in ((True, 1.0), (False, 0.0)):
         own = f"  _inherited_: {inherited}\n  lr: {{max_lr: 1.0e-3}}\n"
         (tmp_path / "run.yaml").write_text(text + own)
-        found = open_config(tmp_path / "run.yaml").config.optimizer
-        assert (found.learning_rate, found.clip_grad) == (1e-3, norm)
+        found = open_config(tmp_path / "run.yaml", ["Offline_Eval.batch_size=3"]).config
+        assert (found.optimizer.learning_rate, found.optimizer.clip_grad) == (1e-3, norm)
+        assert found.evaluation.batch_size == 3
+
+
+FIGURES = yaml.safe_load((ORIGINALS / "figures.yaml").read_text())
+
+SMALLEST = (
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1"
+    " {rate} 1e-4 --train-iters 5"
+)
+RATES = {"megatron": "--lr", "oneflow": "--learning-rate"}
+
+
+@pytest.fixture(autouse=True)
+def _beside_the_ds_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ORIGINALS / "modelzoo")
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures_and_the_file_of_ours_that_convert_config_writes(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """The file is the same run, with a remark for each key."""
+    monkeypatch.setattr("common.config.load.ROOT", tmp_path)  # where a clone may have data/
+    words, parameters, layout, batch, rate = FIGURES[name]
+    source, own, words = ORIGINALS / name, tmp_path / "ours.yaml", [*words, "seed=7"]
+    config, ranks = open_config(source, words).config, math.prod(layout)
+    found = resolve_config(config, world_size=ranks)
+    parallel, train = found.parallel, found.train
+    assert count_parameters(found.model) == parameters
+    assert [parallel.data_parallel, parallel.model_parallel, parallel.pipeline_stage] == layout
+    sizes = [train.micro_batch_size, train.accumulation_steps, train.global_batch_size]
+    assert sizes == batch and found.optimizer.learning_rate == rate
+    system = re.split("[/_]", name)[0].replace("modelzoo", "megatron")
+    command = ["--from", system, str(source), *words, "--output", str(own)]
+    assert convert_config.main(command) == 0
+    assert resolve_config(load_config(own), world_size=ranks) == found
+    lines = own.read_text().splitlines()
+    assert any("seed: 7  # command line" in line for line in lines)
+    bare = [line for line in lines if "  # " not in line and line[-1:] not in ("", ":")]
+    assert [line for line in bare if line.lstrip()[0] not in "#-"] == []
+
+
+def test_the_modelzoos_ds_config_says_what_its_flags_do_not() -> None:
+    """The scale begins at 2 to the 12th, and grows after 500 steps."""
+    config = open_config(ORIGINALS / "modelzoo" / "train_345M.sh").config
+    scale = config.loss_scale
+    assert (config.engine, config.deepspeed.config_file) == ("deepspeed", "./ds_config.json")
+    assert (scale.mode, scale.initial, scale.window) == ("dynamic", 4096.0, 500)
+    assert (scale.hysteresis, scale.minimum, config.parallel.zero_stage) == (2, 1.0, 0)
+
+
+def ds_run(tree: dict[str, Any], folder: Path, flags: str = "") -> Opened:
+    (folder / "ds.json").write_text(json.dumps(tree))
+    words = f"{SMALLEST.format(rate='--lr')} --fp16 --deepspeed {flags}".split()
+    return open_flags("megatron", [*words, "--deepspeed_config", str(folder / "ds.json")])
+
+
+def test_a_ds_config_without_a_key_is_that_with_deepspeeds_default(tmp_path) -> None:
+    bare = {"fp16": {"enabled": True}, "zero_optimization": {}}
+    without = ds_run(bare, tmp_path).config
+    assert (without.loss_scale.initial, without.optimizer.clip_grad) == (65536.0, 1.0)
+    for key, value in DEEPSPEED_DEFAULTS.items():
+        tree, (*sections, name) = copy.deepcopy(bare), key.split(".")
+        (tree[sections[0]] if sections else tree)[name] = value
+        assert ds_run(tree, tmp_path).config == without, key
+
+
+def test_flags_that_deepspeed_does_not_read_are_listed(tmp_path) -> None:
+    """Its engine has a file of its own, and Megatron gives it none of these."""
+    flags = "--clip-grad 0.5 --initial-loss-scale 1024 --hysteresis 7 --zero-stage 1"
+    opened = ds_run({"fp16": {"enabled": True}}, tmp_path, flags)
+    assert opened.config == ds_run({"fp16": {"enabled": True}}, tmp_path).config
+    assert {"clip_grad", "initial_loss_scale", "hysteresis", "zero_stage"} <= {*opened.ours.without_effect}
+    assert "DeepSpeed reads gradient_clipping of" in opened.ours.without_effect["clip_grad"]
+
+
+def flag_names(folder: str) -> list[str]:
+    lines = (ORIGINALS / folder / "flag_names.txt").read_text().splitlines()
+    return [name for line in lines if not line.startswith("#") for name in line.split()]
+
+
+@pytest.mark.parametrize(
+    ("folder", "system", "count"),
+    [("modelzoo", "megatron", 185), ("megatron", "megatron", 485), ("oneflow", "oneflow", 56)],
+)
+def test_each_flag_is_read_or_refused_with_the_reason(folder, system, count) -> None:
+    """Alone and with a value: some lack one, and some take none."""
+    names = flag_names(folder)
+    assert len(names) == count
+    base = SMALLEST.format(rate=RATES[system]).split()
+    dialect = COMMAND_LINES[system]
+    for name in names:
+        key, outcomes = name.replace("-", "_"), []
+        for value in ([], ["2"]):
+            try:
+                opened = open_flags(system, [*base, f"--{name}", *value])
+            except ConfigError as error:
+                message = str(error)
+                assert key in message.replace("-", "_"), (name, message)
+                assert "unknown key" not in message, message
+                outcomes.append(message)
+                continue
+            known = {*opened.ours.origins.values(), *opened.ours.without_effect}
+            assert key in known or key in dialect.table, f"{name} leaves no trace"
+        assert len(outcomes) < 2 or outcomes[0] != outcomes[1] or "leave" in outcomes[0], outcomes
+
+
+def trees() -> Iterator[tuple[str, Dialect, dict[str, Any], dict[Any, str]]]:
+    for name in FIGURES:
+        path = ORIGINALS / name
+        if path.suffix == ".sh":
+            words = read_command(path)[2]
+            dialect = COMMAND_LINES[systems.find_command_line(words)]
+            yield name, dialect, *read_flags(words, str(path), dialect.table)[:2]
+        else:
+            found = systems.ConfigFile.read(path).dialect
+            assert found is not None
+            tree, sources = read_foreign(path, found.base)
+            yield name, found, tree, sources
+
+
+def test_a_wrong_value_anywhere_is_a_message() -> None:
+    """Every key and section of every original in turn."""
+    for name, dialect, tree, sources in trees():
+        keys = [key for key, _ in flatten(tree)]
+        sections = {key.rpartition(".")[0] for key in keys if "." in key}
+        for number, key in enumerate([*keys, *sorted(sections)]):
+            broken = copy.deepcopy(tree)
+            *path, last = key.split(".")
+            functools.reduce(dict.__getitem__, path, broken)[last] = ("x", [1])[number % 2]
+            try:
+                ours = dialect.translate(broken, sources)
+                dialect.settle(ours)
+                build_config(ours.tree, ours.sources)
+            except ConfigError as error:
+                assert str(error), (name, key)
+
+
+DIALECTS = {
+    "fleetx": fleetx.DIALECT, "megatron": megatron.DIALECT, "mindformers": mindformers.DIALECT,
+    "oneflow": oneflow.DIALECT, "gpt2_chinese": gpt2_chinese.FILES, "gpt2_chinese_train": gpt2_chinese.TRAINING,
+    "gpt2_chinese_generate": gpt2_chinese.GENERATION, "gpt2_chinese_eval": gpt2_chinese.EVALUATION,
+}  # fmt: skip
+
+
+class Rows(NamedTuple):
+    """What a system does with a key that a file leaves out, and with values that mean off, all, never or unlimited.
+
+    In ``rows``: the keys of its smallest run, the keys with which a key acts, the reasons for keys without a default in
+    its dialect, and values that are no plain quantities. Of such a value a row says the key, the value, what it means
+    there with the source, keys of ours or a part of the message of a refusal, and further keys. A key of ours whose 0
+    is not a quantity says so in its description. Each key of theirs that becomes such a key has a row for 0.
+    """
+
+    dialect: Dialect
+    minimal: dict[str, Any]
+    beside: dict[str, dict[str, Any]]
+    without_default: set[str]
+    sentinels: list[list[Any]]
+
+
+def rows_of(system: str, tree: dict[str, Any]) -> Rows:
+    table = DIALECTS[system].table
+
+    def keys(patterns: list[str]) -> list[str]:
+        return [key for each in patterns for key in fnmatch.filter(table, each) or [each]]
+
+    beside = {key: more for more, *each in tree.get("beside", ()) for key in keys(each)}
+    reasons = {key for each in tree["without_default"].values() for key in keys(each)}
+    return Rows(DIALECTS[system], tree["minimal"], beside, reasons, tree.get("sentinels", []))
+
+
+ROWS = {
+    system: rows_of(system, tree)
+    for file in sorted(Path(__file__).with_name("rows").glob("*.yaml"))
+    for system, tree in yaml.safe_load(file.read_text(encoding="utf-8")).items()
+}
+SYSTEMS = pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+CASES = [(rows, *row) for rows in ROWS.values() for row in rows.sentinels]
+
+
+def values_of(dialect: Dialect, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our keys for a file with these dotted keys, or for these flags."""
+    tree: dict[str, Any] = {}
+    for key, value in leaves.items():
+        *sections, name = key.split(".")
+        at = tree
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[name] = value
+    ours = dialect.translate(tree, {})
+    apply_overrides(ours.tree, ours.sources, [])
+    dialect.settle(ours)
+    return dict(flatten(build_config(ours.tree, ours.sources).model_dump()))
+
+
+def mapped_keys(dialect: Dialect) -> dict[str, str]:
+    """Return the keys that become one of ours by the table, with the key of ours."""
+    return {key: rule.key for key, rule in dialect.table.items() if isinstance(rule, MapTo) and not key.endswith("*")}
+
+
+@SYSTEMS
+def test_each_key_that_becomes_ours_has_a_default_or_a_reason(rows: Rows) -> None:
+    """Each key of both tables is known of the system, and has one of the two."""
+    dialect = rows.dialect
+    keys, defaults = mapped_keys(dialect), dialect.defaults
+    assert keys.keys() - defaults.keys() - rows.without_default == set()
+    assert defaults.keys() & rows.without_default == set()
+    assert all(has_rule(key, dialect.table) for key in (*defaults, *rows.without_default))
+
+
+@SYSTEMS
+def test_a_file_without_a_key_is_the_run_of_a_file_with_its_default(rows: Rows) -> None:
+    for key, value in rows.dialect.defaults.items():
+        leaves = {**rows.minimal, **rows.beside.get(key, {})}
+        leaves.pop(key, None)
+        given = values_of(rows.dialect, {**leaves, key: value})
+        assert values_of(rows.dialect, leaves) == given, key
+
+
+def ours_with_a_meaning_of_zero(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
+    for name, each in section.model_fields.items():
+        below = section_of(each.annotation)
+        if below is not None:
+            yield from ours_with_a_meaning_of_zero(below, f"{prefix}{name}.")
+        elif re.search(r"\b0 (is|are|uses|keeps|validates|saves|reads)\b", each.description or ""):
+            yield f"{prefix}{name}"
+
+
+@SYSTEMS
+def test_each_key_of_theirs_onto_such_a_key_has_a_row_for_zero(rows: Rows) -> None:
+    special = set(ours_with_a_meaning_of_zero())
+    assert {"checkpoint.interval", "predict.top_k"} <= special
+    theirs = {key for key, ours in mapped_keys(rows.dialect).items() if ours in special}
+    assert theirs - {key for key, value, *_ in rows.sentinels if value == 0} == set()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}={case[2]}")
+def test_a_value_means_the_same_here(case: tuple[Any, ...]) -> None:
+    rows, key, value, _, expected, *more = case
+    leaves = {**rows.minimal, **(more[0] if more else {}), key: value}
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            values_of(rows.dialect, leaves)
+        return
+    found = values_of(rows.dialect, leaves)
+    assert {name: found[name] for name in expected} == expected

@@ -87,11 +87,9 @@ def test_plain_values_of_a_megatron_file_are_data(tmp_path: Path) -> None:
             "seed": None}  # fmt: skip
     arrays = {"array": rng, "big": rng.astype(">f4"), "matrix": np.asfortranarray(rng[:, None] + 1)}
     saved = {
-        "args": argparse.Namespace(**args),
-        "checkpoint_version": 3.0, "iteration": 2**40, "size": torch.Size([2, 3]),
-        "device": torch.device("cpu"), "ids": {1, 2}, "raw": b"\x00\xff", "none": b"",
-        "random": random.getstate(), "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(), "number": np.float32(2.5), **arrays,
+        "args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": 2**40, "size": torch.Size([2, 3]),
+        "device": torch.device("cpu"), "ids": {1, 2}, "raw": b"\x00\xff", "none": b"", "random": random.getstate(),
+        "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "number": np.float32(2.5), **arrays,
     }  # fmt: skip
     torch.save(saved, tmp_path / "x.pt")
     with open_tensors(tmp_path / "x.pt") as stored:
@@ -127,45 +125,35 @@ def archive(path: Path, program: bytes, **records: bytes) -> Path:
     return path
 
 
-CODE = {
-    "call": b"cposix\nsystem\n(Vtouch {}\ntR.",
-    "attribute": b"\x80\x04\x8c\x09posixpath\x8c\x09os.system\x93(\x8c\x04true\x85R.",
-    "instance": b"(Vtouch {}\niposix\nsystem\n.",
-    "eval": b"cbuiltins\neval\n(Vopen('{}', 'w')\ntR.",
-    "extension": b"\x82\x01.",
+WHOLE = r"not a whole file of torch\.save"
+EXECUTED = "nothing of it was executed.*safetensors"
+PROGRAMS = {
+    # a pickle that names code, or one that means nothing
+    "call": (b"cposix\nsystem\n(Vtouch {}\ntR.", f"names posix.system.*{EXECUTED}"),
+    "attribute": (b"\x80\x04\x8c\x09posixpath\x8c\x09os.system\x93(\x8c\x04true\x85R.", ""),
+    "instance": (b"(Vtouch {}\niposix\nsystem\n.", ""),
+    "eval": (b"cbuiltins\neval\n(Vopen('{}', 'w')\ntR.", EXECUTED),
+    "extension": (b"\x82\x01.", ""),
+    "state of a function": (b"ctorch._utils\n_rebuild_tensor_v2\n}Vx\nK\x01sb.", WHOLE),
+    "state of a class": (b"cargparse\nNamespace\nN}V__setstate__\nK\x01s\x86b.", WHOLE),
+    "objects": (b"cnumpy\ndtype\n(VO8\n\x89\x88tR.", WHOLE),
+    "a dict that holds itself": (b"}q\x00(Va\nh\x00u.", WHOLE),
+    "far more bytes": (b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.", WHOLE),
 }
 
 
-@pytest.mark.parametrize("kind", CODE)
+@pytest.mark.parametrize("kind", PROGRAMS)
 @pytest.mark.parametrize("old", [False, True])
-def test_a_pickle_that_names_code_is_refused_and_not_executed(tmp_path: Path, kind: str, old: bool) -> None:
-    target, path = tmp_path / "executed", tmp_path / "x.bin"
-    program = CODE[kind].replace(b"{}", str(target).encode())
+def test_a_pickle_that_is_not_data_is_refused_and_not_executed(tmp_path: Path, kind: str, old: bool) -> None:
+    target, path, (program, message) = tmp_path / "executed", tmp_path / "x.bin", PROGRAMS[kind]
+    program = program.replace(b"{}", str(target).encode())
     if old:
         heads = (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
         path.write_bytes(b"".join(pickle.dumps(head, 2) for head in heads) + program)
     else:
         archive(path, program)
-    message = refused(path, "names posix.system" if kind == "call" else "x.bin: ")
+    refused(path, f"x.bin: .*{message}")
     assert not target.exists()
-    if kind in ("call", "eval"):
-        assert "nothing of it was executed" in message and "safetensors" in message
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        b"ctorch._utils\n_rebuild_tensor_v2\n}Vx\nK\x01sb.",  # the state of a function
-        b"cargparse\nNamespace\nN}V__setstate__\nK\x01s\x86b.",  # a class
-        b"c_codecs\nencode\n(Vabc\nVrot13\ntR.",
-        b"cnumpy\ndtype\n(VO8\n\x89\x88tR.",
-        b"}q\x00(Va\nh\x00u.",  # a dict that holds itself
-        b"(V1\nV2\ntQ.",
-        b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.",
-    ],
-)
-def test_a_pickle_that_means_nothing_is_one_error(tmp_path: Path, program: bytes) -> None:
-    refused(archive(tmp_path / "x.pt", program), r"not a whole file of torch\.save")
 
 
 def test_lists_of_lists_that_grow_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,13 +181,13 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path: Path, as_zip: bool) -> No
     saved = {"a": torch.ones(40), "b": torch.arange(3)}
     torch.save(saved, tmp_path / "x.bin", _use_new_zipfile_serialization=as_zip)
     content = (tmp_path / "x.bin").read_bytes()
-    for cut in (0, 1, 3, 4, 99, len(content) // 2, len(content) - 25, len(content) - 1):
+    for cut in (0, 3, 99, len(content) // 2, len(content) - 1):
         (tmp_path / "x.bin").write_bytes(content[:cut])
         refused(tmp_path / "x.bin", "x.bin: ")
 
 
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
-    """Against zipfile, which compares too; torch does not. Beside tensors it is found at once."""
+    """Torch does not find it. Beside tensors it is found at once."""
     path = tmp_path / "x.pt"
     torch.save({"of_step_20": torch.arange(300.0), "b": torch.ones(5)}, path)
     whole = path.read_bytes()
@@ -209,8 +197,6 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
 
     flip(np.arange(300, dtype=np.float32).tobytes(), 77)
-    with zipfile.ZipFile(path) as file:
-        assert file.testzip() == "x/data/0"
     with open_tensors(path) as stored:
         for name in ("of_step_20", "b"):
             with pytest.raises(CheckpointError, match=r"x.pt: x/data/0 has changed since it was"):
@@ -236,9 +222,8 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
     matrix = np.arange(6, dtype=np.float32).reshape(2, 3)
     arrays = {
         "m": ("float32", matrix), "half": ("float16", matrix.astype(np.float16)),
-        "bf": ("bfloat16", np.array([0x3FC0, 0xC000], np.uint16)),
-        "step": ("int64", np.array(5)), "none": ("int32", np.zeros((0, 2), np.int32)),
-        "yes": ("bool", np.array([True, False])),
+        "bf": ("bfloat16", np.array([0x3FC0, 0xC000], np.uint16)), "step": ("int64", np.array(5)),
+        "none": ("int32", np.zeros((0, 2), np.int32)), "yes": ("bool", np.array([True, False])),
         "double": ("float64", np.ones(1)), "byte": ("uint8", np.array([7, 8], np.uint8)),
         "turned": ("float32", matrix.T),
     }  # fmt: skip
@@ -248,17 +233,12 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
         "iteration": 2**40, "version": 3.0, "name": "é\n", "flag": True, "nothing": None, 3: -1,
         "dtype": TorchName("torch.bfloat16"),
     }  # fmt: skip
-    path, theirs = tmp_path / "model_optim_rng.pt", tmp_path / "theirs.pt"
+    path = tmp_path / "model_optim_rng.pt"
     tree = {"model": {**leaves, "tied": leaves["m"]}, **plain}
     write_torch(path, tree, (array for _, array in arrays.values()))
     loaded = torch.load(path, weights_only=True)
-    torch.save(loaded, theirs)
-    sums = []
-    for file in (path, theirs):
-        with zipfile.ZipFile(file) as records:
-            assert records.testzip() is None
-            sums.append({Path(each.filename).name: each.CRC for each in records.infolist()})
-    assert [name for name in sums[1] if sums[0][name] != sums[1][name]] == ["serialization_id"]
+    with zipfile.ZipFile(path) as records:
+        assert records.testzip() is None
     model = loaded.pop("model")
     for name, (word, array) in arrays.items():
         assert str(model[name].dtype) == f"torch.{word}" and tuple(model[name].shape) == array.shape

@@ -34,9 +34,8 @@ PRECISIONS: dict[str, Any] = {
     "bfloat16": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
 }
 SPLIT = {
-    "word_embeddings.weight": 0, "query_key_value.weight": 0, "query_key_value.bias": 0,
-    "dense_h_to_4h.weight": 0, "dense_h_to_4h.bias": 0, "dense.weight": 1,
-    "dense_4h_to_h.weight": 1,
+    "word_embeddings.weight": 0, "query_key_value.weight": 0, "query_key_value.bias": 0, "dense_h_to_4h.weight": 0,
+    "dense_h_to_4h.bias": 0, "dense.weight": 1, "dense_4h_to_h.weight": 1,
 }  # fmt: skip
 """Parameters that Megatron splits, and the dim."""
 Shapes = dict[str, tuple[int, ...]]
@@ -56,6 +55,10 @@ BLOCK: Shapes = {
 }
 
 
+def split_dim(name: str) -> int | None:
+    return next((dim for end, dim in SPLIT.items() if name.endswith(end)), None)
+
+
 class Holder(nn.Module):
     """A module that has parameters of these shapes, by dotted names, and adds a number to its input
     that depends on all of them.
@@ -66,7 +69,7 @@ class Holder(nn.Module):
         rank, size = tensor
         for number, (name, shape) in enumerate(shapes.items()):
             whole = torch.randn(shape, generator=torch.Generator().manual_seed(100 * first + number))
-            dim = next((dim for end, dim in SPLIT.items() if name.endswith(end)), None)
+            dim = split_dim(name)
             part = whole if dim is None else whole.chunk(size, dim)[rank].clone()
             *path, last = name.split(".")
             module: nn.Module = self
@@ -166,21 +169,19 @@ def train(folder: Path, case: str) -> None:
     dist.barrier()
 
 
-def truth(engine: Any) -> dict[str, dict[str, Tensor]]:
+def truth(engine: Any) -> dict[str, dict[str, Any]]:
     """Return float32 weights and moments of each parameter, without the file that is tested."""
     outer, parts = engine.optimizer, ("exp_avg", "exp_avg_sq")
     inner = getattr(outer, "optimizer", outer)
-    copies: dict[Any, Any] = {}
-    flat: dict[Any, tuple[Any, int]] = {}
-    if hasattr(outer, "fp32_groups"):
-        for low, high in zip(outer.fp16_groups, outer.fp32_groups, strict=True):
-            copies |= dict(zip(low, high, strict=True))
+    held: dict[Any, tuple[Any, ...]] = {}
+    """Of float16 without ZeRO: the float32 copy and the moments, of each parameter or cut out of a flat vector."""
+    for low, high in zip(getattr(outer, "fp16_groups", ()), getattr(outer, "fp32_groups", ()), strict=False):
+        held |= {one: (copy, *map(inner.state.get(copy, {}).get, parts)) for one, copy in zip(low, high, strict=True)}
     if hasattr(outer, "fp32_groups_flat") and not engine.zero_optimization():
         for low, high in zip(outer.fp16_groups, outer.fp32_groups_flat, strict=True):
-            first = 0
-            for parameter in low:
-                flat[parameter] = (high, first)
-                first += parameter.numel()
+            vectors, sizes = (high, *map(inner.state[high].get, parts)), [one.numel() for one in low]
+            for one, *cut in zip(low, *(vector.split(sizes) for vector in vectors), strict=True):
+                held[one] = tuple(piece.view(one.shape) for piece in cut)
     if hasattr(outer, "_hp_optimizer_states_linked"):
         # it looks before torch's AdamW has made its state in the first step
         outer._hp_optimizer_states_linked = False
@@ -190,19 +191,13 @@ def truth(engine: Any) -> dict[str, dict[str, Tensor]]:
         if engine.zero_optimization() or engine.bfloat16_enabled():
             values = [safe_get_full_fp32_param(parameter)]
             values += [safe_get_full_optimizer_state(parameter, part) for part in parts]
-        elif parameter in flat:
-            vector, first = flat[parameter]
-            whole = (vector, *(inner.state[vector][part] for part in parts))
-            end = first + parameter.numel()
-            values = [value[first:end].view(parameter.shape) for value in whole]
         else:
-            master = copies.get(parameter, parameter)
-            values = [master, *(inner.state.get(master, {}).get(part) for part in parts)]
+            values = held.get(parameter) or [parameter, *map(inner.state.get(parameter, {}).get, parts)]
         found[name] = {
             part: value.detach().float().clone()
             for part, value in zip(("", ".exp_avg", ".exp_avg_sq"), values, strict=True)
             if value is not None
-        }
+        } | {"dim": split_dim(name)}
     return found
 
 

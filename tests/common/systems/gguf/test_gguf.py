@@ -37,10 +37,6 @@ from torch_gpt2.model import GPT2
 from torch_gpt2.predict import Decoder
 
 KINDS = {"float32": "F32", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
-FILE_TYPES = {
-    "float32": gguf.LlamaFileType.ALL_F32, "float16": gguf.LlamaFileType.MOSTLY_F16,
-    "int8": gguf.LlamaFileType.MOSTLY_Q8_0, "int4": gguf.LlamaFileType.MOSTLY_Q4_0,
-}  # fmt: skip
 TOKENS = [*byte_alphabet(), "ab", "<|endoftext|>"]
 
 
@@ -48,9 +44,8 @@ TOKENS = [*byte_alphabet(), "ab", "<|endoftext|>"]
 def source(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=2, n_head=2, n_embd=64, vocab_size=len(TOKENS), n_positions=9, bos_token_id=257,
-        eos_token_id=257,
-    )  # fmt: skip
+        n_layer=2, n_head=2, n_embd=64, vocab_size=len(TOKENS), n_positions=9, bos_token_id=257, eos_token_id=257
+    )
     folder = tmp_path / "hf"
     GPT2LMHeadModel(config).save_pretrained(folder)
     (folder / "vocab.json").write_text(json.dumps({token: n for n, token in enumerate(TOKENS)}))
@@ -64,11 +59,12 @@ def test_the_library_reads_back_what_was_meant(source: Path, tmp_path: Path, dty
     assert main([*words, "--dtype", dtype]) == 0
     reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
     fields = {name: field.contents() for name, field in reader.fields.items()}
+    form = f"{'ALL' if dtype == 'float32' else 'MOSTLY'}_{KINDS[dtype]}"
     sizes = {
         "general.architecture": "gpt2", "gpt2.block_count": 2, "gpt2.context_length": 9,
         "gpt2.embedding_length": 64, "gpt2.feed_forward_length": 256,
         "gpt2.attention.head_count": 2, "gpt2.vocab_size": len(TOKENS), "general.type": "model",
-        "general.file_type": FILE_TYPES[dtype], "general.quantization_version": 2,
+        "general.file_type": gguf.LlamaFileType[form], "general.quantization_version": 2,
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.bos_token_id": 257, "tokenizer.ggml.eos_token_id": 257,
         "tokenizer.ggml.padding_token_id": 257, "tokenizer.ggml.add_bos_token": False,
@@ -100,10 +96,8 @@ def test_each_row_of_the_embedding_has_a_token(source: Path, tmp_path: Path, cap
     """The tokens lack that of a row, are too many, or are not byte-level BPE."""
 
     def fields(name: str, vocabulary: list[str]) -> dict[str, Any]:
-        ids = {token: number for number, token in enumerate(vocabulary)}
-        (source / "vocab.json").write_text(json.dumps(ids))
-        words = ["--to", "gguf", "--input", str(source), "--output", str(tmp_path / name)]
-        if main(words):
+        (source / "vocab.json").write_text(json.dumps({token: n for n, token in enumerate(vocabulary)}))
+        if main(["--to", "gguf", "--input", str(source), "--output", str(tmp_path / name)]):
             return {"error": capsys.readouterr().err}
         reader = gguf.GGUFReader(tmp_path / name / "model.gguf")
         return {name: field.contents() for name, field in reader.fields.items()}
@@ -112,10 +106,8 @@ def test_each_row_of_the_embedding_has_a_token(source: Path, tmp_path: Path, cap
     (source / "merges.txt").write_text("#version: 0.2\n")
     found = fields("fewer", kept)
     assert found["tokenizer.ggml.tokens"] == [*kept, "[PAD257]"]
-    types = [gguf.TokenType.CONTROL, gguf.TokenType.UNUSED]
-    assert found["tokenizer.ggml.token_type"][256:] == types
-    error = fields("more", [*kept, "<a>", "<b>"])["error"]
-    assert "259 tokens, and the model has 258" in error
+    assert found["tokenizer.ggml.token_type"][256:] == [gguf.TokenType.CONTROL, gguf.TokenType.UNUSED]
+    assert "259 tokens, and the model has 258" in fields("more", [*kept, "<a>", "<b>"])["error"]
     (source / "merges.txt").rename(source / "vocab.txt")
     found = fields("none", kept)
     assert found["tokenizer.ggml.model"] == "none" and found["gpt2.vocab_size"] == len(TOKENS)
@@ -136,6 +128,7 @@ def test_it_is_written_only(source: Path, tmp_path: Path, capsys: Any) -> None:
 # ---- llama.cpp ----
 
 ANSWERS = Path(__file__).with_name("llama_cpp.json")
+TEXTS = list(json.loads(ANSWERS.read_text())["ids"])
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 MODEL = resolve_model(ModelConfig(num_layers=2, hidden_size=64, num_heads=2, seq_length=64, vocab_size=258))
 SEED, SCALE = 32, 12
@@ -148,12 +141,6 @@ of float16 (2**-11 = 5e-4). It rounds what it multiplies: for F16 likewise, for 
 8 bits in blocks. That is 0.5 % of each of nine products in a row; 4 deviations. Twice what was
 seen.
 """
-TEXTS = [
-    "Hello world", "it's 1234.5 naïve cafés\n\n  x = 1\t", "你好，世界！GPT-2 模型",
-    "🙂 emoji <|endoftext|> again", "To be, or not to be: that is the question",
-]  # fmt: skip
-
-
 DIALOGUE = "<|user|> Hello newword<|bot|>"
 ADDED = {"<|im_end|>": 50257, "<|user|>": 50258, "<|bot|>": 50259, "newword": 50260}
 """Marks of a dialogue, of which the first ends; the last is a word."""
@@ -238,11 +225,11 @@ json.dump({"kinds": answer, "ids": ids, "texts": texts, "dialogue": marked}, sys
 @pytest.mark.campaign
 def test_llama_cpp_answers(tmp_path: Path, gpt2_vocab_files: tuple[Path, Path]) -> None:
     """Building it takes 10 minutes of two cores, once."""
-    parts = ("TESTS", "EXAMPLES", "TOOLS", "SERVER")
-    off = [f"-DLLAMA_BUILD_{part}=OFF" for part in parts]
-    flags = " ".join([*off, "-DLLAVA_BUILD=OFF", "-DGGML_OPENMP=OFF"])
+    parts = ("LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_TOOLS", "LLAMA_BUILD_SERVER", "LLAVA_BUILD")
+    flags = " ".join(f"-D{part}=OFF" for part in (*parts, "GGML_OPENMP"))
     python = peer_python("llama_cpp", LLAMA_CPP, CMAKE_ARGS=flags, CMAKE_BUILD_PARALLEL_LEVEL="2")
-    asked: dict[str, Any] = {"prompt": PROMPT, "new": NEW, "texts": TEXTS, "files": {}, "known": {}}
+    asked: dict[str, Any] = {"prompt": PROMPT, "new": NEW, "texts": TEXTS, "dialogue": DIALOGUE}
+    asked |= {"files": {}, "known": {}}
     shapes = parameter_shapes(MODEL)
     weights = as_weights(MODEL, {name: value_of(name, shape) for name, shape in shapes.items()})
     models = {kind: our_model(kind) for kind in KINDS.values()}
@@ -253,9 +240,8 @@ def test_llama_cpp_answers(tmp_path: Path, gpt2_vocab_files: tuple[Path, Path]) 
         write_gguf(folder, weights, dtype)
         asked["files"][kind] = str(folder / FILE)
         asked["known"][kind] = PROMPT + tokens[kind]
-    asked["tokenizer"] = str(with_tokenizer(tmp_path / "bpe", gpt2_vocab_files))
-    asked |= {"marked": str(with_marks(tmp_path / "marks", gpt2_vocab_files))}
-    asked |= {"dialogue": DIALOGUE}
+    for name, added in (("tokenizer", False), ("marked", True)):
+        asked[name] = str(file_of_zeros(tmp_path / name, gpt2_vocab_files, added=added))
     words = [python, "-c", _SCRIPT, json.dumps(asked)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -267,22 +253,12 @@ def test_llama_cpp_answers(tmp_path: Path, gpt2_vocab_files: tuple[Path, Path]) 
         difference = np.abs(np.array(answer["logits"]) - expected).max()
         assert difference < BOUNDS[kind] * np.abs(expected).max(), (kind, difference)
     assert found["texts"] == {text: text for text in TEXTS}
-    answers = {
-        "by": LLAMA_CPP,
-        "greedy": {kind: answer["greedy"] for kind, answer in found["kinds"].items()},
-        "ids": found["ids"],
-        "dialogue": found["dialogue"],
-    }
+    greedy = {kind: answer["greedy"] for kind, answer in found["kinds"].items()}
+    answers = {"by": LLAMA_CPP, "greedy": greedy, "ids": found["ids"], "dialogue": found["dialogue"]}
     if os.environ.get("UPDATE_GOLDEN"):
         text = json.dumps(answers, ensure_ascii=False, indent=1)
         ANSWERS.write_text(re.sub(r"\n   *(\d+|\])", r" \1", text) + "\n")
     assert answers == json.loads(ANSWERS.read_text())
-
-
-def with_tokenizer(folder: Path, files: tuple[Path, Path]) -> Path:
-    folder.mkdir()
-    copy_tokenizer(folder, files, added=False)
-    return written(folder, 50260, {})  # more than the tokenizer has
 
 
 def copy_tokenizer(folder: Path, files: tuple[Path, Path], *, added: bool = True) -> None:
@@ -295,19 +271,16 @@ def copy_tokenizer(folder: Path, files: tuple[Path, Path], *, added: bool = True
     (folder / "special_tokens_map.json").write_text(json.dumps(marks))
 
 
-def with_marks(folder: Path, files: tuple[Path, Path]) -> Path:
-    """The model says the end at once."""
+def file_of_zeros(folder: Path, files: tuple[Path, Path], *, added: bool) -> Path:
+    """Write a model of zeros with more rows than the tokenizer has. added: its marks too, and it
+    says the end at once.
+    """
     folder.mkdir()
-    copy_tokenizer(folder, files)
-    table = np.zeros((50261, MODEL.hidden_size), np.float32)
-    table[ADDED["<|im_end|>"]] = 1
-    ones = np.ones(MODEL.hidden_size, np.float32)
-    return written(folder, 50261, {"wte.weight": table, "ln_f.bias": ones})
-
-
-def written(folder: Path, rows: int, values: dict[str, np.ndarray]) -> Path:
-    """Write the file of a model whose other weights are 0."""
-    model = MODEL.model_copy(update={"vocab_size": rows})
-    zeros = {name: np.zeros(shape, np.float32) for name, shape in parameter_shapes(model).items()}
-    write_gguf(folder, as_weights(model, zeros | values), "float32")
+    copy_tokenizer(folder, files, added=added)
+    model = MODEL.model_copy(update={"vocab_size": 50261 if added else 50260})
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in parameter_shapes(model).items()}
+    if added:
+        arrays["wte.weight"][ADDED["<|im_end|>"]] = 1
+        arrays["ln_f.bias"][:] = 1
+    write_gguf(folder, as_weights(model, arrays), "float32")
     return folder / FILE

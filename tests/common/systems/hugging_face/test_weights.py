@@ -18,11 +18,8 @@ from common.conversion.convert import convert  # noqa: E402
 from common.errors import ConfigError, UserError  # noqa: E402
 from common.inference.source import find_source  # noqa: E402
 from common.systems.hugging_face.weights import open_hugging_face, read_config  # noqa: E402
-from common.systems.table import (  # noqa: E402
-    FORMATS,
-    detect,
-    explain,
-)
+from common.systems.table import FORMATS, detect, explain
+from tests.common.systems.tiny_weights import Evil
 
 HEAD, TABLE = "lm_head.weight", "transformer.wte.weight"
 IDS = torch.arange(16)[None]
@@ -106,7 +103,6 @@ OPENED: dict[str, tuple[Any, list[str]]] = {
     "value head": (
         lambda model: plain(model) | {f"v_head.summary.{n}": torch.ones(1) for n in "ab"},
         ["v_head.summary.a", "v_head.summary.b"]),
-    "class head": (lambda model: plain(model) | {"score.weight": torch.ones(2)}, ["score.weight"]),
     "DistributedDataParallel, torch.compile": (
         lambda model: prefixed("module._orig_mod.", model), ["module._orig_mod."]),
     "state_dict": (
@@ -198,6 +194,10 @@ def test_a_checkpoint_of_lightning_is_read(tmp_path: Path, model: Any, monkeypat
         assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
 
 
+def config(**changes: Any) -> dict[str, bytes]:
+    return {"config.json": json.dumps(SIZES | changes).encode()}
+
+
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:607a\nsize 548105171\n"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "weights in Git LFS": ({"pytorch_model.bin": POINTER}, "pytorch_model.bin: is a Git LFS poi"),
@@ -212,19 +212,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nanoGPT beside a config": (
         {"pytorch_model.bin": lambda model: {"model": plain(model), "model_args": {"n_layer": 2}}},
         "pytorch_model.bin: it is nanoGPT's"),
-    "PEFT": (
-        {"pytorch_model.bin": None, "adapter_config.json": b"{}"},
-        "it is an adapter of PEFT.*merge_and_unload"),
+    "PEFT": ({"pytorch_model.bin": None, "adapter_config.json": b"{}"}, "it is an adapter of PEFT.*merge_and_unload"),
     "OpenAI": (
         {"pytorch_model.bin": None, "hparams.json": b"{}", "model.ckpt.index": b""},
         r"OpenAI's own TensorFlow checkpoint; .*hf://openai-community/gpt2"),
-    "TensorFlow": (
-        {"pytorch_model.bin": None, "tf_model.h5": b""},
-        r"for TensorFlow only; .*from_tf=True"),
-    "another model": (
-        {"config.json": json.dumps(SIZES | {"model_type": "gptj"}).encode()},
-        "model_type='gptj'; the models here are GPT-2"),
+    "TensorFlow": ({"pytorch_model.bin": None, "tf_model.h5": b""}, r"for TensorFlow only; .*from_tf=True"),
+    "another model": (config(model_type="gptj"), "model_type='gptj'; the models here are GPT-2"),
     "no config": ({"config.json": None}, "its weights lack config.json"),
+    "an empty config": (
+        {"config.json": b"{}"}, "no config of a GPT-2: n_layer, n_embd, n_head, vocab_size, n_positions missing"),
+    "more blocks": (config(n_layer=3), r"missing transformer.h.2.ln_1.weight \[12\]"),
+    "far more blocks": (config(n_layer=10**9), "1000000000 blocks; expected 10000 at most"),
+    "heads in words": (config(n_head="three"), "num_heads='three' of the model: Input should be a valid integer"),
+    "no weights": ({"pytorch_model.bin": None}, "source: no weights of a known format here; say --from"),
+    "a command in the pickle": (
+        {"pytorch_model.bin": lambda _: {TABLE: Evil()}}, "pytorch_model.bin: its pickle names posix.system"),
+    "another head": (
+        {"pytorch_model.bin": lambda model: plain(model) | {HEAD: torch.ones(40, 12)}},
+        "lm_head.weight differs from the embedding"),
+    "int8": (
+        {"pytorch_model.bin": lambda model: {name: x.to(torch.int8) for name, x in plain(model).items()}},
+        "are int8, as a quantized model's"),
     "DeepSpeed": (
         {"pytorch_model.bin": None, "latest": b"global_step5",
          "global_step5/mp_rank_00_model_states.pt": lambda model: {
@@ -249,7 +257,7 @@ def test_other_files_are_called_by_their_name(tmp_path: Path, model: Any, kind: 
     with pytest.raises(UserError, match=message):
         convert(source, tmp_path / "hf", target_format="hf")
     assert not (tmp_path / "hf").exists()
-    if "DeepSpeed" not in kind and files.get("pytorch_model.bin", b"") is None:
+    if kind not in ("DeepSpeed", "no weights") and files.get("pytorch_model.bin", b"") is None:
         with pytest.raises(UserError, match=message):
             find_source(source)
         assert re.search(message, explain(source, "checkpoint.init_from"))

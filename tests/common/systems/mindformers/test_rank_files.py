@@ -1,9 +1,14 @@
-"""A run's files for MindFormers are loaded strictly and joined by MindSpore itself; the model of a
-`.ckpt` comes from the YAML beside it.
+"""A run's files for MindFormers are loaded strictly and joined by MindSpore itself, and slices of each
+kind that it cuts are whole again. The model of a `.ckpt` comes from the YAML beside it.
 """
 
+import json
 import math
+import pickle
 import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,20 +19,24 @@ import pytest
 from common.checkpoint.snapshot import TrainState
 from common.config.load import build_config
 from common.config.resolved import as_run
-from common.errors import ConfigError
+from common.errors import CheckpointError, ConfigError
 from common.parallel.run import Run
 from common.resolve.derive import resolve_config
 from common.systems.mindformers.read import NAME_MAPS, open_mindformers
+from common.systems.mindformers.slices import Slices, find_slices
 from common.systems.mindformers.write import epoch_and_step, write_mindformers, write_rank_file
 from common.systems.own_folder import open_project, write_project
 from common.systems.run_state import MODEL_YAML, NO_SCALE, new_run
 from common.systems.weights import checked_model
 from common.tensor_files.containers import open_tensors
+from common.tensor_files.mindspore_strategy import Layout, read_strategy, write_strategy
 from common.weights.names import parameter_shapes
-from tests.common.systems.tiny_weights import as_weights, random_arrays
+from common.yaml_files import dump_yaml
+from tests.common.systems.tiny_weights import as_weights, random_arrays, refused
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "seq_length": 8, "vocab_size": 101}
-PARTS = {"": "", ".exp_avg": "adam_m.", ".exp_avg_sq": "adam_v."}
+MOMENTS = {"": "", ".exp_avg": "adam_m.", ".exp_avg_sq": "adam_v."}
+SPLIT = {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "zero_stage": 1}
 
 
 NAMES = Path(__file__).with_name("names.txt").read_text().splitlines()
@@ -84,13 +93,24 @@ def require_whole(found: Any, checkpoint: Path, rows: int) -> None:
     """Every tensor of MindSpore's dict is the checkpoint's bit for bit."""
     with open_project(checkpoint) as weights:
         for name in weights.tensors:
-            for ours, prefix in PARTS.items():
+            for ours, prefix in MOMENTS.items():
                 expected = {**weights.tensors, **weights.moments}[name + ours].load()
                 key, turned = theirs(name)
                 if name == "wte.weight":
                     expected = np.pad(expected, ((0, rows - len(expected)), (0, 0)))
                 got = found[prefix + key].asnumpy()
                 assert np.array_equal(got, expected.T if turned else expected), name
+
+
+def require_same(path: Path, checkpoint: Path) -> None:
+    """What is read of MindFormers' files is the checkpoint, bit for bit."""
+    with open_mindformers(path) as ours, open_project(checkpoint) as expected:
+        assert ours.model == expected.model
+        assert ours.run is not None and ours.run["engine"]["optimizer_steps"] == 3
+        found, wanted = ({**each.tensors, **each.moments} for each in (ours, expected))
+        assert found.keys() == wanted.keys()
+        for name, weight in found.items():
+            assert np.array_equal(weight.load(), wanted[name].load()), name
 
 
 def test_files_of_a_growing_batch_are_named_by_samples() -> None:
@@ -149,35 +169,25 @@ def test_mindformers_loads_one_file_strictly(checkpoint: Path, mindspore: Module
     require_whole(loaded, checkpoint, MODEL["vocab_size"])
 
 
-ALL = {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2}
-LAYOUTS: dict[str, tuple[dict[str, Any], int, float]] = {
-    # and ranks, and the most of the whole that one holds: what does not divide is whole, as the
-    # embedding of 101 rows, and what tensor ranks have copies of
-    "dp2 tp2 pp2": (ALL, 8, 0.35),
-    "zero1 dp2 tp2 pp2": (ALL | {"zero_stage": 1}, 8, 0.25),
-    "zero1 dp4": ({"data_parallel": 4, "zero_stage": 1}, 4, 0.4),
-}
-
-
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_mindspore_joins_the_ranks_files(layout: str, checkpoint: Path, mindspore: ModuleType, tmp_path: Path) -> None:
-    """So do we, and the strategy file is the one of the run."""
-    ms, (sizes, ranks, most) = mindspore, LAYOUTS[layout]
-    config, folder = config_of(ranks, **sizes), checkpoint.parent
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "most"),
+    [(8, SPLIT, 0.25), (4, {"data_parallel": 4, "zero_stage": 1}, 0.4)],
+)
+def test_mindspore_joins_the_ranks_files(
+    ranks: int, sizes: dict[str, int], most: float, checkpoint: Path, mindspore: ModuleType, tmp_path: Path
+) -> None:
+    """So do we, and the strategy file is the one of the run. most: of the whole that one rank holds. What does not
+    divide is whole, as the embedding of 101 rows, and what tensor ranks have copies of.
+    """
+    ms, config, folder = mindspore, config_of(ranks, **sizes), checkpoint.parent
     for rank in range(ranks):
         write_rank_file(config, (1, 4), rank, True, checkpoint)
         assert (folder / f"rank_{rank}" / f"gpt2_rank_{rank}-1_4.ckpt").is_file()
     strategy = str(folder / "ckpt_strategy.ckpt")
     ms.transform_checkpoints(str(folder), str(tmp_path / "whole"), "net", strategy, None)
     found = ms.load_checkpoint(str(tmp_path / "whole" / "rank_0" / "net0.ckpt"))
-    require_whole(found, checkpoint, 102 if "tp2" in layout else 101)  # of tensor ranks a multiple
-    with open_mindformers(folder / "rank_1" / "gpt2_rank_1-1_4.ckpt") as ours, open_project(checkpoint) as expected:
-        assert ours.model == expected.model
-        assert ours.run is not None and ours.run["engine"]["optimizer_steps"] == 3
-        pairs = {**ours.tensors, **ours.moments}, {**expected.tensors, **expected.moments}
-        assert pairs[0].keys() == pairs[1].keys()
-        for name, weight in pairs[0].items():
-            assert np.array_equal(weight.load(), pairs[1][name].load()), name
+    require_whole(found, checkpoint, 102 if ranks == 8 else 101)  # of tensor ranks a multiple
+    require_same(folder / "rank_1" / "gpt2_rank_1-1_4.ckpt", checkpoint)
     with open_tensors(folder / "rank_0" / "gpt2_rank_0-1_4.ckpt") as stored:
         held = sum(math.prod(tensor.shape) for tensor in stored.values())
     total = 3 * sum(math.prod(shape) for shape in parameter_shapes(config.model).values())
@@ -216,22 +226,17 @@ def sizes_of(folder: Path) -> dict[str, object]:
         return {key: getattr(weights.model, key) for key in SIZES}
 
 
-@pytest.mark.parametrize("name", ["run_gpt2.yaml", MODEL_YAML, "mindspore_model.yml"])
-def test_a_yaml_of_r1(bare: Path, name: str) -> None:
-    (bare / name).write_text(R1)
+BASE = "base_config: ['./model_config/gpt2.yaml']\nrunner_config: {epochs: 1}\n"
+
+
+@pytest.mark.parametrize(
+    "files", [{"run_gpt2.yaml": R1}, {MODEL_YAML: R1}, {"run_gpt2.yaml": BASE, "model_config/gpt2.yaml": R03}]
+)
+def test_the_sizes_of_a_yaml_of_mindformers(bare: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (bare / name).parent.mkdir(exist_ok=True)
+        (bare / name).write_text(text)
     assert sizes_of(bare) == SIZES == sizes_of(bare / "gpt2.ckpt")
-
-
-def test_a_yaml_of_r03_with_its_base(bare: Path) -> None:
-    base = bare / "model_config" / "gpt2.yaml"
-    base.parent.mkdir()
-    base.write_text(R03)
-    run = "base_config: ['./model_config/gpt2.yaml']\nrunner_config: {epochs: 1}\n"
-    (bare / "run_gpt2.yaml").write_text(run)
-    assert sizes_of(bare) == SIZES
-    base.unlink()
-    with pytest.raises(ConfigError, match=r"gpt2\.yaml: no such file"):
-        sizes_of(bare)
 
 
 def test_the_file_of_the_same_name_is_chosen(bare: Path) -> None:
@@ -251,6 +256,7 @@ def test_the_file_of_the_same_name_is_chosen(bare: Path) -> None:
         (R1.replace("num_heads: 4, ", ""), r"a\.yaml: 12 heads do not divide a width of 32"),
         (R1.replace("GPT2Config", "LlamaConfig"), r"a\.yaml:3.*use GPT2Config"),
         ("base_config: []\n", "has no model.model_config"),
+        (BASE, r"gpt2\.yaml: no such file"),
         ("model: {model_config\n", r"a\.yaml.*move it away from the weights"),
     ],
 )
@@ -258,3 +264,201 @@ def test_missing_parts_are_named(bare: Path, text: str, match: str) -> None:
     (bare / "a.yaml").write_text(text)
     with pytest.raises(ConfigError, match=match):
         sizes_of(bare)
+
+
+# ---- slices of a run that are read ----
+
+AT = "1_4"
+RANKS, STAGE = 8, 4
+
+
+def message_of(stage: int, stages: int) -> Any:
+    """Return MindSpore's own message of a strategy, without a layout."""
+    from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
+
+    message = ParallelStrategyMap(current_stage=stages)
+    message.parallel_strategy_item.add(node_name="MatMul").parallel_strategys.stage = stage
+    return message
+
+
+@pytest.fixture(scope="module")
+def run(mindspore: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint beside its ranks' files, which MindSpore joins above, and a
+    strategy file of each stage in MindSpore's messages.
+    """
+    checkpoint = write_run(tmp_path_factory.mktemp("slices") / "run")
+    for rank in range(RANKS):
+        write_rank_file(config_of(RANKS, **SPLIT), (1, 4), rank, True, checkpoint)
+    (whole := message_of(0, 1)).ParseFromString((checkpoint.parent / "ckpt_strategy.ckpt").read_bytes())
+    (checkpoint.parent / "strategy").mkdir()
+    for stage in range(2):
+        message = message_of(stage, 2)
+        for item in whole.parallel_layout_item:
+            of_stage, _, name = item.param_name.partition("-")
+            if int(of_stage) == stage:
+                message.parallel_layout_item.add(param_name=name, parallel_layouts=item.parallel_layouts)
+        path = checkpoint.parent / "strategy" / f"ckpt_strategy_rank_{stage * STAGE}.ckpt"
+        path.write_bytes(message.SerializeToString())
+    return checkpoint
+
+
+@pytest.fixture
+def slices(run: Path, tmp_path: Path) -> Path:
+    """The ranks' files where MindFormers has them, those of an older step beside them."""
+    for rank in range(RANKS):
+        file = file_of(tmp_path / "output", rank)
+        file.parent.mkdir(parents=True)
+        shutil.copy(run.parent / f"rank_{rank}" / file.name, file)
+        file.with_name(file.name.replace(AT, "1_2")).write_bytes(b"older")
+    shutil.copytree(run.parent / "strategy", tmp_path / "output" / "strategy")
+    (tmp_path / "output" / MODEL_YAML).write_text(dump_yaml({"model": MODEL}))
+    return tmp_path / "output"
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}" / "checkpoint" / f"gpt2_rank_{rank}-{AT}.ckpt"
+
+
+def merged(folder: Path, run: Path) -> None:
+    shutil.rmtree(folder / "strategy")
+    shutil.copy(run.parent / "ckpt_strategy.ckpt", folder)
+
+
+def beside_the_output(folder: Path, run: Path) -> None:
+    shutil.move(folder / "strategy", folder.parent / "strategy")
+
+
+def as_json(folder: Path, run: Path) -> None:
+    """Strategy file as MindSpore writes it where the name ends in .json."""
+    for path in (folder / "strategy").iterdir():
+        (message := message_of(0, 2)).ParseFromString(path.read_bytes())
+        records = {
+            each.param_name: {
+                "dev_matrix": [*each.parallel_layouts.dev_matrix[0].dim],
+                "tensor_map": [*each.parallel_layouts.tensor_map[0].dim], "field": 0,
+                "opt_weight_shard_step": each.parallel_layouts.opt_weight_shard_step,
+                "opt_weight_shard_size": each.parallel_layouts.opt_weight_shard_size,
+            }
+            for each in message.parallel_layout_item
+        }  # fmt: skip
+        stage = message.parallel_strategy_item[0].parallel_strategys.stage
+        items = {"MatMul": {"stage": stage, "parallel_strategy": []}}
+        tree = {"current_stage": 2, "parallel_strategy_item": items, "parallel_layout_item": records}
+        path.with_suffix(".json").write_text(json.dumps(tree))
+        path.unlink()
+
+
+@pytest.mark.parametrize("change", [None, merged, beside_the_output, as_json])
+def test_mindspores_slices_are_whole_again(
+    slices: Path, run: Path, change: Callable[[Path, Path], None] | None
+) -> None:
+    if change is not None:
+        change(slices, run)
+    require_same(slices, run)
+    require_same(file_of(slices, 0), run)
+
+
+def test_the_path_of_one_rank_means_all(slices: Path, run: Path) -> None:
+    """Its file chooses among several runs; its folder stands for the one above."""
+    require_same(file_of(slices, 5).parent, run)
+    require_same(file_of(slices, 5).parent.parent, run)
+    two_runs(slices)
+    require_same(file_of(slices, 0), run)
+
+
+@pytest.mark.parametrize(
+    ("devices", "tensor_map", "shards"),
+    [
+        ([4, 2], [[0], [-1]], 2),  # the optimizer's ranks are two of four: two groups with copies
+        ([2, 2, 2], [[1], [-1]], 4),  # they lie on both sides of the axis that splits dim 0
+        ([2, 2, 2], [[2], [0]], 2),
+        ([2, 4], [[0, 1], [-1]], 0),  # one dim is split by two axes
+        ([2, 2, 2], [[-1], [2, 0]], 0),
+    ],
+)
+def test_every_kind_of_layout_as_mindspore_cuts_it(
+    devices: list[int], tensor_map: list[list[int]], shards: int, mindspore: Any, tmp_path: Path
+) -> None:
+    message, used = message_of(0, 1), [axis for dims in tensor_map for axis in dims]
+    layouts = message.parallel_layout_item.add(param_name="x").parallel_layouts
+    layouts.dev_matrix.add(dim=devices)
+    for dims in [used] if len(used) == 2 else tensor_map:
+        layouts.tensor_map.add(dim=dims)
+    layouts.param_split_shape.add()
+    layouts.indices_offset.add()
+    layouts.field = 0
+    free = [axis for axis in range(len(devices)) if len(devices) - 1 - axis not in used]
+    layouts.opt_weight_shard_step = math.prod(devices[free[-1] + 1 :]) if shards else 0
+    layouts.opt_weight_shard_size = shards
+    strategy = tmp_path / "ckpt_strategy.ckpt"
+    strategy.write_bytes(message.SerializeToString())
+    whole = np.arange(16 * 24, dtype=np.float32).reshape(16, 24)
+    file = tmp_path / "whole" / "rank_0" / "x.ckpt"
+    file.parent.mkdir(parents=True)
+    mindspore.save_checkpoint([{"name": "x", "data": mindspore.Tensor(whole)}], str(file))
+    folders = (str(tmp_path / name) for name in ("whole", "cut"))
+    mindspore.transform_checkpoints(*folders, "x", None, str(strategy))
+    shutil.copy(strategy, tmp_path / "cut")
+    found = find_slices(tmp_path / "cut")
+    assert isinstance(found, Slices) and len(found.files) == math.prod(devices)
+    [tensor] = found.tensors().values()
+    assert len(tensor.parts) > 1 and np.array_equal(tensor.read(), whole)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+def rewritten(change: Callable[[str, Layout], tuple[str, Layout]]) -> Callable[[Path], None]:
+    """Return a function that changes the layouts in the strategy files."""
+
+    def spoil(folder: Path) -> None:
+        for path in (folder / "strategy").iterdir():
+            stage, layouts = next(iter(read_strategy(path).items()))
+            write_strategy(path, {stage: dict(change(*item) for item in layouts.items())})
+
+    return spoil
+
+
+def two_runs(folder: Path) -> None:
+    shutil.copy(file_of(folder, 0), file_of(folder, 0).with_name("other_rank_0-1_4.ckpt"))
+
+
+BROKEN = r"ckpt_strategy_rank_4\.ckpt: not a whole strategy file of MindSpore: "
+STRATEGY_1 = "strategy/ckpt_strategy_rank_4.ckpt"
+FAULTS: dict[str, Callable[[Path], object]] = {
+    r"output: files of 1_4: the file of rank 6 is missing, .* copy the folders of all ranks":
+        lambda folder: shutil.rmtree(folder / "rank_6"),
+    r"describes the stages 0 of .4. ranks, and here are the files of ranks 0, .*; give the ":
+        lambda folder: (folder / STRATEGY_1).unlink(),
+    "the files of 8 ranks, and no strategy file .*put ckpt_strategy.ckpt there":
+        lambda folder: shutil.rmtree(folder / "strategy"),
+    "the file of rank 4 is missing, or lacks .* describes 16 ranks: .*files of this run, or":
+        rewritten(lambda name, layout: (name, replace(layout, devices=(2, 4)))),
+    "says nothing of .*: it is the strategy of another run": rewritten(lambda name, layout: (f"net.{name}", layout)),
+    "holds the ranks' files of 2 runs": two_runs,
+    r"gpt2_rank_5-1_4\.ckpt: not a whole MindSpore checkpoint: .*copy it again": lambda folder: cut(file_of(folder, 5)),
+    f"{BROKEN}.*its protobuf or": lambda folder: (folder / STRATEGY_1).write_bytes(pickle.dumps({"x": [1, 2]})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", FAULTS)
+def test_incomplete_slices_give_one_message(slices: Path, message: str, capsys: Any) -> None:
+    FAULTS[message](slices)
+    refused(capsys, slices, message, "--from", "mindformers", to="torch_gpt2")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"dev_matrix": [2], "tensor_map": [-1], "param_split_shape": [3, 4]},
+        {"dev_matrix": [2], "tensor_map": [-1], "field": 1},
+        3,
+    ],
+)
+def test_layouts_that_nothing_has(record: Any, tmp_path: Path) -> None:
+    path = tmp_path / "ckpt_strategy.json"
+    tree = {"parallel_strategy_item": {}, "parallel_layout_item": {"x": record}}
+    path.write_text(json.dumps(tree))
+    with pytest.raises(CheckpointError, match=r"ckpt_strategy\.json: not a whole strategy file"):
+        read_strategy(path)

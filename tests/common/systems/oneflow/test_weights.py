@@ -19,10 +19,7 @@ from common.systems.table import FORMATS, detect  # noqa: E402
 from tests.common.systems.tiny_weights import refused  # noqa: E402
 
 LAYERS, WIDTH, HEADS, POSITIONS, VOCABULARY, ROWS = 2, 12, 3, 7, 13, 16
-SECTION = (
-    f"{{num_layers: {LAYERS}, hidden_size: {WIDTH}, num_heads: {HEADS}, seq_length: {POSITIONS},"
-    f" vocab_size: {VOCABULARY}}}"
-)
+SIZES = {"num_layers": LAYERS, "hidden_size": WIDTH, "num_heads": HEADS, "seq_length": POSITIONS}
 TYPES = {"float32": "kFloat", "float64": "kDouble", "int64": "kInt64"}
 
 
@@ -80,7 +77,7 @@ def snapshot(tmp_path: Path, model: Any) -> Path:
     save(snapshot, f"{scale}-LossScale", np.array([2.0**32], np.float32))
     save(snapshot, f"{scale}-GoodStepCounter", np.array([12], np.int64))
     (snapshot / "snapshot_done").touch()
-    (snapshot.parent / "model.yaml").write_text(f"model: {SECTION}")
+    (snapshot.parent / "model.yaml").write_text(f"model: {SIZES | {'vocab_size': VOCABULARY}}")
     return snapshot
 
 
@@ -127,15 +124,12 @@ def with_file(name: str, content: bytes) -> Callable[[Path], object]:
 
 
 BAD: dict[str, Callable[[Path], object]] = {
-    "missing model-h1-layernorm_2-beta-m":
-        lambda folder: shutil.rmtree(folder / "model-h1-layernorm_2-beta-m"),
+    "missing model-h1-layernorm_2-beta-m": lambda folder: shutil.rmtree(folder / "model-h1-layernorm_2-beta-m"),
     "model-wpe/out: has 332 bytes, and float32 .7, 12. takes 336; copy it again":
         with_file("model-wpe/out", bytes(332)),
     "model-wpe/meta: no shape and data_type": with_file("model-wpe/meta", b"shape { dim: -1 }"),
-    "System-Train-TrainStep-train/out: is neither a count":
-        with_file("System-Train-TrainStep-train/out", b"\xff" * 8),
-    "unexpected model-lm_head":
-        lambda folder: save(folder, "model-lm_head", np.zeros(3, np.float32)),
+    "System-Train-TrainStep-train/out: is neither a count": with_file("System-Train-TrainStep-train/out", b"\xff" * 8),
+    "unexpected model-lm_head": lambda folder: save(folder, "model-lm_head", np.zeros(3, np.float32)),
     "model.yaml: no such file": lambda folder: (folder.parent / "model.yaml").unlink(),
 }  # fmt: skip
 
