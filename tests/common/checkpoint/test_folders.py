@@ -250,7 +250,7 @@ def test_missing_and_unreadable_inputs_are_named(tmp_path: Path, monkeypatch: py
     weights.write_bytes(bytes(12))
 
     denied = Mock(side_effect=PermissionError(13, "Permission denied"))
-    monkeypatch.setattr("common.checkpoint.manifest.file_checksum", denied)
+    monkeypatch.setattr("common.checkpoint.folders.file_checksum", denied)
     require("cannot be read: Permission denied; allow this user to read it")
 
 

@@ -19,9 +19,9 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from types import ModuleType
+from types import ModuleType  # noqa: E402
 
-from common.checkpoint.folders import NoCheckpointError, require_checkpoint, write_manifest
+from common.checkpoint.folders import NoCheckpointError, require_checkpoint, write_manifest  # noqa: E402
 from common.config.resolved import resolve_model  # noqa: E402
 from common.config.schema import ModelConfig  # noqa: E402
 from common.conversion.convert import convert, convert_as_mindformers_did, warn_of_heads  # noqa: E402
@@ -37,7 +37,7 @@ from common.tensor_files.containers import open_tensors  # noqa: E402
 from common.training.opened_checkpoint import Checkpoint, open_checkpoint  # noqa: E402
 from tests.common.systems.tiny_weights import as_weights, random_arrays, refused  # noqa: E402
 from tests.reference import hugging_face_model  # noqa: E402
-from tests.tiny import SGD, require_same_bits, rows_of, tiny_run, train_here  # noqa: E402  # noqa: E402
+from tests.tiny import SGD, require_same_bits, rows_of, tiny_run, train_here  # noqa: E402
 from tools.convert_weight import main  # noqa: E402
 
 MODEL = ModelConfig(

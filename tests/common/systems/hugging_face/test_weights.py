@@ -18,8 +18,8 @@ from common.conversion.convert import convert  # noqa: E402
 from common.errors import ConfigError, UserError  # noqa: E402
 from common.inference.source import find_source  # noqa: E402
 from common.systems.hugging_face.weights import open_hugging_face, read_config  # noqa: E402
-from common.systems.table import FORMATS, detect, explain
-from tests.common.systems.tiny_weights import Evil
+from common.systems.table import FORMATS, detect, explain  # noqa: E402
+from tests.common.systems.tiny_weights import Evil  # noqa: E402
 
 HEAD, TABLE = "lm_head.weight", "transformer.wte.weight"
 IDS = torch.arange(16)[None]
