@@ -188,6 +188,11 @@ TREE_FAULTS = faults("value", "nearby value", *TREES)
 YAML_FAULTS = faults("value", "nearby value", *TREES, values=YAML_VALUES)
 
 
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    return path
+
+
 def changed_json(content: bytes, fault: Fault) -> bytes:
     return to_json(changed_tree(json.loads(content), fault)).encode("utf-8", "surrogatepass")
 

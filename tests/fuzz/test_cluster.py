@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from common.cluster.rank_environment import given_port
 from common.cluster.rank_table import RankTable, table_warnings
 from common.cluster.rank_table_files import read_table, to_json as table_to_json
 from tests.cluster_tables import devices, table_0, table_1, table_2, tutorial_servers
-from tests.fuzz.faults import FAULTS, TREE_FAULTS, Fault, changed_tree, spoil, to_json
+from tests.fuzz.faults import FAULTS, TREE_FAULTS, Fault, changed_tree, spoil, to_json, write
 
 # ---- rank tables ----
 
@@ -40,11 +41,6 @@ NAMES = st.sampled_from(list(WHOLE))
 SOME_FAULTS = st.lists(TREE_FAULTS, max_size=3)
 
 
-def write(path: Path, text: str) -> Path:
-    path.write_text(text, encoding="utf-8", errors="surrogatepass")
-    return path
-
-
 def use(path: Path) -> RankTable:
     """Do what launchers and tools do with a table. It has ranks 0 to n - 1, each once, devices and
     addresses once, and the same where it is written and read again.
@@ -64,27 +60,22 @@ def use(path: Path) -> RankTable:
 
 
 def require_same_as_json(path: Path, table: RankTable) -> None:
-    """Ranks, devices and servers are those of the json module's reading."""
-    words = json.loads(path.read_text(encoding="utf-8-sig"))
-    found = {(d.rank_id, d.device_id, d.device_ip, s.server_id) for s, d in table.places()}
-    there: set[Any]
-    if "server_list" in words and "group_list" not in words:
-        there = {
-            (int(device["rank_id"]), int(device["device_id"]),
-             device.get("device_ip", "").strip() or None, server["server_id"].strip())
-            for server in words["server_list"] for device in server["device"]
-        }  # fmt: skip
-        assert found == there
-    elif "rank_list" in words:
-        there = {(int(item["rank_id"]), int(item["device_id"])) for item in words["rank_list"]}
-        assert {item[:2] for item in found} == there
-    else:
-        there = {
-            (int(device["device_id"]), instance["server_id"].strip())
-            for group in words["group_list"] for instance in group["instance_list"]
-            for device in instance["devices"]
-        }  # fmt: skip
-        assert {item[1::2] for item in found} == there
+    """Ranks, devices, addresses and servers are those of the json module's reading, as far as it names them."""
+    there = [*_listed(json.loads(path.read_text(encoding="utf-8-sig")))]
+    found = [(d.rank_id, d.device_id, d.device_ip, s.server_id) for s, d in table.places()]
+    named = [n for n in range(4) if any(row[n] is not None for row in there)]
+    assert {tuple(row[n] for n in named) for row in found} == {tuple(row[n] for n in named) for row in there}
+
+
+def _listed(tree: Any, server: str | None = None) -> Iterator[tuple[Any, ...]]:
+    """Yield rank, device, address and server of everything with a device."""
+    if isinstance(tree, dict):
+        server = tree.get("server_id", server)
+        if "device_id" in tree:
+            numbers = (int(tree[key]) if key in tree else None for key in ("rank_id", "device_id"))
+            yield *numbers, tree.get("device_ip", "").strip() or None, server and server.strip()
+    for below in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _listed(below, server)
 
 
 @given(name=NAMES, faults=SOME_FAULTS, of_file=st.one_of(st.none(), st.none(), FAULTS))
