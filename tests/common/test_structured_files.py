@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError, DataError
-from common.run_config import load_config
 from common.structured_files import (
     MalformedError,
     parse_json,
@@ -65,22 +64,17 @@ def test_json_within_the_limits() -> None:
     [
         (BOMB, "aliases"),
         (MERGE_BOMB, "aliases"),
-        ("a: &a [*a]", "nested deeper"),
         ("a: &a {<<: *a}", "nested deeper"),
         ("a: &a [1]\nb: {<<: *a}", r"<<: expected a mapping, or a list of them \(line 2"),
         ("a: {<<: {}, <<: {}}", "the key 'a.<<' is given twice"),
         ("a: &a 1\nb: &a 2", "an anchor is defined twice"),
         ("[" * 3000, "nested deeper"),
-        ("seed: !!timestamp x", "!!timestamp is not supported"),
         ("seed: !!python/object:os.system x", "python/object"),
-        ("seed: !!bool maybe", "does not fit"),
         ("a: [1, 2", "line 1"),
         ("a: 1\n\tb: 2", "line 2"),
         ('"\\udfff": 1', "udfff is half of a pair"),
         ("a: " + "9" * 5000, "does not fit"),
-        ("? [a]\n: 1", "a key is a list"),
         ("a: 1\n---\nb: 2", "another document"),
-        ("a: \0", "special characters"),
         ("a" * (2**20 + 1), "longer than 1 MiB"),
         ("a: [{b: 1,\n b: 2}]",
             r"'a\.0\.b' is given twice \(first in line 1\); keep one \(line 2, column 2\)"),
@@ -184,11 +178,3 @@ def test_a_long_line_loses_its_middle() -> None:
     assert shown.endswith("fix the file\na second line")
     assert len(shown) < 1000 and f"({len(text) - 900} characters left out)" in shown
     assert str(DataError("x" * 1000)) == "x" * 1000
-
-
-def test_a_config_error_quotes_a_value_of_any_length(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("model: {num_heads: '" + "9" * 100_000 + "'}")
-    with pytest.raises(ConfigError, match=r"model\.num_heads") as error:
-        load_config(path)
-    assert all(len(line) < 1000 for line in str(error.value).split("\n"))
