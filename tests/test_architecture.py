@@ -287,25 +287,3 @@ def private_uses(path: Path) -> set[str]:
 
 def test_private_interfaces_of_others_are_used_only_in_files_of_that_name() -> None:
     assert told(private_uses, *PRODUCT) == _KNOWN_ELSEWHERE
-
-
-@pytest.mark.parametrize(
-    ("check", "text"),
-    [
-        (direct_readers, "from json.decoder import JSONDecoder"),
-        (direct_readers, "def f():\n import json\n json.loads(text)"),
-        (direct_readers, "decoder.raw_decode(text)"),
-        (names_of_rules_compared, "kind = A if optimizer.name in ('adam', 'adamw') else B"),
-        (names_of_rules_compared, "match name:\n case 'adam':\n  pass"),
-        (private_uses, "import torch._inductor.config"),
-        (private_uses, "getattr(engine, '_optimizer')"),
-        (private_uses, "deepspeed.ops.__compatible_ops__"),
-        (private_uses, "class A(Base):\n    def f(self):\n        return self._theirs"),
-    ],
-)
-def test_what_is_not_there_would_be_found(tmp_path, monkeypatch, check, text) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    path = tmp_path / "common" / "a.py"
-    path.parent.mkdir()
-    path.write_text(text)
-    assert check(path)

@@ -54,33 +54,27 @@ def shards(stem: str, ending: str) -> dict[str, bytes]:
 SHARDS, SHARDED_PICKLE = shards("model", ".safetensors"), shards("pytorch_model", ".bin")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Hub]:
-    with hub_running() as hub:
-        yield hub
-
-
 @pytest.fixture
-def hub(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub with one repository, an empty cache, and a folder to work in."""
-    for name, value in {
-        "ENDPOINT": server.url,
-        "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
-        "HF_HUB_CACHE": str(tmp_path / "cache"),
-        "HF_HUB_OFFLINE": False,
-        "HF_TOKEN_PATH": str(tmp_path / "token"),
-    }.items():
-        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv(COMMITS, "")
     # a command of an earlier test writes its log to a stream that is closed
     monkeypatch.setattr(LOG, "handlers", [])
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    server.repositories = {"me/small": Repository({**READ, **SAFETENSORS, **NOT_READ})}
-    server.asked.clear()
-    server.fetched.clear()
-    return server
+    with hub_running() as hub:
+        set_address(monkeypatch, hub.url)
+        hub.repositories["me/small"] = Repository({**READ, **SAFETENSORS, **NOT_READ})
+        yield hub
+
+
+def set_address(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
 
 
 @pytest.mark.parametrize(
@@ -201,9 +195,7 @@ def test_no_network_and_no_package(hub: Hub, monkeypatch: pytest.MonkeyPatch) ->
             located(Path(name))
 
     folder = located(Path("hf://me/small"))
-    for name in ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE"):
-        value = getattr(constants, name).replace(hub.url, "http://127.0.0.1:9")
-        monkeypatch.setattr(constants, name, value)
+    set_address(monkeypatch, "http://127.0.0.1:9")
     monkeypatch.setenv(COMMITS, "")
     assert located(Path("hf://me/small")) == folder, "the cache is enough"
     refused("hf://me/other", r"127.0.0.1:9 does not answer \(ConnectError: .*; check the network")
