@@ -156,36 +156,6 @@ for name in {modules}:
     assert b"section.key=value" in said
 
 
-_REWRITES = {
-    "as_run": {
-        "common/inputs.py", "common/parallel/run.py", "common/planner/fitting.py",
-        "common/planner/suggest.py", "common/resolve/derive.py",
-    },
-    "resolve_other": {
-        "common/inference/language_model.py", "common/inference/load.py",
-        "common/inference/run_modes.py", "common/planner/fitting.py", "common/planner/plan.py",
-        "common/planner/room.py",
-    },
-    "make_run": {"common/backends.py"},
-    "model_copy": {"common/study/loading.py", "common/systems/direct.py"},
-    "model_construct": {"common/config/resolved.py"},
-}  # fmt: skip
-"""Files that call what makes a configuration from another one: the places where a run is made, and
-those that ask what another one would be. The copies are not of configurations.
-"""
-
-
-def test_nobody_changes_a_run_that_is_made() -> None:
-    def rewrites(path: Path) -> set[str]:
-        """Names that a file calls or hands on, as functions or as methods."""
-        return {getattr(node, "id", getattr(node, "attr", "")) for node in nodes_of(path)}
-
-    programs = ("run_gpt2.py", "run_mindformer.py", "gpt2_toolkit", "tools", "compat")
-    found = told(rewrites, *PRODUCT, *programs)
-    callers = {name: {path for path in found if name in found[path]} for name in _REWRITES}
-    assert callers == _REWRITES
-
-
 def direct_readers(path: Path) -> set[str]:
     """Readers of JSON or YAML without limits: uses of json.load and loads, of decoders, and every
     import of a package for YAML.

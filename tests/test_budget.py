@@ -91,11 +91,6 @@ USERS = {
         "common/locks.py": "locks between processes",
         "common/tensor_files/checksummed.py": "O_DIRECT, switched while writing",
     },
-    "struct": {
-        "common/dataset/indexed.py": "header of .idx",
-        "common/dataset/token_files.py": "header of token files",
-        "common/processes/channel.py": "time limit of a socket",
-    },
     "threading.Thread": {
         "benchmarks/data.py": "watches memory",
         "common/checkpoint/writer.py": "writes while training continues",
@@ -108,13 +103,6 @@ USERS = {
         "common/serving/server.py": "the HTTP server",
         "common/training/stop.py": "Ctrl-C beside MindSpore",
         "common/training/trackers.py": "trackers, which may hang",
-    },
-    "os.open": {
-        "common/errors.py": "standard error that has failed",
-        "common/files.py": "files that must be new, sync of folders",
-        "common/launcher/rank_process.py": "a log that may be a full pipe",
-        "common/program.py": "standard output that has failed",
-        "common/run_folder.py": "a file that is appended to without a race",
     },
 }
 """Modules that may use each of these, and their reasons. A new one needs a reason here."""

@@ -1,6 +1,6 @@
 """A Hugging Face hub on loopback, with the addresses and headers that huggingface_hub uses.
 
-Files of weights redirect to another host, with X-Linked-Etag. A missing or private repository is
+A missing or private repository is
 401 without a token and 404 with one, a wrong token 401. A gated one refuses only its files.
 Source: hf_raise_for_status and hf_hub_download of huggingface_hub 2.4.0.
 """
@@ -76,11 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.asked.append(f"{self.command} {self.path}")
         path = unquote(self.path.partition("?")[0])
-        if found := re.fullmatch(r"/cdn/(.+?)/([0-9a-f]{40})/(.+)", path):
-            assert "Authorization" not in self.headers, "a token is for the hub alone"
-            content = self.server.repositories[found[1]].commits[found[2]][found[3]]
-            self._send(found[3], content, {})
-        elif found := re.fullmatch(r"/api/models/(.+?)/(revision|tree)/(.+)", path):
+        if found := re.fullmatch(r"/api/models/(.+?)/(revision|tree)/(.+)", path):
             if sha := self._commit(found[1], found[3]):
                 self._describe(found[1], found[2], sha)
         elif found := re.fullmatch(r"/(.+?)/resolve/([^/]+)/(.+)", path):
@@ -103,17 +99,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _resolve(self, name: str, sha: str, file: str) -> None:
         content = self.server.repositories[name].commits[sha].get(file)
-        headers, other = {"X-Repo-Commit": sha}, self.server.url.replace("127.0.0.1", "localhost")
+        headers = {"X-Repo-Commit": sha}
         if self.server.repositories[name].access == "gated":
             error = {"X-Error-Code": "GatedRepo", "X-Error-Message": "restricted"}
             self._answer(403, headers=error)
         elif content is None:
             self._answer(404, headers=headers | {"X-Error-Code": "EntryNotFound"})
-        elif file.endswith((".safetensors", ".bin")):
-            headers |= {"X-Linked-Etag": f'"{_tag(content)}"', "X-Linked-Size": str(len(content))}
-            self._answer(302, headers=headers | {"Location": f"{other}/cdn/{name}/{sha}/{file}"})
         else:
-            self._send(file, content, headers | {"ETag": f'"{_tag(content)}"'})
+            if self.command == "GET":
+                self.server.fetched.append(file)
+            self._answer(200, content, headers | {"ETag": f'"{_tag(content)}"'})
 
     def _commit(self, name: str, revision: str) -> str | None:
         """Return the commit, or answer why there is none."""
@@ -129,11 +124,6 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             return repository.revisions[revision]
         return None
-
-    def _send(self, file: str, content: bytes, headers: dict[str, str]) -> None:
-        if self.command == "GET":
-            self.server.fetched.append(file)
-        self._answer(200, content, headers)
 
     def _answer(self, status: int, body: bytes = b"", headers: Any = ()) -> None:
         self.send_response(status)
