@@ -1,6 +1,4 @@
-"""Counters of a rank's messages while it trains: gathered parameters, and the
-buffers that a pipeline receives into.
-"""
+"""Counters of a rank's messages while it trains: gathered parameters, and the buffers that a pipeline receives into."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """An ``srun`` for machines without Slurm, to put first on PATH.
 
-It does what srun(1) documents: it starts the tasks of a step with Slurm's variables. With
-``--kill-on-bad-exit=1`` the first task that fails ends the others. Its nodes are names for this
-machine. The first one resolves.
+It does what srun(1) documents: it starts the tasks of a step with Slurm's variables. With ``--kill-on-bad-exit=1`` the
+first task that fails ends the others. Its nodes are names for this machine. The first one resolves.
 """
 
 from __future__ import annotations

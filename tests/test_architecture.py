@@ -1,6 +1,4 @@
-"""The import law: tools -> one backend -> common. common needs no framework; the backends never
-meet.
-"""
+"""The import law: tools -> one backend -> common. common needs no framework; the backends never meet."""
 
 import ast
 import re
@@ -209,9 +207,7 @@ def test_code_that_depends_on_the_update_rule_knows_them_all() -> None:
 _PUBLIC_UNDERSCORES = {"os._exit", "_Entry._fields_", "_thread"}
 """Names that Python documents with a leading underscore."""
 _KNOWN_ELSEWHERE = {"common/training/metrics.py": {"self._writer._py_recordio_writer"}}
-"""tensorboardX 2.6, no framework: its writer's file, which the public close() would flush on a full
-disk.
-"""
+"""tensorboardX 2.6, no framework: its writer's file, which the public close() would flush on a full disk."""
 _DATA_MODEL = {name for kind in (object, type, list, BaseException) for name in dir(kind)} | {
     "__enter__", "__exit__", "__version__", "__name__"
 }  # fmt: skip

@@ -1,6 +1,4 @@
-"""Missing inputs are named before a framework is imported, with the folder they were looked for
-in.
-"""
+"""Missing inputs are named before a framework is imported, with the folder they were looked for in."""
 
 import sys
 from pathlib import Path

@@ -20,7 +20,6 @@ from common import program
 from common.command_line import RUN_MODES
 from common.errors import ConfigError, StorageError
 from common.flags import flag, parse
-from common.interrupts import ending_at_interrupts
 from common.program import TOOLS, command, gpt2
 from common.tokenizer import bpe_backends
 
@@ -220,15 +219,6 @@ def test_every_tool_ends_at_an_interrupt_from_its_first_import_on() -> None:
         is_whole = prelude and rest and head.count('"""') == 1
         assert is_whole or tool.name == "as_script.py", tool
     require_stop("common.doctor", ["tools/doctor.py", "--help"])
-
-
-def test_the_handler_of_before_comes_back() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with ending_at_interrupts():
-        assert signal.getsignal(signal.SIGINT) is not before
-    assert signal.getsignal(signal.SIGINT) is before
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_ctrl_c_waits_while_a_tokenizer_in_rust_is_loaded(monkeypatch) -> None:

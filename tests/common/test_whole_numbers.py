@@ -56,13 +56,3 @@ def test_a_number_that_is_none(read: Callable[[Any], Any], given: Any, message: 
     with pytest.raises((ConfigError, argparse.ArgumentTypeError)) as error:
         read(given)
     assert message in str(error.value) and len(str(error.value)) < 200
-
-
-def test_nodes_that_slurm_counts() -> None:
-    """A count beyond every cluster is none: the tasks of this node are then those that are known
-    of.
-    """
-    six = SLURM | {"SLURM_PROCID": "4", "SLURM_NTASKS": "6", "SLURM_NODEID": "2"}
-    assert find_process(six | {"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}).local_world_size == 2
-    endless = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x999999999)"}
-    assert find_process(endless).local_world_size == 2

@@ -15,28 +15,13 @@ from common.cluster.places import places_of_table
 from common.cluster.rank_environment import given_port
 from common.cluster.rank_table import RankTable, table_warnings
 from common.cluster.rank_table_files import read_table, to_json as table_to_json
-from tests.cluster_tables import devices, table_0, table_1, table_2, tutorial_servers
+from tests.cluster_tables import sample_tables, table_1, tutorial_servers
 from tests.fuzz.faults import FAULTS, TREE_FAULTS, Fault, changed_tree, spoil, to_json, write
 
 # ---- rank tables ----
 
 
-def _super_pods() -> dict[str, Any]:
-    servers = tutorial_servers(2, 2)
-    for number, device in enumerate(device for _, own in servers for device in own):
-        device["super_device_id"] = str(number)
-    names = [{"server_id": name} for name, _ in servers]
-    pods = [{"super_pod_id": "0", "server_list": names}]
-    return table_1(*servers) | {"version": "1.2", "super_pod_list": pods}
-
-
-PODS = [(f"job-{n}", f"10.0.0.{n}", devices([f"192.1.1.{n}", f"192.1.2.{n}"])) for n in (1, 2)]
-WHOLE: dict[str, dict[str, Any]] = {
-    "0": table_0("job", *PODS),
-    **{f"1.0 {n}x{m}": table_1(*tutorial_servers(n, m)) for n, m in ((1, 8), (2, 2), (4, 2))},
-    "1.2": _super_pods(),
-    "2.0": table_2(),
-}
+WHOLE = {"1.0 2x2": table_1(*tutorial_servers(2, 2))} | sample_tables()
 NAMES = st.sampled_from(list(WHOLE))
 SOME_FAULTS = st.lists(TREE_FAULTS, max_size=3)
 

@@ -1,6 +1,4 @@
-"""Names of other systems: the table leads to keys that exist, and nothing is guessed across
-sections.
-"""
+"""Names of other systems: the table leads to keys that exist, and nothing is guessed across sections."""
 
 import re
 
