@@ -198,9 +198,7 @@ def corpus_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def npu_variables() -> dict[str, str]:
-    """Environment variables of a child process in which device=npu is the simulated one; skips the
-    test where that cannot be built.
-    """
+    """Environment variables of a child process in which device=npu is the simulated one."""
     from tests.simulated_npu.build import npu_variables
 
     return _or_skip(npu_variables)
@@ -208,15 +206,14 @@ def npu_variables() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def cuda_variables() -> dict[str, str]:
-    """Environment variables of a child process with the CUDA device of tests/fake_cuda; skips
-    likewise.
-    """
+    """Environment variables of a child process with the CUDA device of tests/fake_cuda."""
     from tests.fake_cuda.build import cuda_variables
 
     return _or_skip(cuda_variables)
 
 
 def _or_skip(variables: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """Skip a test whose device cannot be built."""
     from tests.native_library import CannotBuild
 
     try:

@@ -375,16 +375,12 @@ MINDSPORE_STEPS, MINDSPORE_HALF = 6, 3
 FOUR_LAYERS: Settings = {"model__num_layers": 4}
 # each rank compiles its graphs in every run, so the campaign has what others cover
 GROWS = {"ramp": 1e-5}
+PREFIXED = TENSOR | {"checkpoint__ckpt_prefix": "gpt2"}
+TWO_STEPS = FLAGS | {"train__max_steps": 2, "validation__interval": 0, "checkpoint__interval": 0}
 MINDSPORE = Matrix(
     {
         "dp2": Layout(2, {}, (), ("plain", "dropout", "packed", "ramp", "quantized"), GROWS),
-        "tp2": Layout(
-            2,
-            TENSOR | {"checkpoint__ckpt_prefix": "gpt2"},
-            ("dropout",),
-            ("plain", "packed", "ramp", "quantized"),
-            GROWS,
-        ),
+        "tp2": Layout(2, PREFIXED, ("dropout",), ("plain", "packed", "ramp", "quantized"), GROWS),
         "zero1": Layout(2, ZERO, ("dropout",), ("plain", "packed", "ramp", "half"), GROWS),
         "pp2": Layout(2, PIPELINE, ("plain",), ("dropout", "packed", "packed dropout", "ramp", "quantized"), GROWS),
         "gpipe": Layout(2, schedule("gpipe"), (), ("ramp",), GROWS),
@@ -407,10 +403,8 @@ MINDSPORE = Matrix(
         },
         "four layers": FOUR_LAYERS,
         "half": {"precision": FP16_WEIGHTS} | {"loss_scale": {"initial": 2.0**24, "factor": 2.0**4, "window": 2}},
-        "packed": FLAGS | {"train__max_steps": 2, "validation__interval": 0, "checkpoint__interval": 0},
-        "packed dropout": FLAGS
-        | {"train__max_steps": 2, "validation__interval": 0, "checkpoint__interval": 0}
-        | {"model__hidden_dropout": 0.1},
+        "packed": TWO_STEPS,
+        "packed dropout": TWO_STEPS | {"model__hidden_dropout": 0.1},
         "ramp": TORCH_NUMERICS["ramp"] | {"model__hidden_dropout": 0.1},
         "quantized": TORCH_NUMERICS["quantized"],
     },

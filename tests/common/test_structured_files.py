@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from common.structured_files import (
     read_json,
     read_json_mapping,
 )
-from common.yaml_files import dump_yaml, parse_yaml, read_yaml_mapping
+from common.yaml_files import dump_yaml, parse_yaml
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
@@ -108,23 +106,16 @@ def test_yaml_scalars_are_those_of_yaml_1_2_both_ways() -> None:
 
 
 def test_files_that_cannot_be_read_are_the_callers_error(tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to("loop")
-    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "latin.json").write_bytes(b'"\xe9"')
     (tmp_path / "mark.json").write_bytes(b"\xef\xbb\xbf{}")
     for name, problem in {
         "absent": "no such file",
-        "loop": "symbolic links",
-        "pipe": "a pipe",
-        "a\0b": "null",
         ".": "Is a directory",
         "latin.json": "byte 1 is not UTF-8",
     }.items():
         with pytest.raises(DataError, match=problem):
             read_json(tmp_path / name, error=DataError)
-    with pytest.raises(ConfigError, match="is a device"):
-        read_yaml_mapping(Path("/dev/zero"))
     with pytest.raises(ConfigError, match="expected keys and values, found a list"):
         read_json_mapping(tmp_path / "list.json")
     with pytest.raises(ConfigError, match="larger than"):
@@ -159,16 +150,6 @@ def test_lines_of_keys_and_of_merged_ones() -> None:
     lines.clear()
     parse_yaml("a:\n  - b: 1\n    c: {d: 2}", lines)
     assert lines == {("a",): 1, ("a", 0, "b"): 2, ("a", 0, "c"): 3, ("a", 0, "c", "d"): 3}
-
-
-@pytest.mark.parametrize(
-    "text", ["[" + "x," * 2**19 + "]", "- " * 2**19, "{" * 2**20, '"' + "\\n" * 2**19 + '"'], ids=len
-)
-def test_a_mebibyte_of_yaml_is_given_up_early(text: str) -> None:
-    began = time.process_time()
-    with pytest.raises(MalformedError):
-        parse_yaml(text)
-    assert time.process_time() - began < 8  # 19 s where all nodes are made first
 
 
 def test_a_long_line_loses_its_middle() -> None:

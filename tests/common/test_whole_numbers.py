@@ -11,7 +11,6 @@ import pytest
 from common.cluster.environment import find_process
 from common.cluster.rank_environment import given_port, parse_master
 from common.errors import ConfigError
-from common.launcher.host_list import divide
 from common.modelarts.job import find_places
 from common.whole_numbers import argument, whole_number
 
@@ -22,11 +21,6 @@ SLURM = {
 }  # fmt: skip
 HOSTS = {"VC_WORKER_HOSTS": "a,b", "MA_NUM_HOSTS": "2", "VC_TASK_INDEX": "0"}
 PORTS = "is not a usable port; expected 1024 to 65534"
-
-
-def divided(ranks: range) -> object:
-    """Half of the ranks, of a size that no memory holds as a list."""
-    return divide(("a", "b"), ranks, rank_size=999_999_998, table=(), master=None, port=29500)
 
 
 def test_only_ascii_digits_are_a_number() -> None:
@@ -47,7 +41,6 @@ def test_only_ascii_digits_are_a_number() -> None:
         (find_process, {"RANK_ID": "0", "RANK_SIZE": "9" * 5000},
             "999... (5000 characters): expected the number of processes"),
         (find_process, SLURM | {"SLURM_PROCID": "²"}, "SLURM_PROCID=²: expected a number"),
-        (divided, range(5), "for the ranks [0,5) of 999999998"),
         *((argument(1, 64), text, "expected a whole number from 1 to 64") for text in ("٣", "9" * 5000, "0", "65")),
         (find_places, HOSTS | {"MA_NUM_GPUS": "32769"}, "MA_NUM_GPUS="),
     ],

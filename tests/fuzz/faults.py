@@ -32,9 +32,6 @@ class Raw:
 
     text: str
 
-    def __repr__(self) -> str:
-        return f"Raw({self.text[:40]!r}, {len(self.text)} characters)"
-
 
 class Pairs(list[tuple[Any, Any]]):
     """A mapping that may hold a key twice."""

@@ -1,14 +1,12 @@
 """Files, bases, overrides, and what is said when they are wrong."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
 
-from common.config.load import dump_config, flatten, parse_scalar
+from common.config.load import dump_config, flatten
 from common.errors import ConfigError
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
@@ -33,14 +31,6 @@ def error_of(path: Path, *overrides: str) -> str:
         load_config(path, overrides)
     assert caught.value.exit_code == 2
     return str(caught.value)
-
-
-numbers = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(10**12), 10**12)
-
-
-@given(numbers | st.booleans() | st.none())
-def test_words_of_the_command_line_read_back_as_json_writes_them(value: object) -> None:
-    assert parse_scalar(json.dumps(value), "here") == value
 
 
 def test_main_file_wins_over_bases_and_words_over_files(tmp_path: Path) -> None:
@@ -227,15 +217,3 @@ def test_presets_find_data_of_the_projects_folder(
     (here / "data").mkdir()
     (here / "data" / "mine_document_ids.npy").write_bytes(b"")
     assert load_config(config_file).data.train[1] == "data/mine_document"
-
-
-def test_bases_that_name_the_next_twice_and_a_long_chain(tmp_path: Path) -> None:
-    """Each is read once: with a read for each mention, the 30 files would be read 2^30 times."""
-    for number in range(30):
-        text = f"base: [{number + 1}.yaml, {number + 1}.yaml]\nseed: {number}\n"
-        (tmp_path / f"{number}.yaml").write_text(text)
-    (tmp_path / "30.yaml").write_text(MINIMAL)
-    assert load_config(tmp_path / "0.yaml").seed == 0
-    for number in range(80):
-        (tmp_path / f"{number}.yaml").write_text(f"base: {number + 1}.yaml\n")
-    assert "more than 64 levels" in error_of(tmp_path / "0.yaml")
