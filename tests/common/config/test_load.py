@@ -195,9 +195,7 @@ def test_both_places_of_an_alias_are_named(config_file: Path) -> None:
     assert agreed.train.accumulation_steps == 4
 
 
-def test_presets_find_data_of_the_projects_folder(
-    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_presets_find_data_of_the_projects_folder(config_file, tmp_path, monkeypatch) -> None:
     """From any working directory, where the same name comes first; what is typed stays as typed."""
     project, here = tmp_path / "project", tmp_path / "here"
     (project / "data" / "vocab").mkdir(parents=True)
