@@ -41,21 +41,18 @@ def table_2() -> dict[str, Any]:
     place of strings.
     """
 
-    def address(layer: int, last: int, *ports: str, plane: str | None = None) -> dict[str, Any]:
-        found = {"addr_type": "IPV4", "addr": f"172.16.{layer}.{last}", "ports": list(ports)}
-        return found | ({} if plane is None else {"plane_id": plane})
+    def address(layer: int, last: int, *ports: str, **more: str) -> dict[str, Any]:
+        return {"addr_type": "IPV4", "addr": f"172.16.{layer}.{last}", "ports": list(ports), **more}
+
+    def level(layer: int, instance: str, kind: str, *addresses: dict[str, Any]) -> dict[str, Any]:
+        found = {"net_layer": layer, "net_instance_id": instance, "net_type": kind, "net_attr": ""}
+        return found | {"rank_addr_list": list(addresses)}
 
     def levels(pod: int, local: int) -> list[dict[str, Any]]:
-        near = {
-            "net_layer": 0, "net_instance_id": f"az0-rack0-pod{pod}", "net_type": "TOPO_FILE_DESC",
-            "net_attr": "", "rank_addr_list": [address(pod, 10 + 18 * local, "1/0")],
-        }  # fmt: skip
-        planes = [
-            address(pod, 15 + 18 * local, "0/4", "0/5", plane=f"plane{2 * local}"),
-            address(pod, 5 + 18 * local, "1/5", "1/6", plane=f"plane{2 * local + 1}"),
-        ]
-        far = {"net_layer": 1, "net_instance_id": "az0", "net_type": "CLOS", "net_attr": ""}
-        return [near, far | {"rank_addr_list": planes}]
+        first = address(pod, 15 + 18 * local, "0/4", "0/5", plane_id=f"plane{2 * local}")
+        second = address(pod, 5 + 18 * local, "1/5", "1/6", plane_id=f"plane{2 * local + 1}")
+        near = level(0, f"az0-rack0-pod{pod}", "TOPO_FILE_DESC", address(pod, 10 + 18 * local, "1/0"))
+        return [near, level(1, "az0", "CLOS", first, second)]
 
     ranks = [
         {
@@ -98,12 +95,11 @@ ModelArts' images, k8s_jobstart_hccl.json).
 """
 
 
-def write_samples(folder: Path) -> None:
-    """Write one table of each form, and files hccn.conf.
+def sample_tables() -> dict[str, dict[str, Any]]:
+    """Return one table of each form.
 
-    Sources: MindFormers' README (1x8), merge_hccl's in MindSpore's model_zoo (2x8), davincirunsdk
-    (version 0 and the table that it makes of it), pages of MindCluster (1.2, and a table that is
-    not filled yet) and of HCCL (2.0), PaddleDetection's and HIXL's (hccn.conf).
+    Sources: MindFormers' README (1x8), merge_hccl's in MindSpore's model_zoo (2x8), davincirunsdk (version 0 and the
+    table that it makes of it), pages of MindCluster (1.2, and a table that is not filled yet) and of HCCL (2.0).
     """
     pods = [(server, [f"192.{part}" for part in parts.split()]) for server, parts in _PODS]
     generated = table_1(*((name, devices(own, first_rank=8 * n)) for n, (name, own) in enumerate(pods)))
@@ -115,7 +111,7 @@ def write_samples(folder: Path) -> None:
     for n in range(2):
         own = [f"192.100.{61 + d % 4}.{14 + 2 * n + d // 4}" for d in range(8)]
         merged.append((f"90.90.66.{64 + 2 * n}", devices(own, first_rank=8 * n)))
-    tables = {
+    return {
         "v0_modelarts_cce_1x1": table_0("job-arm-d", ("job-mindspore-0", "192.168.6.101", devices(["192.1.244.169"]))),
         "v0_modelarts_k8s_jobstart_2x8_unordered": table_0("fake-job", *reversed(unordered)),
         "v1.0_merge_hccl_2x8": table_1(*merged, host_nic_ip="reserve"),
@@ -126,7 +122,11 @@ def write_samples(folder: Path) -> None:
         "v2.0_rank_list_950_2x2_ipv4": table_2(),
         "status_initializing": {"status": "initializing"},
     }
-    for name, table in tables.items():
+
+
+def write_samples(folder: Path) -> None:
+    """Write these tables, and files hccn.conf as those of PaddleDetection and HIXL."""
+    for name, table in sample_tables().items():
         (folder / f"{name}.json").write_text(json.dumps(table, indent=2))
     eight = [f"192.168.{10 * (d % 4 + 1)}.{21 + d // 4}" for d in range(8)]
     mask = "255.255.255.0"

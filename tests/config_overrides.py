@@ -3,16 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-GPT2_124M = tuple(
-    f"model.{key}"
-    for key in ("num_layers=12", "hidden_size=768", "num_heads=12", "seq_length=1024",
-                "vocab_size=50257")
-)  # fmt: skip
-
 
 def sizes_of(preset: str) -> tuple[str, ...]:
     """Overrides in place of the checkpoint that a preset takes its sizes from."""
-    return GPT2_124M if preset.endswith("_finetune") else ()
+    sizes = ("num_layers=12", "hidden_size=768", "num_heads=12", "seq_length=1024", "vocab_size=50257")
+    return tuple(f"model.{size}" for size in sizes) if preset.endswith("_finetune") else ()
 
 
 def changed(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The choice and order of tests, the summary of skipped ones, and data that many share."""
+"""The choice and order of tests, and data that many share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -29,11 +28,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Forget what launchers, clusters and a user's shell have set: tests are not ranks of a job,
-    and ask no hub but one of their own.
+    """Forget what launchers, clusters and a user's shell have set: tests are not ranks of a job, and ask no hub but
+    one of their own. A shell that started them in the background lets children ignore SIGHUP.
 
     ASCEND: where the driver's libraries lie.
     """
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.environ["HF_HUB_OFFLINE"] = "1"
     kept = ("ASCEND", "OMP_NUM_THREADS", "GPT2_PEERS", "GPT2_TEST_DATA", "GPT2_FAULT", "GPT2_LOAD")
     for name in list(os.environ):
@@ -73,19 +74,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("no GPU here")
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say how many tests were skipped, by reason. A file that is skipped as a whole counts once."""
-    reasons = Counter(
-        report.longrepr[2].removeprefix("Skipped: ")
-        for report in terminalreporter.stats.get("skipped", [])
-        if isinstance(report.longrepr, tuple)
-    )
-    if reasons:
-        terminalreporter.section(f"skipped: {reasons.total()}, by reason")
-    for reason, count in reasons.most_common():
-        terminalreporter.line(f"{count:5} {reason}")
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep the tests of a module on one worker, except those of the pages: each takes a minute."""
@@ -99,16 +87,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid if is_page else super()._split_scope(nodeid)
 
     return Scheduling(config, log)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _signals() -> None:
-    """Children inherit ignored signals: a suite started in the background by a script (``&``,
-    ``nohup``) would hand these on.
-    """
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
@@ -220,9 +198,7 @@ def corpus_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def npu_variables() -> dict[str, str]:
-    """Environment variables of a child process in which device=npu is the simulated one; skips the
-    test where that cannot be built.
-    """
+    """Environment variables of a child process in which device=npu is the simulated one."""
     from tests.simulated_npu.build import npu_variables
 
     return _or_skip(npu_variables)
@@ -230,15 +206,14 @@ def npu_variables() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def cuda_variables() -> dict[str, str]:
-    """Environment variables of a child process with the CUDA device of tests/fake_cuda; skips
-    likewise.
-    """
+    """Environment variables of a child process with the CUDA device of tests/fake_cuda."""
     from tests.fake_cuda.build import cuda_variables
 
     return _or_skip(cuda_variables)
 
 
 def _or_skip(variables: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """Skip a test whose device cannot be built."""
     from tests.native_library import CannotBuild
 
     try:

@@ -1,8 +1,7 @@
-"""Counter of what makes the host wait for an accelerator, or talk to other hosts, in each step of a
-training.
+"""Counter of what makes the host wait for an accelerator, or talk to other hosts, in each step of a training.
 
-What the host does on purpose, to read the results of the step before, is not counted: it is a copy
-into pinned memory and an event.
+What the host does on purpose, to read the results of the step before, is not counted: it is a copy into pinned memory
+and an event.
 """
 
 from __future__ import annotations

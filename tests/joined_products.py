@@ -1,7 +1,6 @@
 """Asynchronous tensor parallelism without GPUs: torch's own fallbacks compute the joined products.
 
-``watch`` counts them. The compiler joins nothing unless it finds NCCL, and the fallbacks are not
-registered for a CPU.
+``watch`` counts them. The compiler joins nothing unless it finds NCCL, and the fallbacks are not registered for a CPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Counters of a rank's messages while it trains: gathered parameters, and the
-buffers that a pipeline receives into.
-"""
+"""Counters of a rank's messages while it trains: gathered parameters, and the buffers that a pipeline receives into."""
 
 from __future__ import annotations
 
@@ -46,11 +44,11 @@ def watch(note: Path) -> Iterator[None]:
             (FrugalStage, "forward_one_chunk", go),
             (FrugalStage, "backward_one_chunk", go),
         ):
-            watched = _watched(getattr(owner, name), watcher)
-            patches.enter_context(patch.object(owner, name, watched))
+            patches.enter_context(_watched(owner, name, watcher))
         yield
     note.write_text(json.dumps(counts))
 
 
-def _watched(original: Callable[..., Any], watcher: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **options: watcher(original, *args, **options)
+def _watched(owner: Any, name: str, watcher: Callable[..., Any]) -> Any:
+    original = getattr(owner, name)
+    return patch.object(owner, name, lambda *args, **options: watcher(original, *args, **options))

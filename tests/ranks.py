@@ -155,7 +155,12 @@ def main() -> None:
     ranks, watched = several
     fork = multiprocessing.get_context("fork")
     meet = fork.Barrier(ranks).wait
-    children = [fork.Process(target=_as_rank, args=(rank, ranks, ports, jobs, watched, meet)) for rank in range(ranks)]
+
+    def go(rank: int) -> None:
+        os.environ.update(rank_environment(rank, ranks, ports[0]))
+        go_through(ports, jobs, watched, meet)
+
+    children = [fork.Process(target=go, args=(rank,)) for rank in range(ranks)]
     for child in children:
         child.start()
     while (alive := [child for child in children if child.is_alive()]) and not any(
@@ -166,11 +171,6 @@ def main() -> None:
         child.join(10.0)
         child.kill()
     sys.exit(int(any(child.exitcode for child in children)))
-
-
-def _as_rank(rank: int, ranks: int, ports: list[int], jobs: list[Job], watched: str, meet: Callable[[], int]) -> None:
-    os.environ.update(rank_environment(rank, ranks, ports[0]))
-    go_through(ports, jobs, watched, meet)
 
 
 def go_through(ports: list[int], jobs: list[Job], watched: str = "", meet: Callable[[], int] = lambda: 0) -> None:

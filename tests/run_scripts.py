@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 OF_LAUNCHERS = re.compile(
@@ -70,49 +70,22 @@ def start_script(*words: str, before: tuple[str, ...] = (), log: Path, **variabl
 
 def pids_with(text: str) -> list[int]:
     """Living processes whose command line holds ``text``, this one not."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit() or int(folder.name) == os.getpid():
-            continue
-        try:
-            words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if text in words and state not in "ZX":
-            found.append(int(folder.name))
-    return sorted(found)
+    dead = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    living = [each for each in psutil.process_iter(["cmdline", "status"]) if each.info["status"] not in dead]
+    found = [each.pid for each in living if text in " ".join(each.info["cmdline"] or ())]
+    return sorted({*found} - {os.getpid()})
 
 
 def process_of_rank(text: str, rank: int) -> int:
     """Process of this rank, among those whose command line holds ``text``, by its variables."""
-
-    def is_it(pid: int) -> bool:
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        return f"RANK={rank}".encode() in variables
-
-    [found] = filter(is_it, pids_with(text))
+    [found] = [pid for pid in pids_with(text) if psutil.Process(pid).environ().get("RANK") == str(rank)]
     return found
 
 
 def listening_addresses(pids: Iterable[int]) -> set[str]:
-    """Addresses that these processes listen on, by the kernel's tables: 127.0.0.1, ::, or one of
-    this machine.
-    """
-    inodes = set()
-    for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").glob("*"):
-            with suppress(OSError):
-                inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and words[9] in inodes:  # TCP_LISTEN
-                raw = bytes.fromhex(words[1].partition(":")[0])
-                ordered = [raw[at : at + 4][::-1] for at in range(0, len(raw), 4)]
-                found.add(str(ipaddress.ip_address(b"".join(ordered))))
-    return found
+    """Addresses that these processes listen on: 127.0.0.1, ::, or one of this machine."""
+    sockets = [socket for pid in pids for socket in psutil.Process(pid).net_connections("tcp")]
+    return {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
 
 
 def wait_until(condition: Callable[[], object], what: str, *, seconds: float = 180.0, every: float = 0.05) -> None:

@@ -1,18 +1,17 @@
 """An ``srun`` for machines without Slurm, to put first on PATH.
 
-It does what srun(1) documents: it starts the tasks of a step with Slurm's variables. With
-``--kill-on-bad-exit=1`` the first task that fails ends the others. Its nodes are names for this
-machine. The first one resolves.
+It does what srun(1) documents: it starts the tasks of a step with Slurm's variables. With ``--kill-on-bad-exit=1`` the
+first task that fails ends the others. Its nodes are names for this machine. The first one resolves.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
 import sys
 import time
+from itertools import takewhile
 from pathlib import Path
 
 NODES = ("localhost", "localhost2", "localhost3", "localhost4")
@@ -29,17 +28,11 @@ def put_on_path(folder: Path) -> str:
 
 def main(words: list[str]) -> int:
     """Run the step and return the highest exit code of its tasks, as srun does."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--kill-on-bad-exit", type=int, default=0)
-    parser.add_argument("--nodes", type=int, default=int(os.environ["SLURM_NNODES"]))
-    parser.add_argument("--ntasks", type=int, default=int(os.environ["SLURM_NTASKS"]))
-    parser.add_argument("--ntasks-per-node", type=int)
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    asked = parser.parse_args(words)
-    tasks = [
-        subprocess.Popen(asked.command, env=variables_of(task, asked.ntasks, asked.nodes))
-        for task in range(asked.ntasks)
-    ]
+    options = dict(word.split("=") for word in takewhile(lambda word: word.startswith("--"), words))
+    count = int(options.get("--ntasks", os.environ["SLURM_NTASKS"]))
+    nodes = int(options.get("--nodes", os.environ["SLURM_NNODES"]))
+    command = words[len(options) :]
+    tasks = [subprocess.Popen(command, env=variables_of(task, count, nodes)) for task in range(count)]
 
     def forward(number: int, _: object) -> None:
         for task in tasks:
@@ -48,7 +41,7 @@ def main(words: list[str]) -> int:
     signal.signal(signal.SIGTERM, forward)
     while any(task.poll() is None for task in tasks):
         failed = [task for task in tasks if task.returncode]
-        if failed and asked.kill_on_bad_exit:
+        if failed and options.get("--kill-on-bad-exit") == "1":
             for task in tasks:
                 task.kill()
         time.sleep(0.05)

@@ -94,11 +94,9 @@ def tensors_of(run: Path) -> dict[str, np.ndarray[Any, Any]]:
     checkpoint, manifest = require_checkpoint(run, "test"), manifest_of(run)
     config = build_config(manifest["config"])
     moments = [f".{each}" for each in config.optimizer.state_parts]
-    parts = {MODEL_FILE: [""], OPTIMIZER_FILE: moments}
+    parts = {MODEL_FILE: [""]} | ({OPTIMIZER_FILE: moments} if moments else {})
     found = {}
     for file, endings in parts.items():
-        if not endings:
-            continue
         with open_stored(checkpoint, file, manifest) as stored:
             for name, shape in parameter_shapes(config.model).items():
                 for ending in endings:

@@ -203,10 +203,6 @@ def read_with_bases(
             )
         if real in known:
             return known[real]
-        if len(parents) >= MAX_DEPTH:
-            raise ConfigError(
-                f"{where}{path}: files are nested more than {MAX_DEPTH} levels; put their keys into fewer files"
-            )
         own, own_sources = read(path, text)
         names = own.pop(base, None)
         names = [] if names in (None, "") else [names] if isinstance(names, str) else names

@@ -1,16 +1,15 @@
 """Folders that are whole or absent, also where several processes write."""
 
+import multiprocessing
 import os
-import subprocess
-import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from common.errors import ConfigError
 from common.files import atomic_write, refuse_to_overwrite, temporary_folder, whole_folder
-
-ROOT = Path(__file__).parents[2]
 
 
 def fill(folder: Path) -> None:
@@ -21,12 +20,11 @@ def fill(folder: Path) -> None:
 def test_the_last_of_two_writers_counts(tmp_path: Path) -> None:
     """Each fills a folder of its own, so no half of one mixes with the other's."""
     out = tmp_path / "out"
-    writer = "from pathlib import Path; from tests.common.test_files import fill; fill(Path('out'))"
     with whole_folder(out, what="it", remedy="mend") as ours:
         (ours / "a").touch()
-        subprocess.run(
-            [sys.executable, "-c", writer], check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
-        )
+        writer = multiprocessing.get_context("fork").Process(target=fill, args=(out,))
+        writer.start()
+        writer.join()
         assert [path.name for path in out.iterdir()] == ["new"]
     assert [path.name for path in out.iterdir()] == ["a"] and [*tmp_path.iterdir()] == [out]
 
@@ -41,32 +39,23 @@ def test_remains_of_a_killed_writer_are_removed(tmp_path: Path, name: str) -> No
 
 
 def test_leftovers_of_killed_writers_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
-    program = """
-import sys, time
-from pathlib import Path
-from common.files import atomic_write, temporary_folder
-target = Path(sys.argv[1])
-with atomic_write(target / "x.bin") as file, temporary_folder(target / "x.pairs") as folder:
-    file.write(b"half")
-    (folder / "part").touch()
-    print("ready", flush=True)
-    time.sleep(60)
-"""
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    writer = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
-    assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
-    names = [f".x.bin.{writer.pid}.tmp", f".x.pairs.{writer.pid}.tmp"]
-
-    def write() -> list[str]:
-        with atomic_write(tmp_path / "x.bin") as file, temporary_folder(tmp_path / "x.pairs"):
-            file.write(b"whole")
+    def write(content: bytes = b"whole", wait: Callable[[], object] = lambda: None) -> list[str]:
+        with atomic_write(tmp_path / "x.bin") as file, temporary_folder(tmp_path / "x.pairs") as folder:
+            file.write(content)
+            (folder / "part").touch()
+            wait()
         return sorted(path.name for path in tmp_path.iterdir())
 
+    fork = multiprocessing.get_context("fork")
+    begun = fork.Event()
+    writer = fork.Process(target=write, args=(b"half", lambda: (begun.set(), time.sleep(60))))
+    writer.start()
     try:
-        assert write() == [*names, "x.bin"], "it still writes"
+        assert begun.wait(60)
+        assert write() == [f".x.bin.{writer.pid}.tmp", f".x.pairs.{writer.pid}.tmp", "x.bin"], "it still writes"
     finally:
         writer.kill()
-        writer.communicate()
+        writer.join()
     others = [".x.bin.more.7.tmp", ".x.bin.tmp", ".x.pairs.old.7.tmp"]
     for name in others:
         (tmp_path / name).touch()

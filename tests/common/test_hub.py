@@ -1,14 +1,24 @@
-"""Models by name, through huggingface_hub itself, from a hub on loopback."""
+"""Models by name, through huggingface_hub itself, from a hub on loopback.
 
+The hub has the addresses and headers that huggingface_hub uses. A missing or private repository is 401 without a token
+and 404 with one, a wrong token 401. A gated one refuses only its files. Source: hf_raise_for_status and hf_hub_download
+of huggingface_hub 2.4.0.
+"""
+
+import hashlib
+import json
 import re
 import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -26,10 +36,120 @@ from common.tokenizer.folder import BESIDE, VOCABULARIES
 from common.training.agreement import fingerprint
 from gpt2_toolkit import load_model
 from run_gpt2 import main as run_gpt2
-from tests.common.hub_stand_in import GOOD_TOKEN, Hub, Repository, hub_running
 from tools.convert_weight import main as convert
 from tools.inference import main as inference
 from tools.preprocess_data import main as preprocess
+
+GOOD_TOKEN = "hf_good"
+
+
+@dataclass
+class Repository:
+    """files: of the newest commit. access: public, private or gated."""
+
+    files: dict[str, bytes]
+    access: str = "public"
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    revisions: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.commit(self.files)
+
+    def commit(self, files: dict[str, bytes], *names: str) -> str:
+        """Add a commit, which ``main`` and ``names`` then mean, and return it."""
+        sha = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+        self.commits[sha] = files
+        self.revisions |= dict.fromkeys(("main", *names, sha), sha)
+        return sha
+
+
+class Hub(ThreadingHTTPServer):
+    """asked: method and path of each request. fetched: names of the files whose content was asked
+    for.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.repositories: dict[str, Repository] = {}
+        self.asked: list[str] = []
+        self.fetched: list[str] = []
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.server.asked.append(f"{self.command} {self.path}")
+        path = unquote(self.path.partition("?")[0])
+        if found := re.fullmatch(r"/api/models/(.+?)/(revision|tree)/(.+)", path):
+            if sha := self._commit(found[1], found[3]):
+                self._describe(found[1], found[2], sha)
+        elif found := re.fullmatch(r"/(.+?)/resolve/([^/]+)/(.+)", path):
+            if sha := self._commit(found[1], found[2]):
+                self._resolve(found[1], sha, found[3])
+        else:
+            self._answer(404)
+
+    do_HEAD = do_GET
+
+    def _describe(self, name: str, what: str, sha: str) -> None:
+        files = self.server.repositories[name].commits[sha]
+        body: object = {"id": name, "sha": sha, "siblings": [{"rfilename": file} for file in files]}
+        if what == "tree":
+            body = [
+                {"type": "file", "path": file, "size": len(content), "oid": _tag(content)[:40]}
+                for file, content in files.items()
+            ]
+        self._answer(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
+
+    def _resolve(self, name: str, sha: str, file: str) -> None:
+        content = self.server.repositories[name].commits[sha].get(file)
+        headers = {"X-Repo-Commit": sha}
+        if self.server.repositories[name].access == "gated":
+            error = {"X-Error-Code": "GatedRepo", "X-Error-Message": "restricted"}
+            self._answer(403, headers=error)
+        elif content is None:
+            self._answer(404, headers=headers | {"X-Error-Code": "EntryNotFound"})
+        else:
+            if self.command == "GET":
+                self.server.fetched.append(file)
+            self._answer(200, content, headers | {"ETag": f'"{_tag(content)}"'})
+
+    def _commit(self, name: str, revision: str) -> str | None:
+        """Return the commit, or answer why there is none."""
+        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        repository = self.server.repositories.get(name)
+        if token not in ("", GOOD_TOKEN):
+            message = "Invalid credentials in Authorization header"
+            self._answer(401, headers={"X-Error-Message": message})
+        elif repository is None or (repository.access == "private" and not token):
+            self._answer(404 if token else 401, headers={"X-Error-Code": "RepoNotFound"})
+        elif revision not in repository.revisions:
+            self._answer(404, headers={"X-Error-Code": "RevisionNotFound"})
+        else:
+            return repository.revisions[revision]
+        return None
+
+    def _answer(self, status: int, body: bytes = b"", headers: Any = ()) -> None:
+        self.send_response(status)
+        for name, value in {**dict(headers), "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def _tag(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
 
 OF_TOKENIZER = {name: name.encode() for name in ("vocab.json", "merges.txt", "tokenizer.json")}
 READ = OF_TOKENIZER | {name: name.encode() for name in ("config.json", "generation_config.json", "chat_template.jinja")}
@@ -54,33 +174,28 @@ def shards(stem: str, ending: str) -> dict[str, bytes]:
 SHARDS, SHARDED_PICKLE = shards("model", ".safetensors"), shards("pytorch_model", ".bin")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Hub]:
-    with hub_running() as hub:
-        yield hub
-
-
 @pytest.fixture
-def hub(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub with one repository, an empty cache, and a folder to work in."""
-    for name, value in {
-        "ENDPOINT": server.url,
-        "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
-        "HF_HUB_CACHE": str(tmp_path / "cache"),
-        "HF_HUB_OFFLINE": False,
-        "HF_TOKEN_PATH": str(tmp_path / "token"),
-    }.items():
-        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv(COMMITS, "")
     # a command of an earlier test writes its log to a stream that is closed
     monkeypatch.setattr(LOG, "handlers", [])
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    server.repositories = {"me/small": Repository({**READ, **SAFETENSORS, **NOT_READ})}
-    server.asked.clear()
-    server.fetched.clear()
-    return server
+    with Hub() as hub:
+        set_address(monkeypatch, hub.url)
+        hub.repositories["me/small"] = Repository({**READ, **SAFETENSORS, **NOT_READ})
+        yield hub
+        hub.shutdown()
+
+
+def set_address(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
 
 
 @pytest.mark.parametrize(
@@ -201,9 +316,7 @@ def test_no_network_and_no_package(hub: Hub, monkeypatch: pytest.MonkeyPatch) ->
             located(Path(name))
 
     folder = located(Path("hf://me/small"))
-    for name in ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE"):
-        value = getattr(constants, name).replace(hub.url, "http://127.0.0.1:9")
-        monkeypatch.setattr(constants, name, value)
+    set_address(monkeypatch, "http://127.0.0.1:9")
     monkeypatch.setenv(COMMITS, "")
     assert located(Path("hf://me/small")) == folder, "the cache is enough"
     refused("hf://me/other", r"127.0.0.1:9 does not answer \(ConnectError: .*; check the network")

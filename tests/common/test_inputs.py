@@ -1,6 +1,4 @@
-"""Missing inputs are named before a framework is imported, with the folder they were looked for
-in.
-"""
+"""Missing inputs are named before a framework is imported, with the folder they were looked for in."""
 
 import sys
 from pathlib import Path
@@ -62,9 +60,7 @@ def test_missing(mode, words, message, tmp_path, monkeypatch) -> None:
     assert message.replace("{cwd}", str(tmp_path)) in str(caught.value)
 
 
-def test_the_front_door_says_it_before_it_imports_a_framework(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_front_door_says_it_before_it_imports_a_framework(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("common.config.load.ROOT", tmp_path)  # or a quick start's data are found
     monkeypatch.setitem(sys.modules, "torch", None)  # an import would fail, with another message

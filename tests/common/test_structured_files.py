@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from common.errors import ConfigError, DataError
-from common.run_config import load_config
 from common.structured_files import (
     MalformedError,
     parse_json,
@@ -19,7 +16,7 @@ from common.structured_files import (
     read_json,
     read_json_mapping,
 )
-from common.yaml_files import dump_yaml, parse_yaml, read_yaml_mapping
+from common.yaml_files import dump_yaml, parse_yaml
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
@@ -65,22 +62,17 @@ def test_json_within_the_limits() -> None:
     [
         (BOMB, "aliases"),
         (MERGE_BOMB, "aliases"),
-        ("a: &a [*a]", "nested deeper"),
         ("a: &a {<<: *a}", "nested deeper"),
         ("a: &a [1]\nb: {<<: *a}", r"<<: expected a mapping, or a list of them \(line 2"),
         ("a: {<<: {}, <<: {}}", "the key 'a.<<' is given twice"),
         ("a: &a 1\nb: &a 2", "an anchor is defined twice"),
         ("[" * 3000, "nested deeper"),
-        ("seed: !!timestamp x", "!!timestamp is not supported"),
         ("seed: !!python/object:os.system x", "python/object"),
-        ("seed: !!bool maybe", "does not fit"),
         ("a: [1, 2", "line 1"),
         ("a: 1\n\tb: 2", "line 2"),
         ('"\\udfff": 1', "udfff is half of a pair"),
         ("a: " + "9" * 5000, "does not fit"),
-        ("? [a]\n: 1", "a key is a list"),
         ("a: 1\n---\nb: 2", "another document"),
-        ("a: \0", "special characters"),
         ("a" * (2**20 + 1), "longer than 1 MiB"),
         ("a: [{b: 1,\n b: 2}]",
             r"'a\.0\.b' is given twice \(first in line 1\); keep one \(line 2, column 2\)"),
@@ -114,23 +106,16 @@ def test_yaml_scalars_are_those_of_yaml_1_2_both_ways() -> None:
 
 
 def test_files_that_cannot_be_read_are_the_callers_error(tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to("loop")
-    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "latin.json").write_bytes(b'"\xe9"')
     (tmp_path / "mark.json").write_bytes(b"\xef\xbb\xbf{}")
     for name, problem in {
         "absent": "no such file",
-        "loop": "symbolic links",
-        "pipe": "a pipe",
-        "a\0b": "null",
         ".": "Is a directory",
         "latin.json": "byte 1 is not UTF-8",
     }.items():
         with pytest.raises(DataError, match=problem):
             read_json(tmp_path / name, error=DataError)
-    with pytest.raises(ConfigError, match="is a device"):
-        read_yaml_mapping(Path("/dev/zero"))
     with pytest.raises(ConfigError, match="expected keys and values, found a list"):
         read_json_mapping(tmp_path / "list.json")
     with pytest.raises(ConfigError, match="larger than"):
@@ -167,16 +152,6 @@ def test_lines_of_keys_and_of_merged_ones() -> None:
     assert lines == {("a",): 1, ("a", 0, "b"): 2, ("a", 0, "c"): 3, ("a", 0, "c", "d"): 3}
 
 
-@pytest.mark.parametrize(
-    "text", ["[" + "x," * 2**19 + "]", "- " * 2**19, "{" * 2**20, '"' + "\\n" * 2**19 + '"'], ids=len
-)
-def test_a_mebibyte_of_yaml_is_given_up_early(text: str) -> None:
-    began = time.process_time()
-    with pytest.raises(MalformedError):
-        parse_yaml(text)
-    assert time.process_time() - began < 8  # 19 s where all nodes are made first
-
-
 def test_a_long_line_loses_its_middle() -> None:
     text = "data.json: found " + "9" * 5000 + ", expected a number; fix the file"
     shown = str(DataError(f"{text}\na second line"))
@@ -184,11 +159,3 @@ def test_a_long_line_loses_its_middle() -> None:
     assert shown.endswith("fix the file\na second line")
     assert len(shown) < 1000 and f"({len(text) - 900} characters left out)" in shown
     assert str(DataError("x" * 1000)) == "x" * 1000
-
-
-def test_a_config_error_quotes_a_value_of_any_length(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("model: {num_heads: '" + "9" * 100_000 + "'}")
-    with pytest.raises(ConfigError, match=r"model\.num_heads") as error:
-        load_config(path)
-    assert all(len(line) < 1000 for line in str(error.value).split("\n"))

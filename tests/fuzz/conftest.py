@@ -34,11 +34,10 @@ CAMPAIGN = settings(SUITE, max_examples=int(os.environ.get("FUZZ_COUNT", "3000")
 ENOUGH = 40
 """So many inputs show every outcome that a test needs."""
 LIMIT_SECONDS = 10.0
-"""Of the processor. Six times as long on the clock, for what waits."""
+"""Of the processor. What waits for ever ends all tests, with a traceback."""
 LIMIT_BYTES = 2**30
 """Memory that one input may take beyond what the process holds before."""
 LONGEST_MESSAGE = 2000
-TIMERS = {signal.SIGPROF: (signal.ITIMER_PROF, 1), signal.SIGALRM: (signal.ITIMER_REAL, 6)}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -62,23 +61,21 @@ def _raise(*_: object) -> None:
 @contextmanager
 def limits() -> Iterator[None]:
     """Private memory counts, mapped files do not: a map of a sparse file costs nothing."""
-    handlers = {number: signal.signal(number, _raise) for number in TIMERS}
+    handler = signal.signal(signal.SIGPROF, _raise)
     memory = resource.getrlimit(resource.RLIMIT_DATA)
     lines = Path("/proc/self/status").read_text().splitlines()
     held = next(int(line.split()[1]) for line in lines if line.startswith("VmData"))
     resource.setrlimit(resource.RLIMIT_DATA, (1024 * held + LIMIT_BYTES, memory[1]))
-    # where no Python code runs, or it catches everything
+    # where it waits, no Python code runs, or it catches everything
     faulthandler.dump_traceback_later(7 * LIMIT_SECONDS + 5, exit=True, file=sys.__stderr__)
     try:
-        for timer, times in TIMERS.values():
-            signal.setitimer(timer, times * LIMIT_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, LIMIT_SECONDS)
         yield
     except Hang as hang:
         raise AssertionError(f"hangs: no end after {LIMIT_SECONDS} s") from hang
     finally:
-        for number, (timer, _) in TIMERS.items():
-            signal.setitimer(timer, 0)
-            signal.signal(number, handlers[number])
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, handler)
         faulthandler.cancel_dump_traceback_later()
         resource.setrlimit(resource.RLIMIT_DATA, memory)
 

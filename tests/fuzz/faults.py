@@ -32,9 +32,6 @@ class Raw:
 
     text: str
 
-    def __repr__(self) -> str:
-        return f"Raw({self.text[:40]!r}, {len(self.text)} characters)"
-
 
 class Pairs(list[tuple[Any, Any]]):
     """A mapping that may hold a key twice."""
@@ -186,6 +183,11 @@ def faults(*kinds: str, values: tuple[Any, ...] = VALUES) -> st.SearchStrategy[F
 FAULTS = st.one_of(faults(*BYTES), faults(*BYTES), faults(*FILES))
 TREE_FAULTS = faults("value", "nearby value", *TREES)
 YAML_FAULTS = faults("value", "nearby value", *TREES, values=YAML_VALUES)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    return path
 
 
 def changed_json(content: bytes, fault: Fault) -> bytes:

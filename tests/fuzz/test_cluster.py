@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +15,15 @@ from common.cluster.places import places_of_table
 from common.cluster.rank_environment import given_port
 from common.cluster.rank_table import RankTable, table_warnings
 from common.cluster.rank_table_files import read_table, to_json as table_to_json
-from tests.cluster_tables import devices, table_0, table_1, table_2, tutorial_servers
-from tests.fuzz.faults import FAULTS, TREE_FAULTS, Fault, changed_tree, spoil, to_json
+from tests.cluster_tables import sample_tables, table_1, tutorial_servers
+from tests.fuzz.faults import FAULTS, TREE_FAULTS, Fault, changed_tree, spoil, to_json, write
 
 # ---- rank tables ----
 
 
-def _super_pods() -> dict[str, Any]:
-    servers = tutorial_servers(2, 2)
-    for number, device in enumerate(device for _, own in servers for device in own):
-        device["super_device_id"] = str(number)
-    names = [{"server_id": name} for name, _ in servers]
-    pods = [{"super_pod_id": "0", "server_list": names}]
-    return table_1(*servers) | {"version": "1.2", "super_pod_list": pods}
-
-
-PODS = [(f"job-{n}", f"10.0.0.{n}", devices([f"192.1.1.{n}", f"192.1.2.{n}"])) for n in (1, 2)]
-WHOLE: dict[str, dict[str, Any]] = {
-    "0": table_0("job", *PODS),
-    **{f"1.0 {n}x{m}": table_1(*tutorial_servers(n, m)) for n, m in ((1, 8), (2, 2), (4, 2))},
-    "1.2": _super_pods(),
-    "2.0": table_2(),
-}
+WHOLE = {"1.0 2x2": table_1(*tutorial_servers(2, 2))} | sample_tables()
 NAMES = st.sampled_from(list(WHOLE))
 SOME_FAULTS = st.lists(TREE_FAULTS, max_size=3)
-
-
-def write(path: Path, text: str) -> Path:
-    path.write_text(text, encoding="utf-8", errors="surrogatepass")
-    return path
 
 
 def use(path: Path) -> RankTable:
@@ -64,27 +45,22 @@ def use(path: Path) -> RankTable:
 
 
 def require_same_as_json(path: Path, table: RankTable) -> None:
-    """Ranks, devices and servers are those of the json module's reading."""
-    words = json.loads(path.read_text(encoding="utf-8-sig"))
-    found = {(d.rank_id, d.device_id, d.device_ip, s.server_id) for s, d in table.places()}
-    there: set[Any]
-    if "server_list" in words and "group_list" not in words:
-        there = {
-            (int(device["rank_id"]), int(device["device_id"]),
-             device.get("device_ip", "").strip() or None, server["server_id"].strip())
-            for server in words["server_list"] for device in server["device"]
-        }  # fmt: skip
-        assert found == there
-    elif "rank_list" in words:
-        there = {(int(item["rank_id"]), int(item["device_id"])) for item in words["rank_list"]}
-        assert {item[:2] for item in found} == there
-    else:
-        there = {
-            (int(device["device_id"]), instance["server_id"].strip())
-            for group in words["group_list"] for instance in group["instance_list"]
-            for device in instance["devices"]
-        }  # fmt: skip
-        assert {item[1::2] for item in found} == there
+    """Ranks, devices, addresses and servers are those of the json module's reading, as far as it names them."""
+    there = [*_listed(json.loads(path.read_text(encoding="utf-8-sig")))]
+    found = [(d.rank_id, d.device_id, d.device_ip, s.server_id) for s, d in table.places()]
+    named = [n for n in range(4) if any(row[n] is not None for row in there)]
+    assert {tuple(row[n] for n in named) for row in found} == {tuple(row[n] for n in named) for row in there}
+
+
+def _listed(tree: Any, server: str | None = None) -> Iterator[tuple[Any, ...]]:
+    """Yield rank, device, address and server of everything with a device."""
+    if isinstance(tree, dict):
+        server = tree.get("server_id", server)
+        if "device_id" in tree:
+            numbers = (int(tree[key]) if key in tree else None for key in ("rank_id", "device_id"))
+            yield *numbers, tree.get("device_ip", "").strip() or None, server and server.strip()
+    for below in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _listed(below, server)
 
 
 @given(name=NAMES, faults=SOME_FAULTS, of_file=st.one_of(st.none(), st.none(), FAULTS))

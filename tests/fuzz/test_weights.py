@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,13 +23,13 @@ from safetensors.numpy import load_file
 
 pytest.importorskip("torch")
 
-
-from common.config.schema import ModelConfig
+from common.config.resolved import ResolvedModel
 from common.conversion.convert import convert
 from common.log import LOG
 from common.systems.table import FORMATS
-from common.systems.weights import Weight, Weights
+from common.systems.weights import Weights
 from common.weights.names import parameter_shapes
+from tests.common.systems.tiny_weights import as_weights
 from tests.fuzz.faults import (
     BYTES,
     FAULTS,
@@ -43,7 +44,7 @@ from tests.fuzz.faults import (
     to_yaml,
 )
 
-MODEL = ModelConfig(
+MODEL = ResolvedModel(
     num_layers=2, hidden_size=8, num_heads=2, seq_length=5, vocab_size=11, ffn_hidden_size=24,
     max_positions=5, embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0,
 )  # fmt: skip
@@ -60,12 +61,9 @@ CHANGED_AT_MOST = 27
 
 
 def _counting() -> Weights:
-    first, tensors = itertools.count(1), {}
-    for name, shape in parameter_shapes(MODEL).items():
-        numbers = [next(first) for _ in range(int(np.prod(shape)))]
-        array = np.array(numbers, np.float32).reshape(shape)
-        tensors[name] = Weight(dtype="float32", shape=shape, load=lambda array=array: array)
-    return Weights(path=Path("made.here"), format="made", model=MODEL, tensors=tensors)
+    first, shapes = itertools.count(1), parameter_shapes(MODEL)
+    numbers = {name: list(itertools.islice(first, math.prod(shape))) for name, shape in shapes.items()}
+    return as_weights(MODEL, {name: np.array(numbers[name], np.float32).reshape(shapes[name]) for name in shapes})
 
 
 @pytest.fixture(scope="module")

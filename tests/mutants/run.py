@@ -1,9 +1,8 @@
 """Plant each fault of faults.txt in a copy of the project, and see which tests find it.
 
     make mutants                            all of them, compared with found.txt
-    python tests/mutants/run.py schedule    those whose file, meaning or tests hold a word
+    python tests/mutants/run.py schedule    those that hold a word
     python tests/mutants/run.py --stale     which of them no longer apply; plants nothing
-    python tests/mutants/run.py --missing   those that nothing has found yet
     python tests/mutants/run.py --record    write found.txt too; with words, only their lines
 
 A test that fails without a fault too is named and left out. exit codes: 0 as recorded, 1 a fault
@@ -161,20 +160,15 @@ class Copy:
 
 
 def main() -> int:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*")
-    for option in ("--stale", "--record", "--missing"):
+    for option in ("--stale", "--record"):
         parser.add_argument(option, action="store_true")
     arguments = parser.parse_args()
     every = read_faults(FAULTS.read_text(encoding="utf-8"))
     words = arguments.words or [""]
-    described = {fault: f"{fault.file} {fault.meaning} {fault.tests}" for fault in every}
-    chosen = [fault for fault, text in described.items() if any(word in text for word in words)]
+    chosen = [fault for fault in every if any(word in str(fault) for word in words)]
     recorded = read_found(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
-    if arguments.missing:
-        unknown = (NOTHING, STALE, None)
-        chosen = [fault for fault in chosen if recorded.get(fault.meaning) in unknown]
     stale = [fault for fault in chosen if fault.planted(ROOT) is None]
     for fault in stale:
         print(f"{STALE}: {fault.file}: {fault.meaning}\n    - {fault.old}")

@@ -1,6 +1,4 @@
-"""Names of other systems: the table leads to keys that exist, and nothing is guessed across
-sections.
-"""
+"""Names of other systems: the table leads to keys that exist, and nothing is guessed across sections."""
 
 import re
 
@@ -124,38 +122,9 @@ def test_an_unknown_key_cannot_be_explained() -> None:
         explain_key("train.max_step")
 
 
-def test_explain_needs_no_config(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse_arguments(["--explain", "checkpoint"])
-    assert stop.value.code == 0
-    assert "checkpoint (a section)" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        parse_arguments(["--explain"])
-    assert capsys.readouterr().out == explain_key(None)
-
-
 def test_an_unknown_option_does_not_accuse_the_keys_behind_it() -> None:
     """argparse returns them as unknown too, since the option may have had several values."""
     words = ["--max_lr", "8", "train.max_steps=2", "data.tokenizer=vocab"]
     first, *rest = unknown_arguments(words, ["--config", "a.yaml", *words]).splitlines()
     assert first.startswith("unrecognized arguments: --max_lr 8; keys of the configuration")
     assert rest == ["--max_lr: did you mean optimizer.learning_rate=8?"]
-
-
-def test_the_number_of_accelerators(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = ["--config", "a.yaml", "--run_mode", "plan"]
-    for words, expected in (
-        (["--accelerator", "8xH100"], ("H100", 8)),
-        (["--accelerator", "2 x Ascend 910A", "--devices", "2"], ("Ascend 910A", 2)),
-        (["--accelerator", "H100", "--devices", "4"], ("H100", 4)),
-        (["--accelerator", "H100"], ("H100", None)),
-    ):
-        found = parse_arguments([*plan, *words])
-        assert (found.accelerator, found.devices) == expected
-    for words, said in (
-        (["--accelerator", "8xH100", "--devices", "4"], "--accelerator differ: 4 and 8"),
-        (["--devices", "4"], "add --accelerator NAME, such as H100"),
-    ):
-        with pytest.raises(SystemExit):
-            parse_arguments([*plan, *words])
-        assert said in capsys.readouterr().err

@@ -231,9 +231,7 @@ def test_batch_layout_and_rates_are_those_of_the_source(name: str) -> None:
 
 
 @pytest.mark.parametrize(("file", "name"), [(file, name) for file, names in ORIGINALS.items() for name in names])
-def test_hyper_parameters_are_those_of_the_systems_own_file(
-    file: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hyper_parameters_are_those_of_the_systems_own_file(file: str, name: str, monkeypatch) -> None:
     folder = ROOT / "tests/common/systems/originals"
     monkeypatch.chdir(folder / "modelzoo")  # beside its ds_config.json
     words = ["engine=native"] if "modelzoo" in file else []

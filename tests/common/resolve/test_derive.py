@@ -68,8 +68,6 @@ def test_a_length_that_nobody_can_count_is_refused() -> None:
     message = r"train.max_epochs=1099511627776.0 of 100 samples are \d+ steps; lower it"
     with pytest.raises(ConfigError, match=message):
         resolve_config(endless, samples_per_epoch=100)
-    with pytest.raises(ConfigError, match=r"train.max_epochs: .*, found 1e\+308"):
-        config(train__max_steps=None, train__max_epochs=1e308)
 
 
 def every_float() -> Iterator[tuple[str, Any]]:
