@@ -17,7 +17,6 @@ from common.config.load import build_config
 from common.training.metrics import read_metrics
 from common.weights.names import initial_rows
 from tests.config_overrides import blended
-from tests.layouts import rounding_scales
 from tests.packed_corpus import FLAGS
 from tests.tiny import SGD, manifest_of, params_of, require_equal, tensors_of, tiny_run
 
