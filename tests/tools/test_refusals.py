@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster_tables import devices, table_1, table_2
+from tests.cluster_tables import devices, table_1, table_2, write_tutorial_table
 from tools import launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +21,7 @@ WORDS = {
     "ROOT": str(ROOT),
     "TRAIN": "none CONFIG [0,2] train train.global_batch_size=null",
     "CONFIG": str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml"),
+    "OF_32": str(ROOT / "configs/gpt2/run_gpt2_13b.yaml"),
 }
 
 
@@ -80,6 +81,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "bad.txt").write_bytes(b"a\xff")
+    write_tutorial_table(tmp_path / "four.json")
     monkeypatch.setattr("common.launcher.launch.run_attempts", lambda *_, **__: pytest.fail("ranks started"))
     monkeypatch.setattr(launch, "check_before_ranks", lambda mode, config: None)
     for name in ("DRY_RUN", "DETACH", "RANK_SIZE", "RANK_TABLE_FILE"):
