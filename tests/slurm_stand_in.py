@@ -7,7 +7,6 @@ machine. The first one resolves.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -29,17 +28,11 @@ def put_on_path(folder: Path) -> str:
 
 def main(words: list[str]) -> int:
     """Run the step and return the highest exit code of its tasks, as srun does."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--kill-on-bad-exit", type=int, default=0)
-    parser.add_argument("--nodes", type=int, default=int(os.environ["SLURM_NNODES"]))
-    parser.add_argument("--ntasks", type=int, default=int(os.environ["SLURM_NTASKS"]))
-    parser.add_argument("--ntasks-per-node", type=int)
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    asked = parser.parse_args(words)
-    tasks = [
-        subprocess.Popen(asked.command, env=variables_of(task, asked.ntasks, asked.nodes))
-        for task in range(asked.ntasks)
-    ]
+    options = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
+    command = words[next(place for place, word in enumerate(words) if not word.startswith("--")) :]
+    nodes = int(os.environ["SLURM_NNODES"])
+    count = int(options.get("ntasks", os.environ["SLURM_NTASKS"]))
+    tasks = [subprocess.Popen(command, env=variables_of(task, count, nodes)) for task in range(count)]
 
     def forward(number: int, _: object) -> None:
         for task in tasks:
@@ -48,7 +41,7 @@ def main(words: list[str]) -> int:
     signal.signal(signal.SIGTERM, forward)
     while any(task.poll() is None for task in tasks):
         failed = [task for task in tasks if task.returncode]
-        if failed and asked.kill_on_bad_exit:
+        if failed and options.get("kill-on-bad-exit") == "1":
             for task in tasks:
                 task.kill()
         time.sleep(0.05)

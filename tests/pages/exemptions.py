@@ -48,7 +48,10 @@ _CHINESE = (
     " train.max_epochs=null train.max_steps=6 train.global_batch_size=8 optimizer.warmup_steps=2"
     " optimizer.learning_rate=0.01 device=cpu logging.plot=false logging.tensorboard=false"
 )
-_SMALL = "model.num_layers=1 model.hidden_size=24 model.num_heads=2 validation.max_samples=16"
+_SMALL = (
+    "model.num_layers=1 model.hidden_size=24 model.num_heads=2 validation.max_samples=4"
+    " train.micro_batch_size=2 train.global_batch_size=2"
+)
 SHORTER = [
     Shorter(r"README", r"scripts/quickstart\.sh", f"train.max_steps=6 {_SMALL}", "output/quickstart"),
     Shorter(

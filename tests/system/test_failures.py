@@ -30,9 +30,7 @@ def kill_rank_1(run: Path, launcher: subprocess.Popen[bytes], *, seconds: float)
     assert pids_with(str(run)) == []
 
 
-def test_a_killed_rank_ends_the_run_and_the_next_one_saves_when_it_is_told_to_stop(
-    tmp_path: Path, corpus_prefix: Path
-) -> None:
+def test_a_killed_rank_ends_the_run_and_the_next_one_saves_when_it_is_told_to_stop(tmp_path, corpus_prefix) -> None:
     """Under ZeRO, where each rank writes its part of a checkpoint."""
     run = tmp_path / "run"
     launcher = launched(run, corpus_prefix, 2, parallel__zero_stage=2)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from common.config.schema import PredictConfig
 from docs.figures.make_figures import FIGURES, FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,13 +46,6 @@ def test_both_languages_have_the_same_rows_and_say_the_same_of_each(system: str)
         words = [re.match(r"\*\*(.+?)\*\*", state) for _, _, state in found[end]]
         states.append([known.index(word[1]) if word else None for word in words])
     assert states[0] == states[1]
-
-
-@pytest.mark.parametrize("name", ["generation.md", "generation_zh.md"])
-def test_the_pages_on_generation_name_keys_of_predict(name: str) -> None:
-    column = re.findall(r"^\| (`[^|]*)", text_of(name), flags=re.M)[1:]
-    keys = [key for cell in column for key in re.findall(r"`(\w+)`", cell)]
-    assert len(keys) == 22 and set(keys) <= PredictConfig.model_fields.keys()
 
 
 def messages(end: str) -> list[str]:

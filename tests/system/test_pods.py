@@ -14,17 +14,13 @@ import pytest
 
 from tests.network_hosts import two_hosts
 from tests.run_scripts import run_words, start_script, wait_until
-from tests.system.test_restarts import CONFIG, require_equal, rows_of
+from tests.system.test_restarts import CONFIG, require_equal, run_alone
 
 pytestmark = pytest.mark.long
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+KEYS: dict[str, object] = {"train__max_steps": 3, "validation__interval": 0, "model__dropout": 0.0}
 NODES, PODS = ("10.9.0.1", "10.9.0.2"), ("10.79.0.1", "10.79.0.2")
-
-
-def words_of(run: Path, corpus: Path) -> list[str]:
-    keys = {"train__max_steps": 3, "validation__interval": 0, "model__dropout": 0.0}
-    return [CONFIG, "[0,1)", "train", *run_words(run, corpus, **keys)]
 
 
 @pytest.fixture
@@ -60,7 +56,7 @@ def test_two_pods_with_a_mounted_rank_table(pods: tuple[str, str], corpus_prefix
     mounts = [tmp_path / f"pod-{number}" / "config" for number in range(2)]
     for folder in mounts:
         mount(folder, {"status": "initializing"})
-    words = words_of(tmp_path / "run", corpus_prefix)
+    words = [CONFIG, "[0,1)", "train", *run_words(tmp_path / "run", corpus_prefix, **KEYS)]
     processes = [
         start_script(
             str(mounts[number] / "hccl.json"), *words, log=logs[number], **POD,
@@ -84,7 +80,5 @@ def test_two_pods_with_a_mounted_rank_table(pods: tuple[str, str], corpus_prefix
         assert "waiting up to 1800 s" in text
         assert f"ranks of {PODS[number]}: {number} on device 0; of 2 in all" in text
         assert "is not an address of this machine" not in text
-    alone = start_script("none", *words_of(tmp_path / "one", corpus_prefix), log=logs[0])
-    assert alone.wait(timeout=180) == 0
-    assert len(rows_of(tmp_path / "run")) == 3
+    assert len(run_alone(tmp_path / "one", corpus_prefix, **KEYS)) == 3
     require_equal(tmp_path / "run", tmp_path / "one")

@@ -49,27 +49,19 @@ def test_each_file_is_opened_once(tmp_path: Path, corpus_prefix: Path) -> None:
         predict__prompt="ab", model__vocab_size=262,
     )  # fmt: skip
     (tmp_path / "study.yaml").write_text(STUDY)
+    own = ["--config", CONFIG, *run, "--run_mode"]
     programs = {
-        "train": ("run_gpt2", ["--config", CONFIG, "--run_mode", "train", *run]),
-        "resume": ("run_gpt2", ["--config", CONFIG, "--run_mode", "train", *run]),
-        "eval": ("run_gpt2", ["--config", CONFIG, "--run_mode", "eval", *run]),
-        "predict": ("run_gpt2", ["--config", CONFIG, "--run_mode", "predict", *run]),
+        "train": ("run_gpt2", [*own, "train"]),
+        "resume": ("run_gpt2", [*own, "train"]),
+        "predict": ("run_gpt2", [*own, "predict"]),
         "plan": ("run_gpt2", ["--config", LARGE, "--run_mode", "plan"]),
         "launch": ("tools.launch", ["distribute", "none", CONFIG, "[0,2]", "train", *run]),
-        "standalone": ("tools.launch", ["standalone", CONFIG, "0", "plan", *run]),
-        "mindformer": ("run_mindformer", ["--config", CONFIG, "--run_mode", "plan", *run]),
+        "mindformer": ("run_mindformer", [*own, "plan"]),
         "fleetx": ("compat.programs", [EVAL, "-c", FLEETX, "--show_config"]),
         "study": ("tools.study", ["--config", f"{tmp_path}/study.yaml", "--plan"]),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps([*programs.values()])],
-        cwd=ROOT,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = [sys.executable, "-c", PROGRAM, json.dumps([*programs.values()])]
+    done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = dict(zip(programs, json.loads(done.stderr.splitlines()[-1]), strict=True))
     assert {name: row[:2] for name, row in found.items()} == {name: [0, 1] for name in programs}

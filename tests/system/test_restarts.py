@@ -17,7 +17,7 @@ from tests.network_hosts import ADDRESSES, two_hosts
 from tests.run_scripts import ROOT, clean_environment, pids_with, run_words, start_script, wait_until
 
 CONFIG = "configs/gpt2/run_gpt2_tiny.yaml"
-EVERY_FIVE: dict[str, object] = {"checkpoint__interval": 5, "checkpoint__asynchronous": False}
+TWELVE: dict[str, object] = {"train__max_steps": 12, "checkpoint__interval": 5, "checkpoint__asynchronous": False}
 """A rank is killed three steps after a save, which a thread may not have ended by then."""
 
 
@@ -27,23 +27,44 @@ def hosts() -> Iterator[tuple[str, str]]:
 
 
 FAULTS = f"""
-import json, os, signal, sys
+import json, os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-import common.training.steps as steps, common.training.loop as loop
+
+def take(moment, step):
+    path = Path(os.environ["FAULTS"])
+    left = json.loads(path.read_text())
+    if not left or left[0]["rank"] != int(os.environ["RANK"]) or left[0].get("moment", "computing") != moment:
+        return
+    if moment != "start" and step < left[0]["step"]:
+        return
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(left[1:]))
+    part.rename(path)
+    kind = left[0].get("kind", "SIGKILL")
+    if kind == "launcher":
+        os.kill(int(os.environ["GPT2_LAUNCHER_PID"]), signal.SIGKILL)
+        if moment != "start":  # there the rank has yet to find that its launcher is gone
+            time.sleep(60)
+    elif kind == "exception":
+        raise RuntimeError("a planted fault")
+    else:
+        os.kill(os.getpid(), getattr(signal, kind))
+        time.sleep(60)
+
+take("start", 0)
+import common.training.loop as loop
+import common.training.saving as saving
+import common.training.steps as steps
 import run_gpt2
 beat = steps.beat
 def with_fault(step, doing):
     beat(step, doing)
-    faults = Path(os.environ["FAULTS"])
-    left = json.loads(faults.read_text())
-    if left and left[0]["rank"] == int(os.environ["RANK"]) and step >= left[0]["step"]:
-        faults.write_text(json.dumps(left[1:]))
-        os.kill(os.getpid(), left[0]["signal"])
-steps.beat = loop.beat = with_fault
+    take(doing, step)
+steps.beat = loop.beat = saving.beat = with_fault
 sys.exit(run_gpt2.main(sys.argv[1:]))
 """
-"""Program of a rank that sends itself the next signal of the file $FAULTS at a step."""
+"""Program of a rank that takes the next fault of the file $FAULTS at its step: a rank, a moment, a kind."""
 
 
 def rows_of(run: Path) -> list[tuple[Any, ...]]:
@@ -63,76 +84,32 @@ def attempts_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def run_with_faults(
-    folder: Path, corpus: Path, faults: list[dict[str, int]], *options: str, **keys: object
-) -> tuple[Path, int, str]:
-    """Run folder, exit code and messages of two ranks with these faults and 25 steps."""
-    folder.mkdir()
-    program, left, log = folder / "program.py", folder / "faults.json", folder / "log.txt"
-    program.write_text(FAULTS)
-    left.write_text(json.dumps(faults))
-    run = folder / "run"
-    keys = {"train__max_steps": 25, "model__dropout": 0.1, **EVERY_FIVE, **keys}
-    words = run_words(run, corpus, **keys)
-    launcher = start_script(
-        "--program", str(program), *options, "none", CONFIG, "[0,2)", "train", *words,
-        log=log, FAULTS=str(left),
-    )  # fmt: skip
-    code = launcher.wait(timeout=120)
-    assert pids_with(str(run)) == []
-    return run, code, log.read_text()
+def run_alone(run: Path, corpus: Path, **keys: object) -> list[tuple[Any, ...]]:
+    """Train in one process without a fault. Return its rows."""
+    words, log = run_words(run, corpus, **keys), run.with_suffix(".log")
+    assert start_script("none", CONFIG, "[0,1)", "train", *words, log=log).wait(timeout=200) == 0, log.read_text()
+    return rows_of(run)
 
 
 def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(tmp_path: Path, corpus_prefix: Path) -> None:
     """Its losses are those of one process that nobody kills."""
-    fault = {"rank": 1, "step": 8, "signal": int(signal.SIGKILL)}
-    run, code, text = run_with_faults(
-        tmp_path / "faulty", corpus_prefix, [fault], "--max_restarts", "1", train__max_steps=12, model__dropout=0
-    )
-    assert code == 0, text
+    program, left, log, run = (tmp_path / name for name in ("program.py", "faults.json", "log.txt", "run"))
+    program.write_text(FAULTS)
+    left.write_text(json.dumps([{"rank": 1, "step": 8}]))
+    keys = {**TWELVE, "model__dropout": 0}
+    options = ["--program", str(program), "--max_restarts", "1", "none", CONFIG, "[0,2)", "train"]
+    launcher = start_script(*options, *run_words(run, corpus_prefix, **keys), log=log, FAULTS=str(left))
+    assert launcher.wait(timeout=120) == 0, log.read_text()
+    assert pids_with(str(run)) == []
     first, second = attempts_of(run)
     assert (first["exit_code"], first["last_step"], first["then"]) == (137, 8, "restarted")
     assert "rank 1" in first["failure"] and "SIGKILL" in first["failure"]
     assert (second["exit_code"], second["first_step"], second["then"]) == (0, 6, "ended")
-    assert "restart 1 of 1 in 1 s" in text
-    log = (run / "mf_parallel0" / "mindformer.log").read_text()
-    assert "resuming" in log and (run / "mf_parallel0" / "mindformer.log.1").exists()
-
-    alone = tmp_path / "alone"
-    words = run_words(alone, corpus_prefix, train__max_steps=12, model__dropout=0)
-    single = start_script("none", CONFIG, "[0,1)", "train", *words, log=tmp_path / "alone.log")
-    assert single.wait(timeout=120) == 0
-    require_equal(run, alone)
-
-
-@pytest.mark.campaign
-def test_two_faults_leave_the_losses_as_they_were_bit_for_bit(tmp_path: Path, corpus_prefix: Path) -> None:
-    faults = [
-        {"rank": 1, "step": 8, "signal": int(signal.SIGKILL)},
-        {"rank": 0, "step": 17, "signal": int(signal.SIGABRT)},
-    ]
-    whole, code, _ = run_with_faults(tmp_path / "whole", corpus_prefix, [])
-    assert code == 0 and not attempts_of(whole)
-    run, code, text = run_with_faults(tmp_path / "faulty", corpus_prefix, faults, "--max_restarts", "2")
-    assert code == 0, text
-    assert rows_of(run) == rows_of(whole)
-    assert [attempt["first_step"] for attempt in attempts_of(run)] == [1, 6, 16]
-
-
-@pytest.mark.campaign
-def test_faults_that_a_restart_repeats_end_the_run(tmp_path: Path, corpus_prefix: Path) -> None:
-    at_8 = {"rank": 1, "step": 8, "signal": int(signal.SIGKILL)}
-    run, code, text = run_with_faults(tmp_path / "twice", corpus_prefix, [at_8] * 9, "--max_restarts", "9")
-    assert code == 137
-    assert [attempt["last_step"] for attempt in attempts_of(run)] == [8, 8]
-    assert "not restarted: step 8 failed twice" in text
-    run, code, text = run_with_faults(tmp_path / "start", corpus_prefix, [{**at_8, "step": 0}], runtime__max_restarts=9)
-    assert code == 137 and len(attempts_of(run)) == 1
-    assert "not restarted: it failed before it had finished a step" in text
-    run, code, text = run_with_faults(
-        tmp_path / "refused", corpus_prefix, [], "--max_restarts", "9", checkpoint__resume="nowhere"
-    )
-    assert code == 2 and len(attempts_of(run)) <= 1, text
+    assert "restart 1 of 1 in 1 s" in log.read_text()
+    rank_0 = (run / "mf_parallel0" / "mindformer.log").read_text()
+    assert "resuming" in rank_0 and (run / "mf_parallel0" / "mindformer.log.1").exists()
+    run_alone(tmp_path / "alone", corpus_prefix, **keys)
+    require_equal(run, tmp_path / "alone")
 
 
 def start_torchrun(
@@ -178,14 +155,11 @@ def outputs_of(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
     return texts
 
 
-TWELVE = {"train__max_steps": 12, **EVERY_FIVE}
-
-
 @pytest.mark.long
 def test_torchrun_on_one_node_starts_the_ranks_again(tmp_path: Path, corpus_prefix: Path) -> None:
     """Losses and hashes are bit for bit those of a run that nobody kills. One host, two ranks."""
     found, options = [], ("--nproc_per_node=2", "--max-restarts=1")
-    for name, faults in (("whole", []), ("faulty", [{"rank": 1, "step": 8, "signal": 9}])):
+    for name, faults in (("whole", []), ("faulty", [{"rank": 1, "step": 8}])):
         folder = tmp_path / name
         folder.mkdir()
         left = folder / "faults.json"
@@ -198,44 +172,11 @@ def test_torchrun_on_one_node_starts_the_ranks_again(tmp_path: Path, corpus_pref
     assert [(line["attempt"], line["first_step"]) for line in attempts_of(run)] == [(1, 1), (2, 6)]
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("killed", [0, 1])
-def test_torchrun_on_two_nodes_starts_the_ranks_again(
-    hosts: tuple[str, str], tmp_path: Path, corpus_prefix: Path, killed: int
-) -> None:
-    """By its own --max-restarts; one node loses a rank at step 8."""
-    left, run = tmp_path / "faults.json", tmp_path / "run"
-    left.write_text(json.dumps([{"rank": killed, "step": 8, "signal": int(signal.SIGKILL)}]))
-    keys = {**TWELVE, "model__dropout": 0}
-    nodes = [
-        start_torchrun(
-            *(run, corpus_prefix, left, *nodes_of_torchrun(address, number, "2", restarts=2)),
-            before=("ip", "netns", "exec", host),
-            variables={"GLOO_SOCKET_IFNAME": "cable"},
-            **keys,
-        )
-        for number, (host, address) in enumerate(zip(hosts, ADDRESSES, strict=True))
-    ]
-    texts = outputs_of(nodes)
-    assert json.loads(left.read_text()) == [] and "resuming" in "".join(texts)
-    assert pids_with(str(run)) == []
-    lines = [(line["attempt"], line["first_step"]) for line in attempts_of(run)]
-    assert lines == [(1, 1), (2, 6)]
-
-    alone = tmp_path / "alone"
-    single = run_words(alone, corpus_prefix, **keys)
-    launcher = start_script("none", CONFIG, "[0,1)", "train", *single, log=tmp_path / "alone.log")
-    assert launcher.wait(timeout=120) == 0
-    require_equal(run, alone)
-
-
 STEPS_OF_ELASTIC = 400
 
 
 @pytest.mark.campaign
-def test_torchrun_continues_without_a_lost_node_and_takes_it_back(
-    hosts: tuple[str, str], tmp_path: Path, corpus_prefix: Path
-) -> None:
+def test_torchrun_continues_without_a_lost_node_and_takes_it_back(hosts, tmp_path, corpus_prefix) -> None:
     """The command of docs/restarts.md. Global batch and order of samples are those of one
     process, on any number of nodes.
     """
@@ -272,12 +213,7 @@ def test_torchrun_continues_without_a_lost_node_and_takes_it_back(
     assert [line["attempt"] for line in attempts_of(run)] == [1, 2, 3]
     assert pids_with(str(run)) == []
 
-    alone = tmp_path / "alone"
-    words = run_words(alone, corpus_prefix, **keys)
-    single = start_script("none", CONFIG, "[0,1)", "train", *words, log=tmp_path / "alone.log")
-    assert single.wait(timeout=120) == 0
-    found, expected = rows_of(run), rows_of(alone)
+    found, expected = rows_of(run), run_alone(tmp_path / "alone", corpus_prefix, **keys)
     assert [(row[0], row[3]) for row in found] == [(row[0], row[3]) for row in expected]
     assert len(found) == STEPS_OF_ELASTIC
-    for row, other in zip(found, expected, strict=True):
-        assert row[1] == pytest.approx(other[1], rel=1e-5)
+    assert [row[1] for row in found] == pytest.approx([row[1] for row in expected], rel=1e-5)

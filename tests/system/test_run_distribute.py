@@ -170,14 +170,9 @@ def test_two_nodes_that_nobody_numbered_train_as_two_ranks_of_one(tiny: Path, tm
     meet = ["--master", f"127.0.0.1:{free_port()}", "--nnodes", "2", "--devices"]
     command = ["bash", str(SCRIPTS / "run_distribute.sh"), *meet]
     words = ["none", str(tiny), "train"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": clean_environment()}
     nodes = [
-        subprocess.Popen(
-            [*command, device, "--log_dir", str(tmp_path / device), *words],
-            env=clean_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        subprocess.Popen([*command, device, "--log_dir", str(tmp_path / device), *words], **pipes)
         for device in ("0", "3")
     ]
     try:
@@ -260,9 +255,7 @@ def test_the_exit_code_and_the_last_words_of_a_rank_that_fails(tiny: Path, tmp_p
         (["train", "data.train=nowhere"], "nowhere.idx: not found"),
     ],
 )
-def test_a_refusal_of_rank_0_is_said_once_before_there_are_ranks(
-    tiny: Path, tmp_path: Path, words: list[str], message: str
-) -> None:
+def test_a_refusal_of_rank_0_is_said_once_before_there_are_ranks(tiny, tmp_path, words, message) -> None:
     mode, *overrides = words
     done = start("none", str(tiny), "[0,2]", mode, *overrides)
     assert done.returncode == 2 and done.stderr.count(message) == 1, done.stderr

@@ -32,9 +32,7 @@ def submit(folder: Path, *words: str, tasks: int = 2, **variables: str) -> tuple
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("restarts", [(), ("--max_restarts", "2")], ids=["requeue", "launcher"])
-def test_a_job_resumes_from_the_newest_checkpoint(
-    tmp_path: Path, corpus_prefix: Path, restarts: tuple[str, ...]
-) -> None:
+def test_a_job_resumes_from_the_newest_checkpoint(tmp_path, corpus_prefix, restarts) -> None:
     """Two nodes of one task each; the rank of the second is killed at step 8. Slurm queues the job
     again, or a launcher on each node starts the ranks again. Losses are those of one process that
     nobody kills.
@@ -45,7 +43,7 @@ def test_a_job_resumes_from_the_newest_checkpoint(
     program.write_text(FAULTS.replace('environ["RANK"]', f'environ["{rank}"]'))
     launcher.write_text(f'exec bash {ROOT}/scripts/run_distribute.sh --program {program} "$@"\n')
     faults = tmp_path / "faults.json"
-    faults.write_text(json.dumps([{"rank": 1, "step": 8, "signal": 9}]))
+    faults.write_text(json.dumps([{"rank": 1, "step": 8}]))
     keys = {"train__max_steps": 12, "checkpoint__interval": 5, "model__dropout": 0}
     run, alone = tmp_path / "run", tmp_path / "alone"
     words = [*restarts, CONFIG, "train", *run_words(run, corpus_prefix, **keys)]
@@ -68,7 +66,7 @@ def test_a_job_resumes_from_the_newest_checkpoint(
     require_equal(run, alone)
 
 
-@pytest.mark.parametrize("words", [("--max_restarts",), ("--max_restarts", "x", CONFIG, "train")])
-def test_restarts_without_a_number_are_refused(tmp_path: Path, words: tuple[str, ...]) -> None:
-    code, text = submit(tmp_path, *words)
-    assert (code, text.startswith("Usage Help: ")) == (2, True)
+def test_restarts_without_a_number_are_refused(tmp_path: Path) -> None:
+    for words in (("--max_restarts",), ("--max_restarts", "x", CONFIG, "train")):
+        code, text = submit(tmp_path, *words)
+        assert (code, text.startswith("Usage Help: ")) == (2, True)

@@ -70,11 +70,8 @@ def test_a_host_that_is_cut_off_ends_the_run_on_both_with_the_right_blame_and_th
         ip("-n", hosts[1], "link", "set", "cable", "up")
         processes = start(cut, ())
         assert [process.wait(timeout=120) for process in processes] == [0, 0]
-        processes = [
-            start_script(
-                "none", CONFIG, "[0,4)", "train", *run_words(whole, corpus_prefix, **keys), log=tmp_path / "whole.log"
-            )
-        ]
+        words = run_words(whole, corpus_prefix, **keys)
+        processes = [start_script("none", CONFIG, "[0,4)", "train", *words, log=tmp_path / "whole.log")]
         assert processes[0].wait(timeout=120) == 0
     finally:
         for process in processes:
