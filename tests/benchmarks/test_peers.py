@@ -86,11 +86,10 @@ def test_features_that_a_peer_lacks(tmp_path, corpus_prefix, capsys) -> None:
     ("peer", "package", "words"),
     [
         pytest.param("nanogpt_style", "transformers", [], marks=pytest.mark.campaign),
-        pytest.param("deepspeed", "deepspeed", ["parallel.zero_stage=2"],
-                     marks=pytest.mark.campaign),
+        pytest.param("deepspeed", "deepspeed", ["parallel.zero_stage=2"], marks=pytest.mark.campaign),
         ("transformers", "accelerate", []),
     ],
-)  # fmt: skip
+)
 def test_programs_of_two_ranks(peer, package, words, tmp_path, corpus_prefix) -> None:
     """A file that is called as a package must not hide it; without the package it says so."""
     path = make_config(tmp_path, corpus_prefix)

@@ -97,12 +97,15 @@ def test_refused(tool, words, said, here, monkeypatch, capsys, request) -> None:
     if "VOCABULARY" in tool:
         vocab, merges = request.getfixturevalue("gpt2_vocab_files")
         tool = tool.replace("VOCABULARY", f"--vocab-file {vocab} --merge-file {merges}")
-    name, *given = shlex.split(f"{tool} {filled(filled(words))}")
+    name, *given = shlex.split(filled(filled(f"{tool} {words}")))
     before = files_of(here)
-    monkeypatch.setattr("sys.argv", [f"tools/{name}.py", *given])
+    for variable in [word for word in given if re.match("[A-Z_]+=", word)]:
+        monkeypatch.setenv(*variable.split("="))
+        given.remove(variable)
+    monkeypatch.setattr("sys.argv", [f"{name}.py", *given])
     capsys.readouterr()
     try:
-        code: object = importlib.import_module(f"tools.{name}").main()
+        code: object = importlib.import_module(name if name == "run_gpt2" else f"tools.{name}").main()
     except SystemExit as stop:  # by argparse
         code = stop.code
     error = capsys.readouterr().err
