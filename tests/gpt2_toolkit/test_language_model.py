@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 from common.config.load import build_config  # noqa: E402
 from common.config.schema import ModelConfig  # noqa: E402
-from common.errors import TokenizerError  # noqa: E402
+from common.errors import TokenizerError, UserError  # noqa: E402
 from common.run_config import fill_model, load_config  # noqa: E402
 from common.tokenizer import load_tokenizer  # noqa: E402
 from gpt2_toolkit import load_model  # noqa: E402
@@ -78,11 +78,8 @@ def expected(folders: dict[str, Path]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [
-        ("hf", "torch"), ("own", "torch"), ("weights", "auto"),
-        ("hf", "mindspore"), ("onnx", "auto"), ("pt2", "auto"),
-    ],
-)  # fmt: skip
+    [("hf", "torch"), ("own", "torch"), ("weights", "auto"), ("hf", "mindspore"), ("onnx", "auto"), ("pt2", "auto")],
+)
 def test_every_folder_says_what_transformers_says(folders, expected, name, backend, request) -> None:
     if backend == "mindspore":
         request.getfixturevalue("mindspore")
@@ -153,9 +150,6 @@ def test_the_same_as_the_run_mode_predict(folders: dict[str, Path], tmp_path, ca
         load = [f"checkpoint.load={folders[name]}", f"predict.prompt={prompts}"]
         assert main([*command, *load]) == 0
         printed.append(capsys.readouterr().out)
-        assert main([*command, *load, f"predict.output_folder={tmp_path / name}"]) == 0
-        assert len(list((tmp_path / name).glob("*-0.txt"))) == len(PROMPTS)
-        capsys.readouterr()
     assert printed[0] == printed[1]
     assert printed[0].count("Prompt: ") == printed[0].count("Generation: ") == len(PROMPTS)
 
@@ -263,25 +257,22 @@ def test_a_bad_export_is_one_message(folders, tmp_path, damage, options, message
     assert getattr(error.value, "exit_code", None) == 2 and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("ask", "message"),
-    [
-        (lambda model: model.generate("hello " * 80), "go beyond the model's 64 positions"),
-        (lambda model: model.generate(""), "is empty"),
-        (lambda model: model.generate([1, 262]), "id 262 is outside the vocabulary"),
-        (lambda model: model.generate("a", top_kk=1), "did you mean predict.top_k"),
-        (lambda model: model.generate("a", prompt_file="x"), "belongs to --run_mode predict"),
-        (lambda model: model.stream(["a", "b"]), "continues one prompt once"),
-        (lambda model: model.score("a", stride=65), "expected 1 to 64"),
-        (lambda model: model.score_ids([[1, 2]], [0]), "row 0: starts at 0 of 2 tokens"),
-        (lambda model: model.score_ids([[1, 262]], [1]), "outside 0 to 261"),
-    ],
-)
-def test_bad_questions(folders, ask, message) -> None:
+def test_bad_questions(folders) -> None:
     model = load_model(folders["onnx"])
-    with pytest.raises(Exception, match=message) as error:
-        ask(model)
-    assert getattr(error.value, "exit_code", None) == 2
+    for ask, message in (
+        (lambda: model.generate("hello " * 80), "go beyond the model's 64 positions"),
+        (lambda: model.generate(""), "is empty"),
+        (lambda: model.generate([1, 262]), "id 262 is outside the vocabulary"),
+        (lambda: model.generate("a", top_kk=1), "did you mean predict.top_k"),
+        (lambda: model.generate("a", prompt_file="x"), "belongs to --run_mode predict"),
+        (lambda: model.stream(["a", "b"]), "continues one prompt once"),
+        (lambda: model.score("a", stride=65), "expected 1 to 64"),
+        (lambda: model.score_ids([[1, 2]], [0]), "row 0: starts at 0 of 2 tokens"),
+        (lambda: model.score_ids([[1, 262]], [1]), "outside 0 to 261"),
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            ask()
+        assert error.value.exit_code == 2
 
 
 def test_stop_strings_and_log_probabilities(folders, expected) -> None:
@@ -344,16 +335,13 @@ def test_finetune_then_eval_and_predict_without_a_model(folders, tmp_path, corpu
     assert capsys.readouterr().out.startswith("Prompt: hello\nGeneration: hello")
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
+def test_without_a_checkpoint(tmp_path: Path) -> None:
+    for sections, message in (
         ({"model": "from_checkpoint"}, "model: its sizes come from the checkpoint, and none is"),
         ({"model": "from_nowhere"}, "'from_nowhere': expected from_checkpoint"),
         ({}, "model: required"),
         ({"checkpoint": {"load": "nothing"}}, "nothing: no model here: there is no such file"),
-    ],
-)
-def test_without_a_checkpoint(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(Exception, match=message) as error:
-        model_of(tmp_path, **sections)
-    assert getattr(error.value, "exit_code", None) == 2 and "\n" not in str(error.value)
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            model_of(tmp_path, **sections)
+        assert error.value.exit_code == 2 and "\n" not in str(error.value)

@@ -142,24 +142,21 @@ def test_the_harnesses_own_model_says_the_same(folders, of_hf, name, backend, re
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_bad_arguments(folders: dict[str, Path]) -> None:
+    pytest.importorskip("lm_eval")
+    start = f"tools/lm_eval.py --tasks lambada_local --include_path {TASKS} --model gpt2_toolkit"
+    metadata = json.dumps({"lambada": str(folders["root"] / "lambada.jsonl")})
+    for words, message in (
         ("path=absent", "no model here"),
         ("path={hf} --device tpu", "device: input should be"),
         ("path={hf},max_length=65", "expected 1 to 64"),
         ("path={hf},pretrained=x", "pretrained: not known"),
-    ],
-)
-def test_bad_arguments(words: str, message: str, folders: dict[str, Path]) -> None:
-    pytest.importorskip("lm_eval")
-    given = words.format(hf=folders["hf"]).split()
-    start = f"tools/lm_eval.py --tasks lambada_local --include_path {TASKS} --model gpt2_toolkit"
-    metadata = json.dumps({"lambada": str(folders["root"] / "lambada.jsonl")})
-    command = [*start.split(), "--metadata", metadata, "--model_args", *given]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and message in done.stderr, done.stderr[-2000:]
-    assert "Traceback" not in done.stderr
+    ):
+        given = words.format(hf=folders["hf"]).split()
+        command = [sys.executable, *start.split(), "--metadata", metadata, "--model_args", *given]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 2 and message in done.stderr, done.stderr[-2000:]
+        assert "Traceback" not in done.stderr
 
 
 def test_the_tasks_name_functions_that_are_there() -> None:
