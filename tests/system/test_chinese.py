@@ -1,6 +1,4 @@
-"""GPT2-Chinese's commands, run: what they train, write and measure is that of the YAML that their
-flags become.
-"""
+"""GPT2-Chinese's commands, run: what they train, write and measure is that of the YAML that their flags become."""
 
 from __future__ import annotations
 
@@ -165,15 +163,13 @@ def test_train_single_has_no_frame_and_data_are_made_once(folder, capsys, monkey
     assert len(ids) == 38
 
 
-RAW = ["--raw", "--raw_data_path", "train.json"]
-
-
 def test_bad_input_is_one_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = ["--raw", "--raw_data_path", "train.json"]
     for program, words, message in (
         ("train.py", ["--tokenized_data_path", "none/"], "none: no tokenized_train_0.txt"),
         ("train.py", ["--raw", "--raw_data_path", "vocab.txt"], "vocab.txt: is text, expected a"),
-        ("train.py", [*RAW, "--num_pieces", "3.5"], "num_pieces=3.5: expected a whole number"),
-        ("train.py", [*RAW, "--min_length", "-1"], "min_length=-1: expected a number that is not"),
+        ("train.py", [*raw, "--num_pieces", "3.5"], "num_pieces=3.5: expected a whole number"),
+        ("train.py", [*raw, "--min_length", "-1"], "min_length=-1: expected a number that is not"),
         ("train.py", ["--tokenizer_path", "no.txt", "--raw"], "no.txt: does not exist"),
         ("eval.py", [], "--pretrained_model is not given"),
         ("generate.py", ["--model_path", "nowhere"], "nowhere"),

@@ -1,6 +1,4 @@
-"""Scripts and configurations of other systems, run: their losses are those of the YAML that they
-become.
-"""
+"""Scripts and configurations of other systems, run: their losses are those of the YAML that they become."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ ONEFLOW = ONEFLOW.replace("--lr ", "--learning-rate ").split()
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as the ModelZoo's preprocessing leaves it: my-gpt_text_sentence.{bin,idx}, 300
-    documents of 30 tokens.
-    """
+    """A folder as the ModelZoo's preprocessing leaves it: 300 documents of 30 tokens."""
     folder = tmp_path_factory.mktemp("corpus")
     tokens = np.random.default_rng(0).integers(0, 101, size=9000)
     with IndexedWriter(folder / "my-gpt_text_sentence", "uint16") as writer:
@@ -188,9 +184,7 @@ def test_paddles_launcher_starts_a_rank_a_device(tmp_path) -> None:
 
 @pytest.mark.long
 def test_train_full_8p_trains_and_prints_what_its_own_grep_reads(corpus, tmp_path) -> None:
-    """On two ranks, a pipeline of two stages; the mean of samples/sec has no row of the Final
-    lines.
-    """
+    """On two ranks, a pipeline of two stages; the mean of samples/sec has no row of the Final lines."""
     script = ["bash", str(COMPAT / "modelzoo" / "test" / "train_full_8p.sh")]
     small = [word for word in SMALL if word != "data.tokenizer=null"]
     command = [*script, f"--data_path={corpus}", "--model_size=345M", "--train_iters=4", *small]

@@ -23,10 +23,8 @@ TURNS = {"hi": "hello", "one": "two", "red": "green", "cat": "dog"}
 PROMPT = "<|user|>one<|bot|>"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_base(folder: Path) -> None:
     """A model of transformers whose table has rows for the marks that were added."""
-    folder = tmp_path_factory.mktemp("dialogue") / "base"
     torch.manual_seed(0)
     ids = {"bos_token_id": 257, "eos_token_id": 259, "pad_token_id": 258}
     sizes = {"n_layer": 1, "n_embd": 64, "n_head": 2, "n_positions": 24, "vocab_size": 262}
@@ -39,12 +37,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     special = names | {"additional_special_tokens": ["<|user|>", "<|bot|>"]}
     (folder / "special_tokens_map.json").write_text(json.dumps(special))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
-    return folder
 
 
-@pytest.fixture(scope="module")
-def run(folder: Path) -> Path:
-    """The config of the run that was trained on the dialogues."""
+def train(folder: Path) -> Path:
+    """Train on the dialogues. Return the config of the run."""
     lines = [json.dumps({"text": f"<|user|>{asked}<|bot|>{said}<|im_end|>"}) for asked, said in TURNS.items()]
     text = folder.parent / "dialogues.jsonl"
     text.write_text("\n".join(random.Random(0).sample(lines * 20, 20 * len(lines))))
@@ -64,8 +60,9 @@ def run(folder: Path) -> Path:
 
 
 @pytest.mark.long
-def test_a_marked_dialogue_stops_at_its_mark(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    here = run.parent / "run"
+def test_a_marked_dialogue_stops_at_its_mark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_base(tmp_path / "base")
+    run, here = train(tmp_path / "base"), tmp_path / "run"
     for format in ("hf", "onnx", "gguf"):
         words = ["--to", format, "--input", str(here), "--output", str(tmp_path / format)]
         assert convert([*words, "--verify"]) == 0

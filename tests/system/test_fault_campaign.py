@@ -47,15 +47,8 @@ LIMIT = 1800.0
 """Seconds for a run with its faults; more would be a hang."""
 
 
-def keys_of(**keys: object) -> dict[str, object]:
-    return {
-        "train__max_steps": STEPS,
-        "checkpoint__interval": 4,
-        "validation__interval": 6,
-        "runtime__stall_limit": 60,
-        "model__dropout": 0,
-        **keys,
-    }
+KEYS: dict[str, object] = {"train__max_steps": STEPS, "checkpoint__interval": 4, "validation__interval": 6}
+KEYS["model__dropout"] = 0
 
 
 def plan(chance: random.Random, ranks: int, faults: int) -> list[dict[str, Any]]:
@@ -115,7 +108,7 @@ def test_every_run_ends_as_one_without_faults(hosts: tuple[str, str], tmp_path: 
     faults_of_a_run = max(1, min(MOST_OF_A_RUN, wanted // len(LAYOUTS)))
     chance = random.Random(int(os.environ.get("GPT2_FAULT_SEED", "1")))
     expected = {
-        backend: run_alone(tmp_path / backend, corpus_prefix, **keys_of(backend=backend))
+        backend: run_alone(tmp_path / backend, corpus_prefix, **KEYS, backend=backend)
         for backend in ("torch", "mindspore")
     }
     met: Counter[tuple[str, str]] = Counter()
@@ -134,12 +127,8 @@ def test_every_run_ends_as_one_without_faults(hosts: tuple[str, str], tmp_path: 
         faults = plan(chance, ranks, faults_of_a_run)
         (folder / "faults.json").write_text(json.dumps(faults))
         run = folder / "run"
-        starts, codes = run_until_the_end(
-            folder,
-            run_words(run, corpus_prefix, **keys_of(runtime__stall_limit=40 * ranks, **keys)),
-            ranks,
-            hosts if count > 1 else (),
-        )
+        words = run_words(run, corpus_prefix, **KEYS, runtime__stall_limit=40 * ranks, **keys)
+        starts, codes = run_until_the_end(folder, words, ranks, hosts if count > 1 else ())
         text = (folder / "log.txt").read_text()
         assert not any(codes), f"{name}, {faults}: {text[-3000:]}"
         left = json.loads((folder / "faults.json").read_text())

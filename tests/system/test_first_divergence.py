@@ -32,12 +32,8 @@ SGD = ("--set_a", "optimizer.name=sgd", "--set_b", "optimizer.name=sgd")
 LAYOUTS = (("model_parallel=2", "2"), ("pipeline_stage=3", "3"), ("zero_stage=1", "2"))
 
 
-@pytest.fixture(autouse=True)
-def _both_frameworks() -> None:
-    pytest.importorskip("mindspore", reason="MindSpore is not installed")
-
-
 def config_of(folder: Path, corpus: Path, dropout: float = 0.0) -> Path:
+    pytest.importorskip("mindspore", reason="MindSpore is not installed")
     adamw = {"name": "adamw", "learning_rate": 0.01, "decay_steps": 1000}
     changes = {"model__num_layers": 3, "model__num_heads": 2, "model__dropout": dropout, "data__split": "100,0,0"}
     tree = tiny_run("unused", corpus, **changes, train__max_steps=20, precision="float32", optimizer=adamw)

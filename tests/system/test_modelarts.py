@@ -1,6 +1,4 @@
-"""ModelArts jobs as the platform starts them, with a folder for the bucket. No real one has run
-yet.
-"""
+"""ModelArts jobs as the platform starts them, with a folder for the bucket. No real one has run yet."""
 
 import json
 import os
@@ -17,6 +15,7 @@ import pytest
 import yaml
 
 from common.processes.addresses import free_port
+from tests.cluster_tables import devices, table_0
 from tests.run_scripts import ROOT, clean_environment, pids_with, process_of_rank, wait_until
 from tests.system.test_restarts import require_equal, rows_of
 from tests.tiny import tiny_run
@@ -68,11 +67,7 @@ def steps_of(folder: Path) -> list[int]:
 
 def test_one_process_per_card(start: Start, bucket: Path, tmp_path: Path, samples: Path) -> None:
     """The platform fills its version 0 table while the processes start."""
-    table = json.loads((samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json").read_text())
-    group = table["group_list"][0]
-    group["instance_list"] = group["instance_list"][1:]
-    group["instance_list"][0]["devices"] = group["instance_list"][0]["devices"][:2]
-    group |= {"device_count": "2", "instance_count": "1"}
+    table = table_0("job", ("pod-0", "192.168.6.101", devices(["192.1.244.169", "192.1.244.170"])))
     file = tmp_path / "jobstart_hccl.json"
     shutil.copy(samples / "status_initializing.json", file)
     common = {"RANK_TABLE_FILE": str(file), "MASTER_PORT": str(free_port()), "MA_NUM_GPUS": "2"}

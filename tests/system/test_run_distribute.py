@@ -1,4 +1,6 @@
-"""scripts/run_distribute.sh and its siblings as a user starts them, most under DRY_RUN=1."""
+"""scripts/run_distribute.sh and its siblings as a user starts them, most under DRY_RUN=1; and MindSpore's msrun. The
+variables of other launchers: tests/common/cluster/test_environment.py. torchrun trains in test_restarts.py.
+"""
 
 import json
 import os
@@ -8,11 +10,15 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from common.command_line import parse_arguments
 from common.processes.addresses import free_port
+from common.resolve.derive import resolve_mode
+from common.run_config import load_config
 from tests.cluster_tables import write_tutorial_table
 from tests.run_scripts import ROOT, clean_environment, wait_until
 from tests.tiny import rows_of, tiny_run
@@ -128,8 +134,6 @@ def test_standalone(tmp_path: Path) -> None:
     own = {"DEVICE_ID": "3", "RANK_ID": "0", "RANK_SIZE": "1"}
     assert done.returncode == 0 and shown_ranks(done.stdout)[0].items() >= own.items()
     assert "context.device_id=3 seed=1" in done.stdout and "mf_standalone" in done.stdout
-    done = start("../configs/gpt2/run_gpt2_124m.yaml", "x", "train", script="run_standalone.sh")
-    assert done.returncode == 2 and done.stderr == "error: device_id=x is not a number\n"
 
 
 @pytest.fixture
@@ -195,7 +199,6 @@ def test_closed_streams_do_not_stop_a_run(tiny: Path, tmp_path: Path) -> None:
     line = f"bash {SCRIPTS}/run_distribute.sh none {tiny} '[0,1)' train >&- 2>&- <&-"
     assert shell(line, DRY_RUN="1").returncode == 0  # prints its plan where nobody reads
     assert shell(line).returncode == 0
-    assert shell(f"{line} train.max_steps=-1").returncode == 2
     assert (tmp_path / "run" / "metrics.jsonl").is_file()
     assert "all ranks ended well" not in (tmp_path / "run" / "mf_parallel0" / "mindformer.log").read_text()
 
@@ -234,10 +237,10 @@ def test_an_active_conda_environment_goes_before_the_repositorys_own(tmp_path: P
         done = shell(f'source {root}/scripts/environment.sh; find_python; echo "$PYTHON"', **{**none, **variables})
         return done.stdout.strip()
 
-    assert found() == str(root / ".venv/bin/python")
-    assert found(CONDA_PREFIX=str(conda), CONDA_DEFAULT_ENV="gpt2") == str(conda / "bin/python")
-    assert found(CONDA_PREFIX=str(conda), CONDA_DEFAULT_ENV="base") == str(root / ".venv/bin/python")
-    assert found(CONDA_PREFIX=str(conda), CONDA_DEFAULT_ENV="gpt2", VIRTUAL_ENV=str(venv)) == str(venv / "bin/python")
+    own = {"CONDA_PREFIX": str(conda), "CONDA_DEFAULT_ENV": "gpt2"}
+    assert found() == found(**own | {"CONDA_DEFAULT_ENV": "base"}) == str(root / ".venv/bin/python")
+    assert found(**own) == str(conda / "bin/python")
+    assert found(**own, VIRTUAL_ENV=str(venv)) == str(venv / "bin/python")
 
 
 def test_the_exit_code_and_the_last_words_of_a_rank_that_fails(tiny: Path, tmp_path: Path) -> None:
@@ -247,26 +250,18 @@ def test_the_exit_code_and_the_last_words_of_a_rank_that_fails(tiny: Path, tmp_p
     assert "npu" in log.read_text() and "RANK_ID=0\n" in (log.parent / "env.log").read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["predict"], "predict.prompt is not given"),
-        (["eval", "evaluation.task=text", "data.tokenizer=."], "evaluation.task=text needs a file"),
-        (["train", "data.train=nowhere"], "nowhere.idx: not found"),
-    ],
-)
-def test_a_refusal_of_rank_0_is_said_once_before_there_are_ranks(tiny, tmp_path, words, message) -> None:
-    mode, *overrides = words
-    done = start("none", str(tiny), "[0,2]", mode, *overrides)
-    assert done.returncode == 2 and done.stderr.count(message) == 1, done.stderr
-    assert "started" not in done.stdout + done.stderr
-    assert not (tmp_path / "run").exists()
+def test_a_refusal_of_rank_0_is_said_once_before_there_are_ranks(tiny: Path, tmp_path: Path) -> None:
+    for mode, words, message in (
+        ("predict", [], "predict.prompt is not given"),
+        ("train", ["data.train=nowhere"], "nowhere.idx: not found"),
+    ):
+        done = start("none", str(tiny), "[0,2]", mode, *words)
+        assert done.returncode == 2 and done.stderr.count(message) == 1, done.stderr
+        assert "started" not in done.stdout + done.stderr and not (tmp_path / "run").exists()
 
 
 def test_slurm_starts_a_task_a_device(tmp_path: Path) -> None:
-    """With a stand-in for srun that shows its words, as Slurm is not here; from Slurm's copy of the
-    script.
-    """
+    """With a stand-in for srun that shows its words, as Slurm is not here; from Slurm's copy of the script."""
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()
     srun.write_text('#!/bin/bash\nprintf \'%s\\0\' "$@" "$SRUN_CPUS_PER_TASK"\n')
@@ -280,3 +275,109 @@ def test_slurm_starts_a_task_a_device(tmp_path: Path) -> None:
     ]  # fmt: skip
     done = shell(line, cwd=tmp_path, SLURM_SUBMIT_DIR=str(tmp_path))
     assert done.returncode == 2 and "is not the repository" in done.stderr
+
+
+# ---- msrun itself ----
+
+
+WHO = """
+import os, sys
+sys.path.insert(0, os.environ["GPT2_ROOT"])
+from common.cluster.environment import find_process, is_scheduler
+process = find_process(os.environ)
+sys.stdout.write(
+    f"{process.rank}/{process.world_size} {process.local_rank}/{process.local_world_size} "
+    f"{process.device_id} {process.master}:{process.port} {process.launcher}"
+    f"{' scheduler' * is_scheduler(os.environ)}\\n"
+)
+"""
+
+
+def test_msrun(tmp_path: Path) -> None:
+    pytest.importorskip("mindspore")
+    program = shutil.which("msrun", path=str(Path(sys.executable).parent))
+    assert program, "msrun is part of mindspore"
+    (tmp_path / "who.py").write_text(WHO)
+    port = free_port()
+    words = ["--worker_num=2", "--local_worker_num=2", "--log_dir=logs", "--join=True"]
+    command = [program, *words, f"--master_port={port}", "who.py"]
+    environment = clean_environment(GPT2_ROOT=str(ROOT))
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, env=environment, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    logs = {path.stem: path.read_text().strip() for path in (tmp_path / "logs").glob("*.log")}
+    assert logs == {
+        "worker_0": f"0/2 0/2 0 127.0.0.1:{port} msrun",
+        "worker_1": f"1/2 1/2 1 127.0.0.1:{port} msrun",
+        "scheduler": f"0/2 0/1 None 127.0.0.1:{port} msrun scheduler",
+    }
+
+
+# ---- the quickstart: the commands that it ends with, and the environment that it makes ----
+
+
+@pytest.mark.parametrize("ending", ["", "_zh"])
+def test_the_commands_that_the_quickstart_ends_with(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They use the quickstart's run and data, and what continues a prompt samples: greedily so
+    small a model prints empty lines. Its own settings are those of the preset.
+    """
+    script = (ROOT / "scripts" / "quickstart.sh").read_text(encoding="utf-8")
+    text = script.rpartition("cat <<END")[2].partition("END")[0]
+    values = dict(re.findall(r"^(CONFIG|RUN|DATA)=(\S+)$", script, flags=re.M))
+    values |= {"PYTHON": "python", "OTHER": "ROMEO"}
+    text = re.sub(r"\$(\w+)", lambda name: values[name[1]].replace("$ENDING", ending), text)
+    file = f"configs/gpt2/run_gpt2_quickstart{ending}.yaml"
+    monkeypatch.chdir(ROOT)
+    preset = load_config(Path(file))
+    text = text.replace(f"{preset.output_dir}/config.yaml", file)  # which holds its values
+    found = re.findall(r"run_gpt2\.py (.*)", text)
+    assert len(found) == 3
+    for words in map(shlex.split, found):
+        arguments = parse_arguments(words)
+        assert arguments.config is not None
+        config = load_config(arguments.config, arguments.overrides)
+        config = resolve_mode(config, arguments.run_mode, world_size=1)
+        assert config.data.tokenizer == preset.data.tokenizer
+        assert config.data.train in (preset.data.train, ["data/own_text_document"])
+        assert config.output_dir in (preset.output_dir, "output/own")
+        if arguments.run_mode == "predict":
+            assert config.predict.method == "sampling" and config.predict.top_k
+    assert f"SIZE={preset.model.vocab_size}" in script and preset.data.tokenizer is not None
+    assert preset.data.tokenizer.folder == f"data/quickstart{ending}/small"
+
+
+PIP = f"""#!/bin/bash
+case "$*" in
+*"pip install"*BAD*) echo "ERROR: No matching distribution found for BAD<3" >&2; exit 1 ;;
+*"pip install"*) echo "${{@: -1}}" >>pip.log ;;
+*) exec {sys.executable} "$@" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("bad", ["mindspore", "torch"])
+def test_an_extra_without_a_package_is_left_out_and_a_required_one_is_an_error(tmp_path: Path, bad: str) -> None:
+    for name in ("scripts/environment.sh", "pyproject.toml", "requirements.txt", "constraints.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("pip", "python"):
+        (programs / name).write_text(PIP.replace("BAD", bad))
+        (programs / name).chmod(0o755)
+    script = "source scripts/environment.sh; use_environment torch fast,mindspore; echo ready"
+
+    command, environment = ["bash", "-euc", script], {"PATH": "/usr/bin:/bin"}
+    start = partial(subprocess.run, command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    done = start()
+    if bad == "torch":
+        assert done.returncode == 1 and done.stderr.endswith("pip's message is above\n")
+        assert "No matching distribution found for torch<3" in done.stderr
+        return
+    for each in (done, start()):  # the second one tries only what is missing
+        assert each.returncode == 0 and each.stdout.endswith("ready\n"), each.stderr
+        said = r" No matching distribution found for mindspore<3\n"
+        assert re.fullmatch(rf"left out: the extra mindspore, on Python 3\.\d+\.\S+ \S+:{said}", each.stderr), (
+            each.stderr
+        )
+    asked = (tmp_path / "pip.log").read_text().split()
+    assert asked == [f"{tmp_path}[torch]", f"{tmp_path}[torch,fast]"]

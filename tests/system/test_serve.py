@@ -128,9 +128,7 @@ def events(response: http.client.HTTPResponse) -> list[Any]:
 
 
 def test_requests_at_work_have_a_time_to_end(config: Path) -> None:
-    """Ctrl-C during two streams. The one that is not done by then tells its client; the key is
-    asked for and not shown.
-    """
+    """Ctrl-C during two streams. The one that is not done by then tells its client; the key is not shown."""
     served = Served(config, "serve.drain_timeout=3", GPT2_API_KEY="secret-of-mine")
     short, long = served.stream(30), served.stream(1_000_000)
     code, out, error = served.end(signal.SIGINT)
