@@ -19,14 +19,12 @@ def two_hosts(addresses: Sequence[str] = ADDRESSES, device: str = "cable") -> It
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and the program ip")
     names = (f"gpt2-{os.getpid()}-a", f"gpt2-{os.getpid()}-b")
-    made = []
     try:
         for name in names:
             try:
                 ip("netns", "add", name)
             except subprocess.CalledProcessError as error:
                 pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-            made.append(name)
             ip("-n", name, "link", "set", "lo", "up")
         peer = ("type", "veth", "peer", "name", device, "netns", names[1])
         ip("-n", names[0], "link", "add", device, *peer)
@@ -35,5 +33,5 @@ def two_hosts(addresses: Sequence[str] = ADDRESSES, device: str = "cable") -> It
             ip("-n", name, "link", "set", device, "up")
         yield names
     finally:
-        for name in made:
+        for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=20)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -69,18 +70,15 @@ def test_nanogpt_style(tmp_path: Path, corpus_prefix: Path) -> None:
     assert (tmp_path / "peer" / "memory.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("word", "named"),
-    [
+def test_features_that_a_peer_lacks(tmp_path, corpus_prefix, capsys) -> None:
+    words = words_of(make_config(tmp_path, corpus_prefix), tmp_path / "peer")
+    for word, named in (
         ("precision=fp16", "precision.compute=float16"),
         ("optimizer.name=sgd", "optimizer.name=sgd"),
         ("train.recompute=selective", "train.recompute=selective"),
-    ],
-)
-def test_features_that_a_peer_lacks(tmp_path, corpus_prefix, word, named, capsys) -> None:
-    words = words_of(make_config(tmp_path, corpus_prefix), tmp_path / "peer")
-    assert main(NanoGPTStyle, [*words, word]) == 2
-    assert f"error: peer nanogpt_style: {named}: it has" in capsys.readouterr().err
+    ):
+        assert main(NanoGPTStyle, [*words, word]) == 2
+        assert f"error: peer nanogpt_style: {named}: it has" in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -88,24 +86,20 @@ def test_features_that_a_peer_lacks(tmp_path, corpus_prefix, word, named, capsys
     ("peer", "package", "words"),
     [
         pytest.param("nanogpt_style", "transformers", [], marks=pytest.mark.campaign),
-        pytest.param("deepspeed", "deepspeed", ["parallel.zero_stage=2"],
-                     marks=pytest.mark.campaign),
+        pytest.param("deepspeed", "deepspeed", ["parallel.zero_stage=2"], marks=pytest.mark.campaign),
         ("transformers", "accelerate", []),
     ],
-)  # fmt: skip
+)
 def test_programs_of_two_ranks(peer, package, words, tmp_path, corpus_prefix) -> None:
     """A file that is called as a package must not hide it; without the package it says so."""
     path = make_config(tmp_path, corpus_prefix)
     is_there = importlib.util.find_spec(package) is not None
     command = [sys.executable, f"benchmarks/peers/{peer}.py", *words_of(path, tmp_path / "peer")]
     port, ranks = free_port(), 1 + is_there
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
     processes = [
-        subprocess.Popen(
-            [*command, *words], cwd=ROOT, env=rank_environment(rank, ranks, port),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
+        subprocess.Popen([*command, *words], env=rank_environment(rank, ranks, port), **pipes) for rank in range(ranks)
+    ]
     codes, texts = end_ranks(processes, seconds=240)
     if not is_there:
         assert codes == [2] and f"the package {package} is not installed" in texts[0]

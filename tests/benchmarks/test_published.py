@@ -29,9 +29,8 @@ def test_every_row_has_a_source_and_a_basis(figures: list[Figure]) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "most", "share"),
-    [("test", 0.10, 0.80), ("A100", 0.08, 0.92), ("H100", 0.10, 0.84), ("V100", 0.15, 0.70),
-     ("Ascend", 0.30, 0.40)],
-)  # fmt: skip
+    [("test", 0.10, 0.80), ("A100", 0.08, 0.92), ("H100", 0.10, 0.84), ("V100", 0.15, 0.70), ("Ascend", 0.30, 0.40)],
+)
 def test_errors_of_a_part(figures: list[Figure], rows: str, most: float, share: float) -> None:
     """Median, and part within 25 %, of the rows to which nothing was fitted and of families."""
     found = times(figures, lambda each: rows in (each.row["half"], each.device.family))

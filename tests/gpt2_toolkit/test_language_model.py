@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 from common.config.load import build_config  # noqa: E402
 from common.config.schema import ModelConfig  # noqa: E402
+from common.errors import TokenizerError, UserError  # noqa: E402
 from common.run_config import fill_model, load_config  # noqa: E402
 from common.tokenizer import load_tokenizer  # noqa: E402
 from gpt2_toolkit import load_model  # noqa: E402
@@ -77,14 +78,9 @@ def expected(folders: dict[str, Path]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [
-        ("hf", "torch"), ("own", "torch"), ("weights", "auto"),
-        ("hf", "mindspore"), ("onnx", "auto"), ("pt2", "auto"),
-    ],
-)  # fmt: skip
-def test_every_folder_says_what_transformers_says(
-    folders: dict[str, Path], expected: dict[str, Any], name: str, backend: Any, request: pytest.FixtureRequest
-) -> None:
+    [("hf", "torch"), ("own", "torch"), ("weights", "auto"), ("hf", "mindspore"), ("onnx", "auto"), ("pt2", "auto")],
+)
+def test_every_folder_says_what_transformers_says(folders, expected, name, backend, request) -> None:
     if backend == "mindspore":
         request.getfixturevalue("mindspore")
     model = load_model(folders[name], backend=backend, device="cpu")
@@ -154,9 +150,6 @@ def test_the_same_as_the_run_mode_predict(folders: dict[str, Path], tmp_path, ca
         load = [f"checkpoint.load={folders[name]}", f"predict.prompt={prompts}"]
         assert main([*command, *load]) == 0
         printed.append(capsys.readouterr().out)
-        assert main([*command, *load, f"predict.output_folder={tmp_path / name}"]) == 0
-        assert len(list((tmp_path / name).glob("*-0.txt"))) == len(PROMPTS)
-        capsys.readouterr()
     assert printed[0] == printed[1]
     assert printed[0].count("Prompt: ") == printed[0].count("Generation: ") == len(PROMPTS)
 
@@ -203,6 +196,9 @@ def test_an_export_of_another_model_or_tokenizer_is_refused(folders, tmp_path, c
         assert main([*command, f"checkpoint.load={load}", word]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
+    larger = write_vocabulary(tmp_path / "larger", [*MERGES, "t h"])
+    with pytest.raises(TokenizerError, match="the model has 262 tokens and the tokenizer 263"):
+        load_model(folders["onnx"], tokenizer=larger)
 
 
 _WITHOUT_FRAMEWORK = """
@@ -226,13 +222,6 @@ def test_onnx_needs_no_training_framework(folders, expected, tmp_path) -> None:
     assert perplexity == pytest.approx(2.718281828459045**-mean, rel=1e-4)
 
 
-def _flip_a_bit(folder: Path) -> None:
-    path = folder / "model.onnx.data"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def _change(**values: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         record = json.loads((folder / "export.json").read_text())
@@ -241,27 +230,15 @@ def _change(**values: Any) -> Callable[[Path], None]:
     return change
 
 
-def _other_tokenizer(folder: Path) -> None:
-    """One of a token more than the model has rows."""
-    tokens = json.loads((folder / "vocab.json").read_text())
-    words = {name: number for name, number in tokens.items() if number < VOCABULARY - 1}
-    words |= {"th": VOCABULARY - 1, "<|endoftext|>": VOCABULARY}
-    (folder / "vocab.json").write_text(json.dumps(words))
-    files = json.loads((folder / "export.json").read_text())["files"]
-    own = ("vocab.json", "merges.txt")
-    _change(files={name: value for name, value in files.items() if name not in own})(folder)
-    with (folder / "merges.txt").open("a") as file:
-        file.write("\nt h\n")
-
-
 @pytest.mark.parametrize(
     ("damage", "options", "message"),
     [
         (lambda folder: (folder / "model.onnx.data").unlink(), {},
             "model.onnx.data: missing, export.json names it"),
-        (_flip_a_bit, {"verify": True}, "its bytes have changed since it was exported"),
+        (lambda folder: (folder / "model.onnx.data").write_bytes(
+            bytes((folder / "model.onnx.data").stat().st_size)),
+            {"verify": True}, "its bytes have changed since it was exported"),
         (_change(format_version=9), {}, "format version 9, this program reads 1"),
-        (_other_tokenizer, {}, "the model has 262 tokens and the tokenizer 263"),
         (None, {"backend": "torch"}, "is of format onnx, which onnx runs"),
         (None, {"dtype": "float32"}, "leave dtype out"),
         (None, {"device": "cuda"}, "ONNX runs on a CPU here"),
@@ -280,25 +257,22 @@ def test_a_bad_export_is_one_message(folders, tmp_path, damage, options, message
     assert getattr(error.value, "exit_code", None) == 2 and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("ask", "message"),
-    [
-        (lambda model: model.generate("hello " * 80), "go beyond the model's 64 positions"),
-        (lambda model: model.generate(""), "is empty"),
-        (lambda model: model.generate([1, 262]), "id 262 is outside the vocabulary"),
-        (lambda model: model.generate("a", top_kk=1), "did you mean predict.top_k"),
-        (lambda model: model.generate("a", prompt_file="x"), "belongs to --run_mode predict"),
-        (lambda model: model.stream(["a", "b"]), "continues one prompt once"),
-        (lambda model: model.score("a", stride=65), "expected 1 to 64"),
-        (lambda model: model.score_ids([[1, 2]], [0]), "row 0: starts at 0 of 2 tokens"),
-        (lambda model: model.score_ids([[1, 262]], [1]), "outside 0 to 261"),
-    ],
-)
-def test_bad_questions(folders, ask, message) -> None:
+def test_bad_questions(folders) -> None:
     model = load_model(folders["onnx"])
-    with pytest.raises(Exception, match=message) as error:
-        ask(model)
-    assert getattr(error.value, "exit_code", None) == 2
+    for ask, message in (
+        (lambda: model.generate("hello " * 80), "go beyond the model's 64 positions"),
+        (lambda: model.generate(""), "is empty"),
+        (lambda: model.generate([1, 262]), "id 262 is outside the vocabulary"),
+        (lambda: model.generate("a", top_kk=1), "did you mean predict.top_k"),
+        (lambda: model.generate("a", prompt_file="x"), "belongs to --run_mode predict"),
+        (lambda: model.stream(["a", "b"]), "continues one prompt once"),
+        (lambda: model.score("a", stride=65), "expected 1 to 64"),
+        (lambda: model.score_ids([[1, 2]], [0]), "row 0: starts at 0 of 2 tokens"),
+        (lambda: model.score_ids([[1, 262]], [1]), "outside 0 to 261"),
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            ask()
+        assert error.value.exit_code == 2
 
 
 def test_stop_strings_and_log_probabilities(folders, expected) -> None:
@@ -341,16 +315,12 @@ def test_sizes_come_from_the_checkpoint_and_given_keys_win(folders, tmp_path) ->
 
 
 def test_a_whole_section_is_not_changed(folders: dict[str, Path], tmp_path: Path) -> None:
-    section = {
-        "num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 4, "vocab_size": 100,
-    }  # fmt: skip
+    section = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "seq_length": 4, "vocab_size": 100}
     found = model_of(tmp_path, checkpoint={"load": str(folders["hf"])}, model=section)
     assert found == ModelConfig.model_validate(section)
 
 
-def test_finetune_then_eval_and_predict_without_a_model(
-    folders: dict[str, Path], tmp_path: Path, corpus_prefix: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finetune_then_eval_and_predict_without_a_model(folders, tmp_path, corpus_prefix, capsys) -> None:
     """The run's own checkpoint is what eval and predict then take, with its tokenizer."""
     file = tmp_path / "run.yaml"
     tree = tiny_run(tmp_path / "run", corpus_prefix, train__max_steps=1)
@@ -365,16 +335,13 @@ def test_finetune_then_eval_and_predict_without_a_model(
     assert capsys.readouterr().out.startswith("Prompt: hello\nGeneration: hello")
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
+def test_without_a_checkpoint(tmp_path: Path) -> None:
+    for sections, message in (
         ({"model": "from_checkpoint"}, "model: its sizes come from the checkpoint, and none is"),
         ({"model": "from_nowhere"}, "'from_nowhere': expected from_checkpoint"),
         ({}, "model: required"),
         ({"checkpoint": {"load": "nothing"}}, "nothing: no model here: there is no such file"),
-    ],
-)
-def test_without_a_checkpoint(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(Exception, match=message) as error:
-        model_of(tmp_path, **sections)
-    assert getattr(error.value, "exit_code", None) == 2 and "\n" not in str(error.value)
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            model_of(tmp_path, **sections)
+        assert error.value.exit_code == 2 and "\n" not in str(error.value)

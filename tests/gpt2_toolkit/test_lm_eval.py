@@ -10,7 +10,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,16 +48,15 @@ WIKITEXT = """
 
 def test_without_the_package_one_message_says_what_to_install() -> None:
     program = (
-        "import sys, runpy; sys.modules['lm_eval'] = None;"
-        "sys.argv = ['lm_eval.py', 'ls', 'tasks']; sys.path[0] = 'tools';"
-        "runpy.run_path('tools/lm_eval.py', run_name='__main__')"
+        "import sys, runpy; sys.modules['lm_eval'] = None; sys.argv = ['lm_eval.py', *sys.argv[1:]];"
+        " sys.path[0] = 'tools'; runpy.run_path('tools/lm_eval.py', run_name='__main__')"
     )
-    for line, code, said in (
-        (program, 2, "pip install -c constraints.txt -e '.[eval]'"),
-        (program.replace("'ls', 'tasks'", "'--help'"), 0, "usage: lm_eval.py"),
+    for words, code, said in (
+        (["ls", "tasks"], 2, "pip install -c constraints.txt -e '.[eval]'"),
+        (["--help"], 0, "usage: lm_eval.py"),
     ):
-        words = [sys.executable, "-c", line]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        command = [sys.executable, "-c", program, *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == code and "Traceback" not in done.stderr
         assert said in (done.stderr if code else done.stdout)
 
@@ -143,24 +142,21 @@ def test_the_harnesses_own_model_says_the_same(folders, of_hf, name, backend, re
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_bad_arguments(folders: dict[str, Path]) -> None:
+    pytest.importorskip("lm_eval")
+    start = f"tools/lm_eval.py --tasks lambada_local --include_path {TASKS} --model gpt2_toolkit"
+    metadata = json.dumps({"lambada": str(folders["root"] / "lambada.jsonl")})
+    for words, message in (
         ("path=absent", "no model here"),
         ("path={hf} --device tpu", "device: input should be"),
         ("path={hf},max_length=65", "expected 1 to 64"),
         ("path={hf},pretrained=x", "pretrained: not known"),
-    ],
-)
-def test_bad_arguments(words: str, message: str, folders: dict[str, Path]) -> None:
-    pytest.importorskip("lm_eval")
-    given = words.format(hf=folders["hf"]).split()
-    start = f"tools/lm_eval.py --tasks lambada_local --include_path {TASKS} --model gpt2_toolkit"
-    metadata = json.dumps({"lambada": str(folders["root"] / "lambada.jsonl")})
-    command = [*start.split(), "--metadata", metadata, "--model_args", *given]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and message in done.stderr, done.stderr[-2000:]
-    assert "Traceback" not in done.stderr
+    ):
+        given = words.format(hf=folders["hf"]).split()
+        command = [sys.executable, *start.split(), "--metadata", metadata, "--model_args", *given]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 2 and message in done.stderr, done.stderr[-2000:]
+        assert "Traceback" not in done.stderr
 
 
 def test_the_tasks_name_functions_that_are_there() -> None:
@@ -200,11 +196,9 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The adapter around a Recorder; names of the harness that it imports are stand-ins."""
     if "lm_eval" not in sys.modules:
         names: dict[str, dict[str, Any]] = {
-            "lm_eval": {},
-            "lm_eval.api": {},
+            "lm_eval": {}, "lm_eval.api": {}, "lm_eval.models": {},
             "lm_eval.api.model": {"TemplateLM": object},
             "lm_eval.api.registry": {"register_model": lambda name: lambda kind: kind},
-            "lm_eval.models": {},
             "lm_eval.models.utils": {
                 "handle_stop_sequences": lambda until, eos: until,
                 "normalize_gen_kwargs": lambda given, count: {
@@ -215,9 +209,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> Any:
             "lm_eval.utils": {"get_rolling_token_windows": None, "make_disjoint_window": None},
         }  # fmt: skip
         for name, members in names.items():
-            module = ModuleType(name)
-            module.__dict__.update(members)
-            monkeypatch.setitem(sys.modules, name, module)
+            monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
         monkeypatch.delitem(sys.modules, "gpt2_toolkit.lm_eval", raising=False)
     kind = importlib.import_module("gpt2_toolkit.lm_eval").HarnessModel
     monkeypatch.delitem(sys.modules, "gpt2_toolkit.lm_eval")
@@ -248,12 +240,9 @@ def test_prompts_leave_room_for_what_follows(adapter: Any) -> None:
         ([[9, 9]], {"max_new_tokens": 3, "strategy": "sampling", "temperature": 0.5}),
     ]
     assert found == ["2", "9", "7", "0"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"max_gen_toks": 8}, "max_gen_toks=8 leaves no place"), ({"min_p": 1}, "min_p: not known")],
-)
-def test_wishes_that_cannot_be_met(adapter: Any, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        adapter.generate_until([SimpleNamespace(args=("1", settings))])
+    for settings, message in (
+        ({"max_gen_toks": 8}, "max_gen_toks=8 leaves no place"),
+        ({"min_p": 1}, "min_p: not known"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            adapter.generate_until([SimpleNamespace(args=("1", settings))])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import re
-import shlex
 from dataclasses import dataclass
 
 ELSEWHERE = (
@@ -18,11 +18,7 @@ ELSEWHERE = (
 SCRIPTS_ELSEWHERE = "lm_eval"
 """The package whose blocks of Python are only compiled: it fetches its tasks from the network."""
 
-OWN = {
-    "docs/ascend.md": {
-        "data/corpus_text_document", "data/vocab", "/data/wikitext-2.mindrecord", "/data/gpt2",
-    },
-}  # fmt: skip
+OWN = {"docs/ascend.md": {"data/corpus_text_document", "data/vocab", "/data/wikitext-2.mindrecord", "/data/gpt2"}}
 """Data that a page takes as the reader's own, by page."""
 
 
@@ -48,12 +44,17 @@ _CHINESE = (
     " train.max_epochs=null train.max_steps=6 train.global_batch_size=8 optimizer.warmup_steps=2"
     " optimizer.learning_rate=0.01 device=cpu logging.plot=false logging.tensorboard=false"
 )
-_SMALL = "model.num_layers=1 model.hidden_size=24 model.num_heads=2 validation.max_samples=16"
+VALIDATION = "validation.max_samples=16"
+"""Word added where a command validates the tiny preset on all its 128 windows, which takes longer than ten steps. Lines
+on validation are then compared by form.
+"""
+_SMALL = (
+    "model.num_layers=1 model.hidden_size=24 model.num_heads=2 validation.max_samples=4"
+    " train.micro_batch_size=2 train.global_batch_size=2"
+)
 SHORTER = [
     Shorter(r"README", r"scripts/quickstart\.sh", f"train.max_steps=6 {_SMALL}", "output/quickstart"),
-    Shorter(
-        r"first_hour", r"scripts/quickstart\.sh", "train.max_steps=6 validation.max_samples=16", "output/quickstart"
-    ),
+    Shorter(r"first_hour", r"scripts/quickstart\.sh", f"train.max_steps=6 {VALIDATION}", "output/quickstart"),
     Shorter(r"README", r"run_gpt2_tiny\.yaml.*\btrain\b", _SMALL, "output/(?:first|twin|two)"),
     Shorter(r"first_hour", r"run_distribute.*max_steps=80", "train.max_steps=8", r"output/\w+"),
     Shorter(r"first_hour", r"run_distribute|mine\.yaml --run_mode train", "train.max_steps=6", r"output/\w+"),
@@ -67,20 +68,10 @@ SHORTER = [
         "--hccn_conf docs/examples/hccn_140.conf",
         "",
     ),
-    Shorter(
-        r"quantization",
-        r"train\.max_steps=150",
-        "validation.max_samples=16",
-        "output/first_qat",
-        ("max_steps=150", "max_steps=5"),
-    ),
+    Shorter(r"quantization", r"train\.max_steps=150", VALIDATION, "output/first_qat", ("max_steps=150", "max_steps=5")),
     Shorter(r"modelarts", r"--config=.* --run_mode=train", "--model.num_layers=1 --model.hidden_size=24", "bucket/out"),
 ]
 """A model of 82M parameters takes hours on a CPU, and the steps of the quickstart minutes."""
-VALIDATION = "validation.max_samples=16"
-"""Word added where a command validates the tiny preset on all its 128 windows, which takes longer
-than ten steps. Lines on validation are then compared by form.
-"""
 
 
 def runs_elsewhere(command: str) -> bool:
@@ -88,22 +79,13 @@ def runs_elsewhere(command: str) -> bool:
     return any(re.match(rf"{re.escape(name)}(?![\w./-])", bare) for name in ELSEWHERE)
 
 
-def flags(command: str) -> set[str]:
-    return {word.partition("=")[0] for word in shlex.split(command) if word.startswith("--")}
-
-
 def world_size(command: str) -> int:
     """The number of ranks that a launcher would start."""
     numbers = re.findall(r"--(?:nproc[_-]per[_-]node|num_gpus|num_accelerators|nnodes|worker_num)[= ](\d+)", command)
-    size = 1
-    for number in numbers:
-        size *= int(number)
-    return size
+    return math.prod(map(int, numbers))
 
 
 def shorter(page: str, command: str) -> Shorter | None:
     """Return how the suite shortens a command, None where it runs as it is."""
-    for entry in SHORTER:
-        if re.search(entry.page, page) and re.search(entry.command, command):
-            return entry
-    return None
+    found = (entry for entry in SHORTER if re.search(entry.page, page) and re.search(entry.command, command))
+    return next(found, None)

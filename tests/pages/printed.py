@@ -31,9 +31,8 @@ _LOOSE = {"hash": "[0-9a-f]{8,}", "loose": r"[-+]?[\w.:,+-]*(?:[ T]\d\d:\d\d(?::
 def missing(shown: str, printed: str, *, any_number: bool = False, free: str = "") -> str | None:
     """The first line of a page that is not in the output, in the page's order; None when all are.
 
-    ``...`` stands for anything. Times, dates, speeds, sizes, versions, hashes and the folders of
-    absolute paths may differ. any_number: so may every number. free: a pattern of lines
-    in which they may.
+    ``...`` stands for anything. Times, dates, speeds, sizes, versions, hashes and the folders of absolute paths may
+    differ. any_number: so may every number. free: a pattern of lines in which they may.
     """
     lines = clean(printed).splitlines()
     at = 0

@@ -103,9 +103,8 @@ def make_project(home: Path) -> Project:
     """
     folder = home / "gpt2"
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for name in listed.splitlines():
         if (ROOT / name).is_file() and not name.startswith("tests/"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

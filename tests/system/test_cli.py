@@ -2,13 +2,15 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from run_gpt2 import main
-from tests.run_scripts import run_program
+from tests.reference import MERGES, write_vocabulary
+from tests.run_scripts import ROOT, clean_environment, run_program, run_words
 from tests.tiny import tiny_run
 
 
@@ -41,77 +43,21 @@ def test_train_eval_predict(config: Path, tmp_path: Path, capsys: pytest.Capture
     assert said.startswith("Prompt: Hello world\nGeneration: Hello world")
 
 
-REFUSED: list[tuple[str, str, str]] = [
-    ("train", "train.max_step=3",
-        "command line: train.max_step: unknown key; did you mean train.max_steps?"),
-    ("predict", "predict.prompt=Hello", "no whole checkpoint here"),
-    ("predict", "predict.prompt=", "predict.prompt is empty"),
-    ("predict", "predict.prompt=Hello predict.max_new_tokens=32",
-        "beyond the model's 32 positions; shorten the prompt or ask for predict.max_new_tokens=31"),
-    ("train", "parallel.model_parallel=2", "does not divide the 1 running process"),
-    ("train RANK=0", "",
-        "environment: RANK=0, but WORLD_SIZE is not set; set both, or unset RANK"),
-    ("train RANK_TABLE_FILE=/nowhere/hccl.json RANK_ID=0", "", "/nowhere/hccl.json: no such file"),
-    ("plan", "parallel.model_parallel=3", "parallel.model_parallel=3 does not divide"
-        " model.num_heads=2; choose 1 or 2"),
-    ("plan", "train.global_batch_size=100 train.accumulation_steps=3 parallel.data_parallel=4",
-        "train.global_batch_size=100 is not micro batch 2 x data parallel 4 x accumulation 3 = 24"),
-    ("plan WORLD_SIZE=16", "parallel.data_parallel=2", "= 2 processes, but 16 are running"),
-    ("plan", "--accelerator abacus",
-        "--accelerator abacus: no figures are known for it; choose H200, "),
-]  # fmt: skip
-"""Run mode with variables, words, and what the message says."""
-
-
-@pytest.mark.parametrize(("mode", "words", "message"), REFUSED)
-def test_bad_input_is_one_message_and_exit_code_2(
-    config: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    mode: str,
-    words: str,
-    message: str,
-) -> None:
+def test_bad_input_is_one_message_and_exit_code_2(config, tmp_path, monkeypatch, capsys) -> None:
+    """More of them are in tests/tools/refusals.yaml."""
     monkeypatch.chdir(tmp_path)
-    mode, *variables = mode.split()
-    for variable in variables:
-        monkeypatch.setenv(*variable.split("="))
-    assert main(["--config", str(config), "--run_mode", mode, *words.split()]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.startswith("error: ") and len(error.splitlines()) == 1
+    longer = "shorten the prompt or ask for predict.max_new_tokens=31"
+    for words, message in (
+        ("predict.prompt=Hello", "no whole checkpoint here"),
+        ("predict.prompt=", "predict.prompt is empty"),
+        ("predict.prompt=Hello predict.max_new_tokens=32", f"beyond the model's 32 positions; {longer}"),
+    ):
+        assert main(["--config", str(config), "--run_mode", "predict", *words.split()]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.startswith("error: ") and len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("", "--run_mode"),
-        ("--run_mode dance", "invalid choice: 'dance'"),
-        ("--run_mode train --all", "--all is for --run_mode plan, not train"),
-        ("--run_mode train --accelerator H100", "--accelerator is for --run_mode plan, not train"),
-        ("--run_mode train --devices 8", "--devices is for --run_mode plan, not train"),
-        ("--run_mode plan --nonsense=1", "unrecognized arguments: --nonsense=1"),
-        ("--run_mode plan --devices 32xH100 --accelerator 16xH100", "differ: 16 and 32"),
-        ("--run_mode plan --devices 8", "of what kind the devices are; add --accelerator NAME"),
-    ],
-)
-def test_usage_errors_exit_with_2(config: Path, capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["--config", str(config), *words.split()])
-    assert message in capsys.readouterr().err
-    assert main(["--config", f"{config}x", "--run_mode", "train"]) == 2
-
-
-def test_keys_may_be_flags_too(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Arguments as platforms that start jobs by a form write them."""
-    words = "--run_mode=plan --train.micro_batch_size=3 --train.accumulation_steps 5"
-    assert main([f"--config={config}", *words.split()]) == 0
-    assert "15" in capsys.readouterr().out
-
-
-def test_a_full_disk_while_saving_leaves_the_old_checkpoint(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_while_saving_leaves_the_old_checkpoint(config, tmp_path, capsys) -> None:
     small = tmp_path / "small"
     small.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(small)]
@@ -129,3 +75,65 @@ def test_a_full_disk_while_saving_leaves_the_old_checkpoint(
         assert main(["--config", str(config), "--run_mode", "eval", words[0]]) == 0
     finally:
         subprocess.run(["umount", str(small)], check=True)
+
+
+# ---- a program opens each file of its configuration once, and resolves the configuration once ----
+
+
+CONFIG = "configs/gpt2/run_gpt2_tiny.yaml"
+LARGE = "configs/gpt2/run_gpt2_13b.yaml"
+STUDY = f"""\
+title: Opened once
+base: {ROOT}/{LARGE}
+axes:
+  train.recompute: [none, full]
+  parallel.model_parallel: [1, 2]
+"""
+EVAL = f"{ROOT}/compat/fleetx/tools/eval.py"
+FLEETX = f"{ROOT}/tests/common/systems/originals/fleetx/eval_gpt_345M_single_card.yaml"
+PROGRAM = """
+import collections, importlib, json, os, sys
+from common.resolve import derive
+found, opened, resolve = [], collections.Counter(), derive.resolve_config
+def note(event, arguments):
+    if event == "open" and str(arguments[0]).endswith(".yaml") and not arguments[2] & os.O_WRONLY:
+        opened[os.path.realpath(arguments[0])] += 1
+def counted(config, **options):
+    opened["resolved"] += 1
+    return resolve(config, **options)
+sys.addaudithook(note)
+derive.resolve_config = counted
+for module, words in json.loads(sys.argv[1]):
+    opened.clear()
+    os.environ["DRY_RUN"] = "1" if module == "tools.launch" else ""
+    code, resolved = importlib.import_module(module).main(words), opened.pop("resolved", 0)
+    found.append([code, max(opened.values()), len(opened), resolved])
+print(json.dumps(found), file=sys.stderr)
+"""
+
+
+def test_each_file_is_opened_once(tmp_path: Path, corpus_prefix: Path) -> None:
+    vocabulary = write_vocabulary(tmp_path / "vocabulary", MERGES)
+    run = run_words(
+        tmp_path / "run", corpus_prefix, data__tokenizer=vocabulary, train__max_steps=2,
+        predict__prompt="ab", model__vocab_size=262,
+    )  # fmt: skip
+    (tmp_path / "study.yaml").write_text(STUDY)
+    own = ["--config", CONFIG, *run, "--run_mode"]
+    programs = {
+        "train": ("run_gpt2", [*own, "train"]),
+        "resume": ("run_gpt2", [*own, "train"]),
+        "predict": ("run_gpt2", [*own, "predict"]),
+        "plan": ("run_gpt2", ["--config", LARGE, "--run_mode", "plan"]),
+        "launch": ("tools.launch", ["distribute", "none", CONFIG, "[0,2]", "train", *run]),
+        "mindformer": ("run_mindformer", [*own, "plan"]),
+        "fleetx": ("compat.programs", [EVAL, "-c", FLEETX, "--show_config"]),
+        "study": ("tools.study", ["--config", f"{tmp_path}/study.yaml", "--plan"]),
+    }
+    command = [sys.executable, "-c", PROGRAM, json.dumps([*programs.values()])]
+    done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = dict(zip(programs, json.loads(done.stderr.splitlines()[-1]), strict=True))
+    once = {name: [0, 1, 1, 1] for name in programs}
+    # a preset and its bases, a cell of the study each
+    assert found == once | {"plan": [0, 1, 6, 1], "study": [0, 1, 7, 4], "fleetx": [0, 1, 3, 0]}

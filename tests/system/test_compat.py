@@ -1,6 +1,4 @@
-"""Scripts and configurations of other systems, run: their losses are those of the YAML that they
-become.
-"""
+"""Scripts and configurations of other systems, run: their losses are those of the YAML that they become."""
 
 from __future__ import annotations
 
@@ -30,25 +28,18 @@ SMALL = shlex.split("""device=cpu model.num_layers=2 model.hidden_size=32 model.
     model.num_heads=2 model.seq_length=16 model.max_positions=null model.vocab_size=101
     data.tokenizer=null logging.tensorboard=false logging.plot=false
     validation.max_samples=4""")
-MEGATRON = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 \
---max-position-embeddings 16 --vocab-size 101
- --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 0.01 --min-lr 0.001 \
---lr-decay-style cosine --clip-grad 1.0
- --eval-iters 1 --log-interval 1 --split 90,10,0 --distributed-backend gloo --num-workers 2"""
-ONEFLOW = (
-    MEGATRON.partition("--eval-iters")[0]
-    .replace("--lr ", "--learning-rate ")
-    .replace("--max-position-embeddings 16", "")
-    .split()
-)
+MEGATRON = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16
+    --vocab-size 101 --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 0.01 --min-lr 0.001
+    --lr-decay-style cosine --clip-grad 1.0
+    --eval-iters 1 --log-interval 1 --split 90,10,0 --distributed-backend gloo --num-workers 2"""
+ONEFLOW = MEGATRON.partition("--eval-iters")[0].replace("--max-position-embeddings 16", "")
+ONEFLOW = ONEFLOW.replace("--lr ", "--learning-rate ").split()
 """The same run in OneFlow's words."""
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as the ModelZoo's preprocessing leaves it: my-gpt_text_sentence.{bin,idx}, 300
-    documents of 30 tokens.
-    """
+    """A folder as the ModelZoo's preprocessing leaves it: 300 documents of 30 tokens."""
     folder = tmp_path_factory.mktemp("corpus")
     tokens = np.random.default_rng(0).integers(0, 101, size=9000)
     with IndexedWriter(folder / "my-gpt_text_sentence", "uint16") as writer:
@@ -88,11 +79,8 @@ FLAGS = shlex.split("""optimizer.learning_rate=0.01 optimizer.decay_steps=null
     ("file", "words", "line"),
     [
         ("fleetx", [], "global step 3, epoch: 0"),
-        (
-            "modelzoo/train_345M.sh",
-            [*FLAGS, "engine=native", "parallel.pipeline_stage=1", "train.global_batch_size=8"],
-            " iteration        3/       3 |",
-        ),
+        ("modelzoo/train_345M.sh", [*FLAGS, "engine=native", "parallel.pipeline_stage=1", "train.global_batch_size=8"],
+            " iteration        3/       3 |"),
         ("oneflow/pretrain_345M.sh", FLAGS, "| 3        | 3               | 24              |"),
         pytest.param(
             "mindformers_r1.yaml",
@@ -103,7 +91,7 @@ FLAGS = shlex.split("""optimizer.learning_rate=0.01 optimizer.decay_steps=null
             marks=pytest.mark.long,
         ),
     ],
-)
+)  # fmt: skip
 def test_a_file_of_theirs_trains_as_the_yaml_that_it_becomes(
     file, words, line, corpus, tmp_path, capsys, monkeypatch
 ) -> None:
@@ -124,13 +112,10 @@ def test_a_file_of_theirs_trains_as_the_yaml_that_it_becomes(
     ours = ["--config", "ours.yaml", "--run_mode", "train", "output_dir=ours"]
     assert run_gpt2.main(ours) == 0
     found = losses(tmp_path / "theirs")
-    assert len({loss for _, loss, _ in found}) == 3
-    assert found == losses(tmp_path / "ours")
+    assert len({loss for _, loss, _ in found}) == 3 and found == losses(tmp_path / "ours")
 
 
-def test_a_fleetx_export_generates_from_its_own_folder(
-    corpus, tmp_path, capsys, monkeypatch, gpt2_vocab_files: tuple[Path, Path]
-) -> None:
+def test_a_fleetx_export_generates_from_its_own_folder(corpus, tmp_path, capsys, monkeypatch, gpt2_vocab_files) -> None:
     """Trained without a tokenizer at FleetX's padded size, exported with one, moved, and run by
     inference.py: the text of generation.py, in FleetX's words for sampling.
     """
@@ -199,9 +184,7 @@ def test_paddles_launcher_starts_a_rank_a_device(tmp_path) -> None:
 
 @pytest.mark.long
 def test_train_full_8p_trains_and_prints_what_its_own_grep_reads(corpus, tmp_path) -> None:
-    """On two ranks, a pipeline of two stages; the mean of samples/sec has no row of the Final
-    lines.
-    """
+    """On two ranks, a pipeline of two stages; the mean of samples/sec has no row of the Final lines."""
     script = ["bash", str(COMPAT / "modelzoo" / "test" / "train_full_8p.sh")]
     small = [word for word in SMALL if word != "data.tokenizer=null"]
     command = [*script, f"--data_path={corpus}", "--model_size=345M", "--train_iters=4", *small]
@@ -242,13 +225,11 @@ def test_megatron_and_oneflow_commands_train_alike(corpus, tmp_path, monkeypatch
     data = str(corpus / "my-gpt_text_sentence")
     own = ["data.tokenizer=null", "device=cpu", "precision=float32", "model.dropout=0"]
     monkeypatch.chdir(tmp_path)
-    megatron = [str(COMPAT / "modelzoo" / "pretrain_gpt.py"), *MEGATRON.split()]
-    megatron += ["--data-path", data, "--save", "megatron", *own, "train.recompute=full"]
-    assert programs.main(megatron) == 0
-    oneflow = [sys.executable, "-m", "oneflow_gpt.training", *ONEFLOW, "--split", "90,10,0"]
-    oneflow += ["--dataset", data, "--save", "oneflow", "seed=1234", "--checkpoint-activations"]
-    command = [*oneflow, "--log-interval", "1", *own]
-    done = start(command, tmp_path, PYTHONPATH=str(COMPAT / "oneflow"))
+    megatron = [*MEGATRON.split(), "--data-path", data, "--save", "megatron", *own, "train.recompute=full"]
+    assert programs.main([str(COMPAT / "modelzoo" / "pretrain_gpt.py"), *megatron]) == 0
+    words = shlex.split("--save oneflow seed=1234 --checkpoint-activations --log-interval 1 --split 90,10,0")
+    oneflow = [sys.executable, "-m", "oneflow_gpt.training", *ONEFLOW, "--dataset", data, *words, *own]
+    done = start(oneflow, tmp_path, PYTHONPATH=str(COMPAT / "oneflow"))
     assert done.returncode == 0, done.stdout + done.stderr
     settings = f"""NUM_LAYERS=2 HIDDEN_SIZE=32 NUM_ATTENTION_HEADS=2 SEQ_LENGTH=16
         MICRO_BATCH_SIZE=2 GLOBAL_BATCH_SIZE=4 NUM_GPUS_PER_NODE=2 TRAIN_ITERS=3 DATASET={data}
@@ -289,12 +270,12 @@ def test_the_slurm_job_finds_its_repository_or_says_what_it_needs(tmp_path: Path
     """Started by bash it lies there; Slurm runs a copy from elsewhere."""
     scripts = tmp_path / "repository" / "compat" / "gpt2_chinese"
     (scripts / "cache").mkdir(parents=True)
-    for name in ("cache/make_vocab.sh", "train.sh", "generate.sh"):
+    names = ["cache/make_vocab.sh", "train.sh", "generate.sh"]
+    for name in names:
         (scripts / name).write_text(f"echo {name}")
     for folder in (scripts, tmp_path):
         shutil.copy(COMPAT / "gpt2_chinese" / "run.swb", folder)
     done = start(["bash", str(scripts / "run.swb"), "x", "a remark"], tmp_path)
-    said = ["cache/make_vocab.sh", "train.sh", "generate.sh", "Comments: a remark"]
-    assert (done.returncode, done.stdout.splitlines()) == (0, said)
+    assert (done.returncode, done.stdout.splitlines()) == (0, [*names, "Comments: a remark"])
     done = start(["bash", str(tmp_path / "run.swb")], tmp_path)
     assert (done.returncode, done.stdout) == (2, "") and "set GPT2_ROOT" in done.stderr

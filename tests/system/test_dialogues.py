@@ -3,7 +3,6 @@
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import gguf
 import pytest
@@ -14,6 +13,7 @@ import yaml
 from common.inference.load import load_model
 from common.tokenizer.bpe_files import byte_alphabet
 from run_gpt2 import main
+from tests.tiny import tiny_run
 from tools.convert_weight import main as convert
 from tools.preprocess_data import main as preprocess
 
@@ -23,16 +23,13 @@ TURNS = {"hi": "hello", "one": "two", "red": "green", "cat": "dog"}
 PROMPT = "<|user|>one<|bot|>"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_base(folder: Path) -> None:
     """A model of transformers whose table has rows for the marks that were added."""
-    folder = tmp_path_factory.mktemp("dialogue") / "base"
     torch.manual_seed(0)
     ids = {"bos_token_id": 257, "eos_token_id": 259, "pad_token_id": 258}
     sizes = {"n_layer": 1, "n_embd": 64, "n_head": 2, "n_positions": 24, "vocab_size": 262}
-    rates = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
-    config = transformers.GPT2Config(**sizes, **ids, **rates)
-    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    rates = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ids, **rates)).save_pretrained(folder)
     (folder / "vocab.json").write_text(json.dumps({token: n for n, token in enumerate(BASE)}))
     (folder / "merges.txt").write_text("#version: 0.2\nt w\n")
     (folder / "added_tokens.json").write_text(json.dumps(MARKS))
@@ -40,29 +37,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     special = names | {"additional_special_tokens": ["<|user|>", "<|bot|>"]}
     (folder / "special_tokens_map.json").write_text(json.dumps(special))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
-    return folder
 
 
-@pytest.fixture(scope="module")
-def run(folder: Path) -> Path:
-    """The config of the run that was trained on the dialogues."""
-    lines = (json.dumps({"text": f"<|user|>{asked}<|bot|>{said}<|im_end|>"}) for asked, said in TURNS.items())
+def train(folder: Path) -> Path:
+    """Train on the dialogues. Return the config of the run."""
+    lines = [json.dumps({"text": f"<|user|>{asked}<|bot|>{said}<|im_end|>"}) for asked, said in TURNS.items()]
     text = folder.parent / "dialogues.jsonl"
-    dialogues = [*lines] * 20
-    random.Random(0).shuffle(dialogues)
-    text.write_text("\n".join(dialogues))
+    text.write_text("\n".join(random.Random(0).sample(lines * 20, 20 * len(lines))))
     prefix = str(folder.parent / "data")
     words = ["--input", str(text), "--output-prefix", prefix, "--vocab-file", str(folder)]
     assert preprocess(words) == 0
-    tree: dict[str, Any] = {
-        "output_dir": str(folder.parent / "run"), "device": "cpu", "model": "from_checkpoint",
-        "checkpoint": {"init_from": str(folder)},
-        "train": {"max_steps": 150, "micro_batch_size": 16}, "runtime": {"threads": 1},
-        "optimizer": {"learning_rate": 0.01},
-        "data": {"train": f"{prefix}_text_document", "split": "1,0,0", "tokenizer": str(folder)},
-        "logging": {"tensorboard": False, "plot": False},
-        "predict": {"max_new_tokens": 12},
-    }  # fmt: skip
+    tree = tiny_run(
+        folder.parent / "run", Path(f"{prefix}_text_document"), model="from_checkpoint",
+        checkpoint={"init_from": str(folder)}, train={"max_steps": 150, "micro_batch_size": 16},
+        optimizer={"learning_rate": 0.01}, data__split="1,0,0", data__tokenizer=str(folder),
+        predict={"max_new_tokens": 12},
+    )  # fmt: skip
     file = folder.parent / "run.yaml"
     file.write_text(yaml.safe_dump(tree))
     assert main(["--config", str(file), "--run_mode", "finetune"]) == 0
@@ -70,8 +60,9 @@ def run(folder: Path) -> Path:
 
 
 @pytest.mark.long
-def test_a_marked_dialogue_stops_at_its_mark(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    here = run.parent / "run"
+def test_a_marked_dialogue_stops_at_its_mark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_base(tmp_path / "base")
+    run, here = train(tmp_path / "base"), tmp_path / "run"
     for format in ("hf", "onnx", "gguf"):
         words = ["--to", format, "--input", str(here), "--output", str(tmp_path / format)]
         assert convert([*words, "--verify"]) == 0

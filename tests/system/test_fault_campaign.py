@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from tests.network_hosts import ADDRESSES
-from tests.run_scripts import ROOT, pids_with, run_words, start_script
-from tests.system.test_restarts import CONFIG, attempts_of, hosts, rows_of
+from tests.run_scripts import pids_with, run_words, start_script
+from tests.system.test_restarts import CONFIG, FAULTS, attempts_of, hosts, rows_of, run_alone
 
 pytestmark = pytest.mark.campaign
 
@@ -28,44 +28,6 @@ __all__ = ["hosts"]
 
 STEPS, MOST_OF_A_RUN = 60, 10
 """Steps and faults of a run."""
-PROGRAM = f"""
-import json, os, signal, sys, time
-from pathlib import Path
-sys.path.insert(0, {str(ROOT)!r})
-
-def take(moment, step):
-    path = Path(os.environ["FAULTS"])
-    left = json.loads(path.read_text())
-    if not left or left[0]["rank"] != int(os.environ["RANK"]) or left[0]["moment"] != moment:
-        return
-    if moment != "start" and step < left[0]["step"]:
-        return
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(left[1:]))
-    part.rename(path)
-    kind = left[0]["kind"]
-    if kind == "launcher":
-        os.kill(int(os.environ["GPT2_LAUNCHER_PID"]), signal.SIGKILL)
-        if moment != "start":  # there the rank has yet to find that its launcher is gone
-            time.sleep(60)
-    elif kind == "exception":
-        raise RuntimeError("a planted fault")
-    else:
-        os.kill(os.getpid(), getattr(signal, kind))
-        time.sleep(60)
-
-take("start", 0)
-import common.training.loop as loop
-import common.training.saving as saving
-import common.training.steps as steps
-import run_gpt2
-beat = steps.beat
-def with_fault(step, doing):
-    beat(step, doing)
-    take(doing, step)
-steps.beat = loop.beat = saving.beat = with_fault
-sys.exit(run_gpt2.main(sys.argv[1:]))
-"""
 MOMENTS = ("reading data", "computing", "saving", "validating", "start")
 KINDS = ("SIGKILL", "SIGABRT", "SIGSEGV", "SIGSTOP", "exception", "launcher")
 LAYOUTS: dict[str, tuple[int, int, dict[str, object]]] = {
@@ -85,15 +47,8 @@ LIMIT = 1800.0
 """Seconds for a run with its faults; more would be a hang."""
 
 
-def keys_of(**keys: object) -> dict[str, object]:
-    return {
-        "train__max_steps": STEPS,
-        "checkpoint__interval": 4,
-        "validation__interval": 6,
-        "runtime__stall_limit": 60,
-        "model__dropout": 0,
-        **keys,
-    }
+KEYS: dict[str, object] = {"train__max_steps": STEPS, "checkpoint__interval": 4, "validation__interval": 6}
+KEYS["model__dropout"] = 0
 
 
 def plan(chance: random.Random, ranks: int, faults: int) -> list[dict[str, Any]]:
@@ -152,35 +107,28 @@ def test_every_run_ends_as_one_without_faults(hosts: tuple[str, str], tmp_path: 
     wanted = int(os.environ.get("GPT2_FAULTS", "200"))
     faults_of_a_run = max(1, min(MOST_OF_A_RUN, wanted // len(LAYOUTS)))
     chance = random.Random(int(os.environ.get("GPT2_FAULT_SEED", "1")))
-    expected = {}
-    for backend in ("torch", "mindspore"):
-        alone = tmp_path / backend
-        words = run_words(alone, corpus_prefix, **keys_of(backend=backend))
-        single = start_script("none", CONFIG, "[0,1)", "train", *words, log=tmp_path / "alone.log")
-        assert single.wait(timeout=200) == 0
-        expected[backend] = rows_of(alone)
+    expected = {
+        backend: run_alone(tmp_path / backend, corpus_prefix, **KEYS, backend=backend)
+        for backend in ("torch", "mindspore")
+    }
     met: Counter[tuple[str, str]] = Counter()
     layouts: Counter[str] = Counter()
     layouts_left: list[str] = []
     worst = 0.0
     began = time.monotonic()
-    while sum(met.values()) < wanted:
+    while met.total() < wanted:
         if not layouts_left:
             layouts_left = chance.sample(list(LAYOUTS), len(LAYOUTS))
         name = layouts_left.pop()
         count, ranks, keys = LAYOUTS[name]
         folder = tmp_path / f"run {sum(layouts.values())}"
         folder.mkdir()
-        (folder / "program.py").write_text(PROGRAM)
+        (folder / "program.py").write_text(FAULTS)
         faults = plan(chance, ranks, faults_of_a_run)
         (folder / "faults.json").write_text(json.dumps(faults))
         run = folder / "run"
-        starts, codes = run_until_the_end(
-            folder,
-            run_words(run, corpus_prefix, **keys_of(runtime__stall_limit=40 * ranks, **keys)),
-            ranks,
-            hosts if count > 1 else (),
-        )
+        words = run_words(run, corpus_prefix, **KEYS, runtime__stall_limit=40 * ranks, **keys)
+        starts, codes = run_until_the_end(folder, words, ranks, hosts if count > 1 else ())
         text = (folder / "log.txt").read_text()
         assert not any(codes), f"{name}, {faults}: {text[-3000:]}"
         left = json.loads((folder / "faults.json").read_text())
@@ -192,14 +140,8 @@ def test_every_run_ends_as_one_without_faults(hosts: tuple[str, str], tmp_path: 
         differences = [abs(row[1] - other[1]) / other[1] for row, other in zip(found, wanted_rows, strict=True)]
         worst = max(worst, *differences)
         assert worst < 1e-6, (name, faults)
-        by_moment: Counter[str] = Counter()
-        by_kind: Counter[str] = Counter()
-        for (moment, kind), count in met.items():
-            by_moment[moment] += count
-            by_kind[kind] += count
         print(
-            f"\n{sum(met.values())} faults, {time.monotonic() - began:.0f} s: {name}, {starts}"
-            f" starts, {len(attempts_of(run))} attempts written, largest difference {worst:.1e}"
-            f"\n{dict(layouts)}\n{dict(by_moment)}\n{dict(by_kind)}",
+            f"\n{met.total()} faults, {time.monotonic() - began:.0f} s: {name}, {starts} starts,"
+            f" {len(attempts_of(run))} attempts written, largest difference {worst:.1e}\n{dict(layouts)}\n{dict(met)}",
             flush=True,
         )

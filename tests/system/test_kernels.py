@@ -39,9 +39,7 @@ SETTINGS: dict[tuple[str, str], tuple[str, ...]] = {
 @pytest.mark.campaign
 @pytest.mark.parametrize(("variable", "value"), SETTINGS)
 def test_the_bounds_hold_with_other_kernels(tmp_path: Path, variable: str, value: str) -> None:
-    """With a cache of compiled graphs of their own. Torch's usual one would hand out those of other
-    kernels.
-    """
+    """With a cache of compiled graphs of their own. Torch's usual one would hand out those of other kernels."""
     changes = {variable: value, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     command = [sys.executable, *["-m", "pytest", "--all", "-q", "-p", "no:cacheprovider"]]
     command += SETTINGS[variable, value]

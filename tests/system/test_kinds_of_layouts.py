@@ -1,8 +1,7 @@
-"""One layout of each kind on both frameworks, against one process: what the short suite keeps of
-the tests of layouts.
+"""One layout of each kind on both frameworks, against one process: what the short suite keeps of the tests of layouts.
 
-All layouts, precisions and changes of layout are in tests/torch_gpt2/parallel and
-tests/mindformers_gpt2/parallel, which the whole suite runs.
+All layouts, precisions and changes of layout are in tests/torch_gpt2/parallel and tests/mindformers_gpt2/parallel,
+which the whole suite runs.
 """
 
 import importlib.util

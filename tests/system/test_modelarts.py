@@ -1,6 +1,4 @@
-"""ModelArts jobs as the platform starts them, with a folder for the bucket. No real one has run
-yet.
-"""
+"""ModelArts jobs as the platform starts them, with a folder for the bucket. No real one has run yet."""
 
 import json
 import os
@@ -11,11 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from common.processes.addresses import free_port
+from tests.cluster_tables import devices, table_0
 from tests.run_scripts import ROOT, clean_environment, pids_with, process_of_rank, wait_until
 from tests.system.test_restarts import require_equal, rows_of
 from tests.tiny import tiny_run
@@ -30,12 +30,7 @@ def bucket(tmp_path: Path, corpus_prefix: Path) -> Path:
     (folder / "data").mkdir(parents=True)
     for extension in (".bin", ".idx"):
         shutil.copy(corpus_prefix.with_suffix(extension), folder / "data")
-    sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_length": 32}
-    config = tiny_run(
-        "replaced", train={"max_steps": 3, "micro_batch_size": 2}, data={},
-        model=sizes | {"vocab_size": 101}, optimizer={"learning_rate": 0.01},
-        validation__max_samples=2,
-    )  # fmt: skip
+    config = tiny_run("replaced", train={"max_steps": 3, "micro_batch_size": 2}, data={}, validation__max_samples=2)
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     return folder
 
@@ -53,14 +48,9 @@ def start(tmp_path: Path, bucket: Path) -> Start:
         platform |= {"MA_NUM_HOSTS": "1", "TMPDIR": str(disk)}
         paths = [f"--data_url=file://{bucket}/data", f"--train_url=file://{bucket}/out"]
         command = [sys.executable, str(ROOT / program), f"--config={bucket}/run.yaml", *paths]
-        return subprocess.Popen(
-            [*prefix, *command, *words],
-            cwd=disk,
-            env=clean_environment(**platform | variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        environment = clean_environment(**platform | variables)
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([*prefix, *command, *words], cwd=disk, env=environment, **pipes)
 
     return run
 
@@ -77,11 +67,7 @@ def steps_of(folder: Path) -> list[int]:
 
 def test_one_process_per_card(start: Start, bucket: Path, tmp_path: Path, samples: Path) -> None:
     """The platform fills its version 0 table while the processes start."""
-    table = json.loads((samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json").read_text())
-    group = table["group_list"][0]
-    group["instance_list"] = group["instance_list"][1:]
-    group["instance_list"][0]["devices"] = group["instance_list"][0]["devices"][:2]
-    group |= {"device_count": "2", "instance_count": "1"}
+    table = table_0("job", ("pod-0", "192.168.6.101", devices(["192.1.244.169", "192.1.244.170"])))
     file = tmp_path / "jobstart_hccl.json"
     shutil.copy(samples / "status_initializing.json", file)
     common = {"RANK_TABLE_FILE": str(file), "MASTER_PORT": str(free_port()), "MA_NUM_GPUS": "2"}
@@ -133,13 +119,9 @@ def test_two_hosts_start_a_killed_rank_again(start: Start, bucket: Path, tmp_pat
     common |= {"MA_NUM_GPUS": "1", "MASTER_PORT": str(free_port()), "TMPDIR": str(disk)}
     keys = ["--run_mode=train", "--train.max_steps=400", "--train.global_batch_size=4"]
     keys += ["--checkpoint.interval=50"]
-    jobs = [
-        start(
-            *keys, "--runtime.max_restarts=2", VC_TASK_INDEX=index, **common,
-            prefix=(*mount, f"{tmp_path}/host_{index}", str(disk)),
-        )
-        for index in "01"
-    ]  # fmt: skip
+    keys_of_both = [*keys, "--runtime.max_restarts=2"]
+    prefixes = [(*mount, f"{tmp_path}/host_{index}", str(disk)) for index in "01"]
+    jobs = [start(*keys_of_both, VC_TASK_INDEX=str(n), prefix=each, **common) for n, each in enumerate(prefixes)]
 
     def steps() -> int:
         files = (tmp_path / "host_0").rglob("metrics.jsonl")

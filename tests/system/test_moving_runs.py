@@ -51,9 +51,8 @@ SETTINGS: dict[str, object] = {
 
 
 def test_a_run_changes_framework_and_layout(tmp_path: Path, corpus_prefix: Path) -> None:
-    """Losses within 1e-4 and gradient norms within 1e-3 of one process of torch, as between the
-    frameworks on one device; samples, schedule and loss scale are the same. A warm-up ends in the
-    first leg, and the loss scale grows every three steps, across the joints.
+    """Losses within 1e-4 and gradient norms within 1e-3 of one process of torch, as between the frameworks on one
+    device. A warm-up ends in the first leg, and the loss scale grows every three steps, across the joints.
     """
     whole, run, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
     more: dict[str, object] = {"train__max_steps": 3 * LEG, "checkpoint__interval": LEG}

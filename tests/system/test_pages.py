@@ -17,12 +17,15 @@ import pytest
 
 from common.config.aliases import ALIASES
 from common.config.hints import schema_keys
+from common.config.schema import PredictConfig
 from common.resolve.derive import resolve_mode
 from common.run_config import load_config
+from docs.figures.make_figures import FIGURES, FOLDER
 from tests.cluster_tables import write_tutorial_table
 from tests.pages import exemptions
 from tests.pages.blocks import OUTPUT, ROOT, SHOWN, blocks, commands, comparable, pages, read, twin
 from tests.pages.inputs import inputs_of, made_by
+from tests.pages.printed import missing
 from tests.pages.project import Project, Unavailable, copy_project, made_once, make_project, rename_run
 from tests.pages.reader import Reader
 
@@ -177,24 +180,18 @@ def check_preset(project: Project) -> None:
 AFTERWARDS: dict[str, Callable[[Project], None]] = {
     "README.md": check_quickstart,
     "docs/ascend.md": check_ascend,
-    "docs/from_mindformers.md": partial(
-        check_system, [32, 32, 32], ("own_13b.yaml", "hccl_2s_16p.json")
-    ),
+    "docs/from_mindformers.md": partial(check_system, [32, 32, 32], ("own_13b.yaml", "hccl_2s_16p.json")),
     "docs/from_megatron.md": partial(
-        check_system, [2, 1],
-        ("../GPT-2_for_PyTorch/own_345m.yaml", "compat/modelzoo/data/my-gpt_text_sentence.idx"),
+        check_system, [2, 1], ("../GPT-2_for_PyTorch/own_345m.yaml", "compat/modelzoo/data/my-gpt_text_sentence.idx")
     ),
     "docs/from_paddlefleetx.md": partial(
-        check_system, [8, 16, 128],
-        ("own_fleetx.yaml", "data/gpt_en_dataset_text_document_ids.npy"),
+        check_system, [8, 16, 128], ("own_fleetx.yaml", "data/gpt_en_dataset_text_document_ids.npy")
     ),
-    "docs/from_oneflow.md": partial(
-        check_system, [1], ("gpt_sample_dataset_text_document.bin",)
-    ),
+    "docs/from_oneflow.md": partial(check_system, [1], ("gpt_sample_dataset_text_document.bin",)),
     "docs/chinese.md": check_preset,
     "docs/from_gpt2_chinese.md": check_gpt2_chinese,
     "docs/modelarts.md": check_modelarts,
-}  # fmt: skip
+}
 
 
 IN_CAMPAIGN = {
@@ -306,3 +303,104 @@ def test_inputs_of_shown_commands_are_there_or_made(page: str, tmp_path: Path) -
                 absent = set(inputs_of(command, files)) - known
                 assert not absent, f"{page}:{block.line}: {command}: nothing makes {absent}"
             known |= set(made_by(command))
+
+
+# ---- what pages hold beside commands: tables for users of other systems, messages, figures ----
+
+SYSTEMS = ("mindformers", "megatron", "paddlefleetx", "oneflow", "nanogpt", "transformers")
+STATES = {
+    "": ("same", "here as", "planned", "needs devices", "not here"),
+    "_zh": ("相同", "换一种写法", "已规划", "需要设备", "没有"),
+}
+"""First words of a page's last column in each language, in order."""
+NO_MESSAGES = {"temperature", "checkpoints/latest", "input should be"}
+"""Names in the first column that are not messages, and the start of pydantic's own messages."""
+
+
+def rows(page: str) -> list[tuple[str, str, str]]:
+    """The three cells of each row, titles of groups left out."""
+    found = []
+    for line in read(f"docs/{page}").splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if len(cells) == 3 and any(cells[1:]) and not set(cells[0]) <= {"-"}:
+            found.append((cells[0], cells[1], cells[2]))
+    return found
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_both_languages_have_the_same_rows_and_say_the_same_of_each(system: str) -> None:
+    found = {end: rows(f"from_{system}{end}.md") for end in STATES}
+    assert len(found[""]) == len(found["_zh"]) > 9
+    for ours, theirs in zip(found[""], found["_zh"], strict=True):
+        spans = [sorted(re.findall(r"`([^`]+)`", cells[1])) for cells in (ours, theirs)]
+        assert spans[0] == spans[1], f"{ours[0]} | {theirs[0]}"
+    states = []
+    for end, known in STATES.items():
+        words = [re.match(r"\*\*(.+?)\*\*", state) for _, _, state in found[end]]
+        states.append([known.index(word[1]) if word else None for word in words])
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("name", ["generation.md", "generation_zh.md"])
+def test_the_pages_on_generation_name_keys_of_predict(name: str) -> None:
+    keys = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`[^|]*)", read(f"docs/{name}"), flags=re.M)[1:]))
+    assert len(keys) == 22 and set(keys) <= PredictConfig.model_fields.keys()
+
+
+def messages(end: str) -> list[str]:
+    """Return the quoted parts of the first column of every table of messages."""
+    text = read(f"docs/troubleshooting{end}.md") + read(f"docs/doctor{end}.md")
+    text += read(f"docs/clusters{end}.md").rpartition("\n## ")[2]
+    cells = re.findall(r"^\| (.*?) \|", text, flags=re.M)
+    return [quoted for cell in cells for quoted in re.findall(r"`([^`]+)`", cell)]
+
+
+def test_the_messages_that_pages_explain_are_in_the_program() -> None:
+    folders = ("common", "torch_gpt2", "mindformers_gpt2", "tools", "scripts")
+    files = [path for name in folders for path in (ROOT / name).rglob("*.[ps][yh]")]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    joined = re.sub(r"\"\s*\n\s*f?\"", "", source)  # a message over several lines
+    found = messages("")
+    assert len(found) > 30 and messages("_zh") == found
+    assert [each for each in found if each not in joined and each not in NO_MESSAGES] == []
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_is_what_the_script_draws(name: str) -> None:
+    drawn = FIGURES[name]().svg()
+    assert (FOLDER / name).read_text(encoding="utf-8") == drawn, "run python docs/figures/make_figures.py"
+
+
+def test_every_figure_is_on_a_page() -> None:
+    pages = [*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    shown = {Path(target).name for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)}
+    assert shown == set(FIGURES) | {"quickstart_loss.png", "plan_accuracy.png"}
+
+
+# ---- the comparison of outputs ----
+
+
+PRINTED = """
+03:14:55 model: 4 layers x 192, 11,453,760 parameters
+03:15:00 step 1/10 | loss 10.8709 | lr 1.000e-04 | 210 tokens/s | 4884 ms | eta 0:00:45
+03:15:06 step 2/10 | loss 10.6691 | lr 2.000e-04 | 181 tokens/s | 5654 ms | eta 0:00:41
+sample hash b4babda94acf67fe; written to /tmp/x/home/gpt2/output/first/evaluation.json
+"""
+
+
+@pytest.mark.parametrize(
+    ("shown", "named"),
+    [
+        ("12:00:00 step 1/10 | loss 10.90 | lr 1.0e-4 | 1,500 tokens/s | 600 ms | eta 0:00:04", None),
+        ("model: ...\n...\nsample  hash 00babda94acf67ff; ... /home/you/first/evaluation.json", None),
+        ("model: 4 layers x 192, 11,453,761 parameters", "11,453,761"),
+        ("step 1/10 | loss 11.2 | ...", "11.2"),
+        ("step 2/10 | ...\nstep 1/10 | ...", "line 2"),
+        ("... written to /home/you/gpt2/output/first/other.json", "other.json"),
+    ],
+)
+def test_a_line_that_differs_is_named(shown: str, named: str | None) -> None:
+    found = missing(shown, PRINTED)
+    assert found is None if named is None else named in (found or "")
+    assert missing("step 1/300 | loss 5.1 | ...", PRINTED, any_number=True) is None

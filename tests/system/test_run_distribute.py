@@ -1,4 +1,6 @@
-"""scripts/run_distribute.sh and its siblings as a user starts them, most under DRY_RUN=1."""
+"""scripts/run_distribute.sh and its siblings as a user starts them, most under DRY_RUN=1; and MindSpore's msrun. The
+variables of other launchers: tests/common/cluster/test_environment.py. torchrun trains in test_restarts.py.
+"""
 
 import json
 import os
@@ -8,40 +10,31 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from common.command_line import parse_arguments
 from common.processes.addresses import free_port
-from common.training.metrics import read_metrics
+from common.resolve.derive import resolve_mode
+from common.run_config import load_config
 from tests.cluster_tables import write_tutorial_table
-from tests.tiny import tiny_run
+from tests.run_scripts import ROOT, clean_environment, wait_until
+from tests.tiny import rows_of, tiny_run
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
-OURS = re.compile(r"RANK|WORLD|MASTER|DEVICE_ID|MS_|HCCL|OMP|GLOO|NCCL|GPT2|SLURM|DRY_RUN|DETACH|ASCEND|MA_|VC_")
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """The tests' own, without what launchers set."""
-    kept = {name: value for name, value in os.environ.items() if not OURS.search(name)}
-    return {**kept, "PYTHON": sys.executable, **variables}
 
 
 def shell(line: str, *, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", "-c", line], cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=120
-    )
+    command, environment = ["bash", "-c", line], clean_environment(**variables)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def start(
     *words: str, script: str = "run_distribute.sh", cwd: Path = SCRIPTS, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    command = ["bash", str(SCRIPTS / script), *words]
-    return subprocess.run(command, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=120)
+    return shell(shlex.join(["bash", str(SCRIPTS / script), *words]), cwd=cwd, **variables)
 
 
 def shown_ranks(text: str) -> list[dict[str, str]]:
@@ -66,33 +59,15 @@ def test_the_tutorials_four_commands(table: Path, machine: int, numbers: str) ->
     line = f"bash run_distribute.sh {table} ../configs/gpt2/run_gpt2_13b.yaml {numbers} train 32"
     done = shell(line, cwd=SCRIPTS, DRY_RUN="1")
     assert done.returncode == 0, done.stderr
+    common = {"RANK_SIZE": "32", "RANK_TABLE_FILE": str(table), "WORLD_SIZE": "32", "LOCAL_WORLD_SIZE": "8"}
+    common |= {"MASTER_ADDR": "10.155.111.140", "MASTER_PORT": "29500", "HCCL_CONNECT_TIMEOUT": "1800"}
     for number, found in enumerate(shown_ranks(done.stdout)):
         rank = str(8 * machine + number)
-        assert (
-            found.items()
-            >= {"RANK_ID": rank, "DEVICE_ID": str(number), "RANK_SIZE": "32", "RANK_TABLE_FILE": str(table)}.items()
-        )
-        assert (
-            found.items()
-            >= {"RANK": rank, "LOCAL_RANK": str(number), "WORLD_SIZE": "32", "LOCAL_WORLD_SIZE": "8"}.items()
-        )
-        assert (
-            found.items()
-            >= {"MASTER_ADDR": "10.155.111.140", "MASTER_PORT": "29500", "HCCL_CONNECT_TIMEOUT": "1800"}.items()
-        )
+        own = {"RANK_ID": rank, "RANK": rank, "DEVICE_ID": str(number), "LOCAL_RANK": str(number)}
+        assert found.items() >= (common | own).items()
     assert len(shown_ranks(done.stdout)) == 8
     assert f"10.155.111.{140 + machine} is not an address of this machine" in done.stderr
     assert not (SCRIPTS / "output").exists()
-
-
-def test_one_machine_and_cards_4_to_7(tmp_path: Path) -> None:
-    table = write_tutorial_table(tmp_path / "table.json", servers=1, devices=4, first_device=4)
-    for words in (["[4,8)", "train"], ["[0,4)", "train", "4"]):
-        done = start(str(table), "../configs/gpt2/run_gpt2_124m.yaml", *words, DRY_RUN="1")
-        assert [(found["RANK_ID"], found["DEVICE_ID"],
-        found["LOCAL_RANK"]) for found in shown_ranks(done.stdout)] == [
-            ("0", "4", "0"), ("1", "5", "1"), ("2", "6", "2"), ("3", "7", "3"),
-        ]  # fmt: skip
 
 
 PROMPT = """predict.prompt=It's "quoted", $HOME and `more` [0,8] * \\ 小"""
@@ -105,11 +80,7 @@ def test_relative_words_belong_to_the_current_folder_and_overrides_arrive_unchan
     done = start("table.json", "own.yaml", "[0,1)", "plan", PROMPT, "seed=3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     command = next(line for line in done.stdout.splitlines() if "run_gpt2.py" in line)
-    show = "printf '%s\\0' "
-    words = subprocess.run(["bash", "-c", show + command], capture_output=True, text=True, check=True).stdout.split(
-        "\0"
-    )[:-1]
-    assert words == [
+    assert shell(f"printf '%s\\0' {command}").stdout.split("\0")[:-1] == [
         sys.executable, str(ROOT / "run_gpt2.py"), "--config", str(tmp_path / "own.yaml"),
         "--run_mode", "train", PROMPT, "seed=3",
     ]  # fmt: skip
@@ -119,80 +90,31 @@ def test_relative_words_belong_to_the_current_folder_and_overrides_arrive_unchan
 CONFIG = "../configs/gpt2/run_gpt2_13b.yaml"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere.json", CONFIG, "[0,8]", "train"], "error:"
-            f" RANK_TABLE_FILE={SCRIPTS}/nowhere.json is not a file\n"),
-        (["TABLE", "nowhere.yaml", "[0,8]", "train"], f"error: config_path={SCRIPTS}/nowhere.yaml"
-            " is not a file\n"),
-        (["TABLE", CONFIG, "[a,8]", "train"], "error: start_device=a is not a number\n"),
-        (["TABLE", CONFIG, "[0,b]", "train"], "error: end_device=b is not a number\n"),
-        (["TABLE", CONFIG, "0", "train", "32"], "quote it, since the shell"),
-        (["TABLE", CONFIG, "[8,0]", "train", "32"], "an exclusive, greater end"),
-        (["TABLE", CONFIG, "[0,8]", "trian", "32"], "expected train, finetune, eval, predict,"
-            " serve, export or plan\n"),
-        (["TABLE", CONFIG, "[0,8]", "train", "16"], "RANK_SIZE=16, but the rank table holds 32"
-            " ranks"),
-        (["TABLE", CONFIG, "[0,8]", "train", "32x"], "the rank table is of 4 servers"),
-        (["TABLE", CONFIG, "[0,8]"], "Usage Help: bash run_distribute.sh [RANK_TABLE_FILE]"
-            " [CONFIG_PATH] [DEVICE_RANGE] [RUN_MODE]"),
-        (["none", CONFIG, "[0,8]", "train"], "= 32 processes, but 8 are running"),
-        (["TABLE", CONFIG, "[0,8]", "train", "32", "model.layers=3"], "model.layers: unknown key;"
-            " did you mean model.num_layers?\n"),
-        (["none", CONFIG, "[0,8]", "train", "8x"], "expected section.key=value"),
-        (["--accelerator", "8xH100", "TABLE", CONFIG, "[0,8]", "plan", "32"],
-            "8xH100: the layout has 32 ranks; leave the number out, or make them equal"),
-        (["--ssh", "TABLE", CONFIG, "[0,8]", "train", "32"], "--ssh needs --hosts"),
-        (["--all_ranks", "TABLE", CONFIG, "[0,8]", "train", "32"], "--all_ranks is for the mode"
-            " plan"),
-        (["--nodes", "2", "TABLE", CONFIG, "[0,8]", "train", "32"], "unrecognized arguments:"
-            " --nodes"),
-    ],
-)  # fmt: skip
-def test_bad_words_are_one_message_and_exit_code_2(table: Path, words: list[str], message: str) -> None:
-    done = start(*(str(table) if word == "TABLE" else word for word in words))
-    assert done.returncode == 2 and done.stdout == ""
-    assert message in done.stderr and "Traceback" not in done.stderr
+def test_bad_words_are_one_message_and_exit_code_2(table: Path) -> None:
+    """More of them are in tests/tools/refusals.yaml."""
+    for words, message in (
+        (
+            [str(table), CONFIG, "[0,8]", "trian", "32"],
+            "expected train, finetune, eval, predict, serve, export or plan\n",
+        ),
+        ([str(table), CONFIG, "[0,8]"], "Usage Help: bash run_distribute.sh [RANK_TABLE_FILE]"),
+    ):
+        done = start(*words)
+        assert done.returncode == 2 and done.stdout == "" and message in done.stderr
 
 
-def test_glob_damage_is_recognized(tmp_path: Path) -> None:
-    """A file named 8 in the current folder, and no quotes."""
-    (tmp_path / "8").touch()
-    done = shell(
-        f"bash {SCRIPTS}/run_distribute.sh none {ROOT}/configs/gpt2/run_gpt2_124m.yaml [0,8] train", cwd=tmp_path
-    )
-    assert done.returncode == 2 and "DEVICE_RANGE is '8'" in done.stderr and "quote it" in done.stderr
-
-
-@pytest.mark.parametrize(("preset", "servers"), [("run_gpt2_13b", 4), ("run_gpt2_175b", 16)])
-def test_plan_of_a_cluster(tmp_path: Path, preset: str, servers: int) -> None:
-    path = write_tutorial_table(tmp_path / "table.json", servers=servers)
-    config, size = f"../configs/gpt2/{preset}.yaml", str(8 * servers)
-    done = start(str(path), config, "[0,8]", "plan", size)
+def test_plan_of_a_cluster(table: Path) -> None:
+    words = [str(table), CONFIG, "[0,8]", "plan", "32"]
+    done = start(*words)
     assert done.returncode == 0 and done.stderr == ""
-    assert f"\nworld: {size} ranks = " in done.stdout and f"{servers} hosts, 8 ranks each" in done.stdout
-    assert [found["RANK_ID"] for found in shown_ranks(done.stdout)] == [str(8 * server) for server in range(servers)]
-    assert re.search(rf"\n +{8 * servers - 1} +\d+ +\d+ +\d+ +10\.155\.111\.{139 + servers} +7 ", done.stdout)
+    assert "\nworld: 32 ranks = " in done.stdout and "4 hosts, 8 ranks each" in done.stdout
+    assert [found["RANK_ID"] for found in shown_ranks(done.stdout)] == ["0", "8", "16", "24"]
+    assert re.search(r"\n +31 +\d+ +\d+ +\d+ +10\.155\.111\.143 +7 ", done.stdout)
     assert "warning" not in done.stdout
-    every = start("--all_ranks", str(path), config, "[0,8]", "plan", size)
-    assert [found["RANK_ID"] for found in shown_ranks(every.stdout)] == [str(rank) for rank in range(8 * servers)]
-    direct = shell(
-        f"$PYTHON run_gpt2.py --config configs/gpt2/{preset}.yaml --run_mode plan", RANK_TABLE_FILE=str(path)
-    )
-    assert shown_ranks(direct.stdout) == shown_ranks(done.stdout)
-
-
-def test_a_version_0_table_is_handed_on_as_1(tmp_path: Path, samples: Path) -> None:
-    """In a dry run only announced; the platform's file itself is not an input of MindSpore."""
-    source = samples / "v0_modelarts_k8s_jobstart_2x8_unordered.json"
-    words = (str(source), "../configs/gpt2/run_gpt2_124m.yaml", "[8,16)", "train", "16")
-    done = start("--log_dir", str(tmp_path / "logs"), *words, DRY_RUN="1")
-    assert done.returncode == 0, done.stderr
-    assert {found["RANK_TABLE_FILE"] for found in shown_ranks(done.stdout)} == {
-        str(tmp_path / "logs" / "rank_table.json")
-    }
-    assert not (tmp_path / "logs").exists()
+    every = start("--all_ranks", *words)
+    assert [found["RANK_ID"] for found in shown_ranks(every.stdout)] == [str(rank) for rank in range(32)]
+    direct = f"$PYTHON run_gpt2.py --config {SCRIPTS / CONFIG} --run_mode plan"
+    assert shown_ranks(shell(direct, RANK_TABLE_FILE=str(table)).stdout) == shown_ranks(done.stdout)
 
 
 def test_hosts_prints_a_command_for_each(table: Path) -> None:
@@ -200,24 +122,18 @@ def test_hosts_prints_a_command_for_each(table: Path) -> None:
     commands = [line for line in done.stdout.splitlines() if not line.startswith("#")]
     for line, numbers in zip(commands, ("[0,8)", "[8,16)", "[16,24)", "[24,32)"), strict=True):
         own = shell(line.replace("env PYTHON", "env DRY_RUN=1 PYTHON"))
-        assert f"'{numbers}'" in line and [found["RANK_ID"] for found in shown_ranks(own.stdout)] == [
-            str(rank) for rank in range(int(numbers[1:].split(",")[0]), int(numbers[:-1].split(",")[1]))
-        ]
+        first, last = map(int, re.findall(r"\d+", numbers))
+        ranks = [int(found["RANK_ID"]) for found in shown_ranks(own.stdout)]
+        assert f"'{numbers}'" in line and ranks == [*range(first, last)]
         assert " seed=1\n" in own.stdout and "on cores" not in own.stdout
-    assert [line for line in done.stdout.splitlines() if line.startswith("#")] == [
-        "# host 0: a", "# host 1: me@b", "# host 2: c", "# host 3: d",
-    ]  # fmt: skip
+    assert re.findall("^# .*", done.stdout, re.M) == ["# host 0: a", "# host 1: me@b", "# host 2: c", "# host 3: d"]
 
 
 def test_standalone(tmp_path: Path) -> None:
     done = start("../configs/gpt2/run_gpt2_124m.yaml", "3", "train", "seed=1", script="run_standalone.sh", DRY_RUN="1")
-    assert (
-        done.returncode == 0
-        and shown_ranks(done.stdout)[0].items() >= {"DEVICE_ID": "3", "RANK_ID": "0", "RANK_SIZE": "1"}.items()
-    )
+    own = {"DEVICE_ID": "3", "RANK_ID": "0", "RANK_SIZE": "1"}
+    assert done.returncode == 0 and shown_ranks(done.stdout)[0].items() >= own.items()
     assert "context.device_id=3 seed=1" in done.stdout and "mf_standalone" in done.stdout
-    done = start("../configs/gpt2/run_gpt2_124m.yaml", "x", "train", script="run_standalone.sh")
-    assert done.returncode == 2 and done.stderr == "error: device_id=x is not a number\n"
 
 
 @pytest.fixture
@@ -240,18 +156,16 @@ def test_detached_ranks_save_when_their_supervisor_is_told_to_stop(tiny: Path, t
     supervisor = int(re.findall(r"kill (\d+)\n", done.stdout)[0])
     run, log = tmp_path / "run", tmp_path / "run" / "launcher.log"
     try:
-        wait_until(
-            lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").read_text().count('"loss"') > 1, log
-        )
+        wait_until(lambda: (run / "metrics.jsonl").is_file() and len(rows_of(run)) > 1, "steps")
     finally:
         os.kill(supervisor, signal.SIGTERM)
-    wait_until(lambda: "stopped by SIGTERM" in log.read_text(), log)
-    step = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    wait_until(lambda: "stopped by SIGTERM" in log.read_text(), "the end")
+    step = rows_of(run)[-1]["step"]
     assert (run / "checkpoints" / f"step_{step:08}").is_dir()
     assert sorted(path.name for path in run.glob("mf_parallel*")) == ["mf_parallel0", "mf_parallel1"]
     resumed = start("none", str(tiny), "[0,1)", "train", f"train.max_steps={step + 1}")
     assert resumed.returncode == 0, resumed.stderr
-    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == step + 1
+    assert rows_of(run)[-1]["step"] == step + 1
 
 
 @pytest.mark.campaign
@@ -260,14 +174,9 @@ def test_two_nodes_that_nobody_numbered_train_as_two_ranks_of_one(tiny: Path, tm
     meet = ["--master", f"127.0.0.1:{free_port()}", "--nnodes", "2", "--devices"]
     command = ["bash", str(SCRIPTS / "run_distribute.sh"), *meet]
     words = ["none", str(tiny), "train"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": clean_environment()}
     nodes = [
-        subprocess.Popen(
-            [*command, device, "--log_dir", str(tmp_path / device), *words],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        subprocess.Popen([*command, device, "--log_dir", str(tmp_path / device), *words], **pipes)
         for device in ("0", "3")
     ]
     try:
@@ -281,18 +190,8 @@ def test_two_nodes_that_nobody_numbered_train_as_two_ranks_of_one(tiny: Path, tm
         "ranks of node 1: 1; of 2 in all",
     ]
     assert start("none", str(tiny), "[0,2)", "train", f"output_dir={tmp_path / 'one'}").returncode == 0
-    losses = [
-        [row["loss"] for row in read_metrics(tmp_path / run / "metrics.jsonl") if "loss" in row]
-        for run in ("run", "one")
-    ]
+    losses = [[row["loss"] for row in rows_of(tmp_path / run)] for run in ("run", "one")]
     assert len(losses[0]) == 3 and losses[0] == losses[1]
-
-
-def wait_until(holds: Callable[[], bool], log: Path, limit: float = 120.0) -> None:
-    deadline = time.monotonic() + limit
-    while not holds():
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
 
 
 def test_closed_streams_do_not_stop_a_run(tiny: Path, tmp_path: Path) -> None:
@@ -300,7 +199,6 @@ def test_closed_streams_do_not_stop_a_run(tiny: Path, tmp_path: Path) -> None:
     line = f"bash {SCRIPTS}/run_distribute.sh none {tiny} '[0,1)' train >&- 2>&- <&-"
     assert shell(line, DRY_RUN="1").returncode == 0  # prints its plan where nobody reads
     assert shell(line).returncode == 0
-    assert shell(f"{line} train.max_steps=-1").returncode == 2
     assert (tmp_path / "run" / "metrics.jsonl").is_file()
     assert "all ranks ended well" not in (tmp_path / "run" / "mf_parallel0" / "mindformer.log").read_text()
 
@@ -320,12 +218,9 @@ def test_an_interpreter_without_the_project_is_one_message(tmp_path: Path) -> No
         python.chmod(0o755)
         for script in ("run_distribute.sh", "run_standalone.sh", "run_slurm.sh", "quickstart.sh"):
             done = start("a", "b", "c", "d", script=script, cwd=ROOT, PYTHON=str(python))
-            assert (
-                done.returncode == 2
-                and f"error: {python} cannot be used: {why}" in done.stderr
-                and "quickstart.sh" in done.stderr
-            )
-            assert len(done.stderr.splitlines()) == 1, done.stderr
+            [message] = done.stderr.splitlines()
+            assert done.returncode == 2 and message.startswith(f"error: {python} cannot be used: {why}")
+            assert "quickstart.sh" in message
 
 
 def test_an_active_conda_environment_goes_before_the_repositorys_own(tmp_path: Path) -> None:
@@ -342,10 +237,10 @@ def test_an_active_conda_environment_goes_before_the_repositorys_own(tmp_path: P
         done = shell(f'source {root}/scripts/environment.sh; find_python; echo "$PYTHON"', **{**none, **variables})
         return done.stdout.strip()
 
-    assert found() == str(root / ".venv/bin/python")
-    assert found(CONDA_PREFIX=str(conda), CONDA_DEFAULT_ENV="gpt2") == str(conda / "bin/python")
-    assert found(CONDA_PREFIX=str(conda), CONDA_DEFAULT_ENV="base") == str(root / ".venv/bin/python")
-    assert found(CONDA_PREFIX=str(conda), CONDA_DEFAULT_ENV="gpt2", VIRTUAL_ENV=str(venv)) == str(venv / "bin/python")
+    own = {"CONDA_PREFIX": str(conda), "CONDA_DEFAULT_ENV": "gpt2"}
+    assert found() == found(**own | {"CONDA_DEFAULT_ENV": "base"}) == str(root / ".venv/bin/python")
+    assert found(**own) == str(conda / "bin/python")
+    assert found(**own, VIRTUAL_ENV=str(venv)) == str(venv / "bin/python")
 
 
 def test_the_exit_code_and_the_last_words_of_a_rank_that_fails(tiny: Path, tmp_path: Path) -> None:
@@ -355,28 +250,18 @@ def test_the_exit_code_and_the_last_words_of_a_rank_that_fails(tiny: Path, tmp_p
     assert "npu" in log.read_text() and "RANK_ID=0\n" in (log.parent / "env.log").read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["predict"], "predict.prompt is not given"),
-        (["eval", "evaluation.task=text", "data.tokenizer=."], "evaluation.task=text needs a file"),
-        (["train", "data.train=nowhere"], "nowhere.idx: not found"),
-    ],
-)
-def test_a_refusal_of_rank_0_is_said_once_before_there_are_ranks(
-    tiny: Path, tmp_path: Path, words: list[str], message: str
-) -> None:
-    mode, *overrides = words
-    done = start("none", str(tiny), "[0,2]", mode, *overrides)
-    assert done.returncode == 2 and done.stderr.count(message) == 1, done.stderr
-    assert "started" not in done.stdout + done.stderr
-    assert not (tmp_path / "run").exists()
+def test_a_refusal_of_rank_0_is_said_once_before_there_are_ranks(tiny: Path, tmp_path: Path) -> None:
+    for mode, words, message in (
+        ("predict", [], "predict.prompt is not given"),
+        ("train", ["data.train=nowhere"], "nowhere.idx: not found"),
+    ):
+        done = start("none", str(tiny), "[0,2]", mode, *words)
+        assert done.returncode == 2 and done.stderr.count(message) == 1, done.stderr
+        assert "started" not in done.stdout + done.stderr and not (tmp_path / "run").exists()
 
 
 def test_slurm_starts_a_task_a_device(tmp_path: Path) -> None:
-    """With a stand-in for srun that shows its words, as Slurm is not here; from Slurm's copy of the
-    script.
-    """
+    """With a stand-in for srun that shows its words, as Slurm is not here; from Slurm's copy of the script."""
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()
     srun.write_text('#!/bin/bash\nprintf \'%s\\0\' "$@" "$SRUN_CPUS_PER_TASK"\n')
@@ -392,12 +277,107 @@ def test_slurm_starts_a_task_a_device(tmp_path: Path) -> None:
     assert done.returncode == 2 and "is not the repository" in done.stderr
 
 
-def test_shellcheck() -> None:
-    program = Path(sysconfig.get_path("scripts")) / "shellcheck"
-    if not program.is_file():
-        pytest.skip(f"{program} is absent: pip install '.[dev]'")
-    files = sorted(map(str, (*SCRIPTS.glob("*.sh"), ROOT / ".ci" / "run")))
-    done = subprocess.run(
-        [program, "-x", "-P", "SCRIPTDIR", *files], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stdout
+# ---- msrun itself ----
+
+
+WHO = """
+import os, sys
+sys.path.insert(0, os.environ["GPT2_ROOT"])
+from common.cluster.environment import find_process, is_scheduler
+process = find_process(os.environ)
+sys.stdout.write(
+    f"{process.rank}/{process.world_size} {process.local_rank}/{process.local_world_size} "
+    f"{process.device_id} {process.master}:{process.port} {process.launcher}"
+    f"{' scheduler' * is_scheduler(os.environ)}\\n"
+)
+"""
+
+
+def test_msrun(tmp_path: Path) -> None:
+    pytest.importorskip("mindspore")
+    program = shutil.which("msrun", path=str(Path(sys.executable).parent))
+    assert program, "msrun is part of mindspore"
+    (tmp_path / "who.py").write_text(WHO)
+    port = free_port()
+    words = ["--worker_num=2", "--local_worker_num=2", "--log_dir=logs", "--join=True"]
+    command = [program, *words, f"--master_port={port}", "who.py"]
+    environment = clean_environment(GPT2_ROOT=str(ROOT))
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, env=environment, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    logs = {path.stem: path.read_text().strip() for path in (tmp_path / "logs").glob("*.log")}
+    assert logs == {
+        "worker_0": f"0/2 0/2 0 127.0.0.1:{port} msrun",
+        "worker_1": f"1/2 1/2 1 127.0.0.1:{port} msrun",
+        "scheduler": f"0/2 0/1 None 127.0.0.1:{port} msrun scheduler",
+    }
+
+
+# ---- the quickstart: the commands that it ends with, and the environment that it makes ----
+
+
+@pytest.mark.parametrize("ending", ["", "_zh"])
+def test_the_commands_that_the_quickstart_ends_with(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They use the quickstart's run and data, and what continues a prompt samples: greedily so
+    small a model prints empty lines. Its own settings are those of the preset.
+    """
+    script = (ROOT / "scripts" / "quickstart.sh").read_text(encoding="utf-8")
+    text = script.rpartition("cat <<END")[2].partition("END")[0]
+    values = dict(re.findall(r"^(CONFIG|RUN|DATA)=(\S+)$", script, flags=re.M))
+    values |= {"PYTHON": "python", "OTHER": "ROMEO"}
+    text = re.sub(r"\$(\w+)", lambda name: values[name[1]].replace("$ENDING", ending), text)
+    file = f"configs/gpt2/run_gpt2_quickstart{ending}.yaml"
+    monkeypatch.chdir(ROOT)
+    preset = load_config(Path(file))
+    text = text.replace(f"{preset.output_dir}/config.yaml", file)  # which holds its values
+    found = re.findall(r"run_gpt2\.py (.*)", text)
+    assert len(found) == 3
+    for words in map(shlex.split, found):
+        arguments = parse_arguments(words)
+        assert arguments.config is not None
+        config = load_config(arguments.config, arguments.overrides)
+        config = resolve_mode(config, arguments.run_mode, world_size=1)
+        assert config.data.tokenizer == preset.data.tokenizer
+        assert config.data.train in (preset.data.train, ["data/own_text_document"])
+        assert config.output_dir in (preset.output_dir, "output/own")
+        if arguments.run_mode == "predict":
+            assert config.predict.method == "sampling" and config.predict.top_k
+    assert f"SIZE={preset.model.vocab_size}" in script and preset.data.tokenizer is not None
+    assert preset.data.tokenizer.folder == f"data/quickstart{ending}/small"
+
+
+PIP = f"""#!/bin/bash
+case "$*" in
+*"pip install"*BAD*) echo "ERROR: No matching distribution found for BAD<3" >&2; exit 1 ;;
+*"pip install"*) echo "${{@: -1}}" >>pip.log ;;
+*) exec {sys.executable} "$@" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("bad", ["mindspore", "torch"])
+def test_an_extra_without_a_package_is_left_out_and_a_required_one_is_an_error(tmp_path: Path, bad: str) -> None:
+    for name in ("scripts/environment.sh", "pyproject.toml", "requirements.txt", "constraints.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("pip", "python"):
+        (programs / name).write_text(PIP.replace("BAD", bad))
+        (programs / name).chmod(0o755)
+    script = "source scripts/environment.sh; use_environment torch fast,mindspore; echo ready"
+
+    command, environment = ["bash", "-euc", script], {"PATH": "/usr/bin:/bin"}
+    start = partial(subprocess.run, command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    done = start()
+    if bad == "torch":
+        assert done.returncode == 1 and done.stderr.endswith("pip's message is above\n")
+        assert "No matching distribution found for torch<3" in done.stderr
+        return
+    for each in (done, start()):  # the second one tries only what is missing
+        assert each.returncode == 0 and each.stdout.endswith("ready\n"), each.stderr
+        said = r" No matching distribution found for mindspore<3\n"
+        assert re.fullmatch(rf"left out: the extra mindspore, on Python 3\.\d+\.\S+ \S+:{said}", each.stderr), (
+            each.stderr
+        )
+    asked = (tmp_path / "pip.log").read_text().split()
+    assert asked == [f"{tmp_path}[torch]", f"{tmp_path}[torch,fast]"]

@@ -1,6 +1,4 @@
-"""tools/study.py as a user starts it. What becomes of it when something is killed:
-tests/common/study/test_running.py.
-"""
+"""tools/study.py as a user starts it. What a kill does to it: tests/common/study/test_running.py."""
 
 import subprocess
 import sys
@@ -44,9 +42,7 @@ def test_a_study_runs_and_every_cell_computes_the_same(tmp_path: Path, corpus_pr
     assert "\r" not in done.stdout + done.stderr  # no bar where there is no terminal
     found = {cell.cell.id: cell.repeats for cell in read_study(folder).cells}
     states = {name: [each.state for each in repeats] for name, repeats in found.items()}
-    assert states == {
-        "alone": [State.FINISHED], "two_hosts": [State.FINISHED], "refused": [State.REFUSED],
-    }  # fmt: skip
+    assert states == {"alone": [State.FINISHED], "two_hosts": [State.FINISHED], "refused": [State.REFUSED]}
     one, two = (found[name][0].measured for name in ("alone", "two_hosts"))
     assert one is not None and two is not None
     assert len(one.loss) == 4 and one.loss == pytest.approx(two.loss, rel=1e-6)

@@ -1,6 +1,4 @@
-"""tools/first_contact.py: how it judges, ends, continues, and that every check of its list can
-start.
-"""
+"""tools/first_contact.py: how it judges, ends, continues, and that every check of its list can start."""
 
 import json
 import os
@@ -130,9 +128,7 @@ def test_an_interrupt_keeps_what_was_found(words: list[str], tmp_path: Path) -> 
     ],
 )  # fmt: skip
 def test_every_check_of_the_list_can_start(kind, device, backend, tmp_path) -> None:
-    """Its configurations resolve, its scripts and their options are there, and nothing is left of
-    a placeholder.
-    """
+    """Its configurations resolve, its scripts and their options are there, and nothing is left of a placeholder."""
     tree = read_yaml_mapping(CHECKS)
     words = tree["words"][kind]
     place = Place(kind=kind, backend=backend, out=tmp_path, device=device, words=words)
@@ -175,11 +171,11 @@ def test_missing_wheels_are_installed_beside_the_rest(monkeypatch, tmp_path) -> 
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "/before")
     for name in ("first_contact_sample", "psutil"):  # one is there already
-        about = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
-        kind = "Wheel-Version: 1.0\nTag: py3-none-any\n"
+        files = {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", "RECORD": ""}
+        files["WHEEL"] = "Wheel-Version: 1.0\nTag: py3-none-any\n"
         with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"{name}.py", "VALUE = 7")
-            for file, text in {"METADATA": about, "WHEEL": kind, "RECORD": ""}.items():
+            for file, text in files.items():
                 wheel.writestr(f"{name}-1.0.dist-info/{file}", text)
     install(tmp_path, tmp_path / "site")
     assert __import__("first_contact_sample").VALUE == 7

@@ -7,6 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from common.command_line import MODES
+from common.conversion.gpt2_chinese import _help
+from common.modelarts.arguments import describe_flags
+from common.systems.config import COMMAND_LINES
+from run_gpt2 import main
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -70,22 +76,14 @@ def test_a_tool(command: str, monkeypatch, capsys) -> None:
     assert words != ["standalone"] or not re.search("run_distribute.sh|RANK_TABLE", out)
 
 
-@pytest.mark.parametrize("system", ["", "_generate", "_eval"])
-def test_flags_of_gpt2_chinese_have_meanings(system: str) -> None:
-    from common.conversion.gpt2_chinese import _help
-    from common.systems.config import COMMAND_LINES
-
-    module = COMMAND_LINES[f"gpt2_chinese{system}"]
-    rows = re.findall(r"^  --(\w+) +(\w.+)$", _help("x.py", module), flags=re.M)
-    assert {name for name, _ in rows} == set(module.table)
+def test_flags_of_gpt2_chinese_have_meanings() -> None:
+    for system in ("gpt2_chinese", "gpt2_chinese_generate", "gpt2_chinese_eval"):
+        rows = re.findall(r"^  --(\w+) +(\w.+)$", _help("x.py", COMMAND_LINES[system]), flags=re.M)
+        assert {name for name, _ in rows} == set(COMMAND_LINES[system].table)
 
 
 @pytest.mark.parametrize("program", ["run_gpt2.py", "run_mindformer.py"])
 def test_both_front_doors_name_themselves_and_explain_the_modes(program: str, capsys) -> None:
-    from common.command_line import MODES
-    from common.modelarts.arguments import describe_flags
-    from run_gpt2 import main
-
     more = describe_flags() if program == "run_mindformer.py" else ""
     with pytest.raises(SystemExit) as stop:
         main(["--help"], program=program, more=more)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster_tables import devices, table_1, table_2
+from tests.cluster_tables import devices, table_1, table_2, write_tutorial_table
 from tools import launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +21,7 @@ WORDS = {
     "ROOT": str(ROOT),
     "TRAIN": "none CONFIG [0,2] train train.global_batch_size=null",
     "CONFIG": str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml"),
+    "OF_32": str(ROOT / "configs/gpt2/run_gpt2_13b.yaml"),
 }
 
 
@@ -80,6 +81,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "bad.txt").write_bytes(b"a\xff")
+    write_tutorial_table(tmp_path / "four.json")
     monkeypatch.setattr("common.launcher.launch.run_attempts", lambda *_, **__: pytest.fail("ranks started"))
     monkeypatch.setattr(launch, "check_before_ranks", lambda mode, config: None)
     for name in ("DRY_RUN", "DETACH", "RANK_SIZE", "RANK_TABLE_FILE"):
@@ -95,12 +97,15 @@ def test_refused(tool, words, said, here, monkeypatch, capsys, request) -> None:
     if "VOCABULARY" in tool:
         vocab, merges = request.getfixturevalue("gpt2_vocab_files")
         tool = tool.replace("VOCABULARY", f"--vocab-file {vocab} --merge-file {merges}")
-    name, *given = shlex.split(f"{tool} {filled(filled(words))}")
+    name, *given = shlex.split(filled(filled(f"{tool} {words}")))
     before = files_of(here)
-    monkeypatch.setattr("sys.argv", [f"tools/{name}.py", *given])
+    for variable in [word for word in given if re.match("[A-Z_]+=", word)]:
+        monkeypatch.setenv(*variable.split("="))
+        given.remove(variable)
+    monkeypatch.setattr("sys.argv", [f"{name}.py", *given])
     capsys.readouterr()
     try:
-        code: object = importlib.import_module(f"tools.{name}").main()
+        code: object = importlib.import_module(name if name == "run_gpt2" else f"tools.{name}").main()
     except SystemExit as stop:  # by argparse
         code = stop.code
     error = capsys.readouterr().err
