@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, StorageError, UserError
-from common.locks import take_lock
+from common.files import take_lock
 from common.log import LOG
 
 LOCK = ".lock"

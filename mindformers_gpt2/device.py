@@ -14,11 +14,17 @@ import numpy as np
 
 from common.accelerators import accelerator_flops, find_accelerator
 from common.cluster.environment import ALONE, Process
-from common.device import device_index, keep_freed_memory, peak_resident_bytes, processor_name
+from common.device import (
+    check_device_id,
+    device_index,
+    keep_freed_memory,
+    naming_auto,
+    peak_resident_bytes,
+    processor_name,
+)
 from common.errors import ConfigError, DeviceError
 from common.parallel.kernels import FIRST_ASCEND, has_attention_kernel
 from common.parallel.run import Run
-from common.resolve.auto_device import check_device_id, naming_auto
 from common.resolve.engine_checks import check_mindspore
 from common.resolve.vendor_settings import mindspore_context
 

@@ -15,6 +15,7 @@ from common.parallel.run import Run
 from common.parallel.sharding import slices_of_rank
 from common.quantization.scheme import frozen_parameters
 from mindformers_gpt2.base_engine import BaseEngine, QueuedStep
+from mindformers_gpt2.checkpoint import Recorder
 from mindformers_gpt2.data import inputs_and_targets
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.gradients import LossGradients, varies
@@ -23,7 +24,6 @@ from mindformers_gpt2.parallel.layout import GradientSync, build_parts, own_drop
 from mindformers_gpt2.parallel.pipeline_parallel import Pipeline
 from mindformers_gpt2.parallel.world import World
 from mindformers_gpt2.quantize import quantize_model
-from mindformers_gpt2.recording import Recorder
 
 
 class Engine(BaseEngine):

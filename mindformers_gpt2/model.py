@@ -20,10 +20,10 @@ from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig, TrainConfig
 from common.parallel.kernels import suits_attention_kernel
 from common.parallel.run import Run
+from mindformers_gpt2.data import document_numbers, document_positions
 from mindformers_gpt2.device import DTYPES, MindSporeDevice
 from mindformers_gpt2.layers import GELU, Dropout, Embedding, empty
 from mindformers_gpt2.loss import CrossEntropySum
-from mindformers_gpt2.packing import document_numbers, document_positions
 
 
 class Linear(nn.Cell):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from common.config.update_rules import RULES
+from common.config.values import RULES
 
 ROOT = Path(__file__).resolve().parents[1]
 FRAMEWORKS = {"torch", "mindspore", "deepspeed", "torch_npu"}
@@ -22,10 +22,10 @@ BACKENDS = {"torch_gpt2", "mindformers_gpt2"}
 PRODUCT = ("common", *sorted(BACKENDS))
 
 LAYERS = (
-    ("errors", "interrupts", "locks", "log", "dialects"),
-    ("accelerators", "flags", "paths", "whole_numbers", "run_folder"),
+    ("errors", "interrupts", "log", "dialects"),
+    ("accelerators", "flags", "paths", "whole_numbers"),
     ("files",),
-    ("structured_files", "hub"),
+    ("structured_files", "hub", "run_folder"),
     ("yaml_files", "processes"),
     ("config", "tensor_files", "failures"),
     ("cluster", "command_line", "tokenizer", "weights"),

@@ -88,7 +88,7 @@ USERS = {
         "common/processes/process_tree.py": "ranks, cells of a study, their guard, and programs",
     },
     "fcntl": {
-        "common/locks.py": "locks between processes",
+        "common/files.py": "locks between processes",
         "common/tensor_files/checksummed.py": "O_DIRECT, switched while writing",
     },
     "struct": {

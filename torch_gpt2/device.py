@@ -19,12 +19,19 @@ from torch import Tensor
 from common.accelerators import accelerator_flops
 from common.cluster.environment import ALONE, Process
 from common.config.schema import PrecisionConfig
-from common.device import device_index, keep_freed_memory, missing_for_kernels, peak_resident_bytes, processor_name
+from common.device import (
+    check_device_id,
+    device_index,
+    keep_freed_memory,
+    missing_for_kernels,
+    naming_auto,
+    peak_resident_bytes,
+    processor_name,
+)
 from common.errors import ConfigError, DeviceError
 from common.log import LOG
 from common.parallel.run import Run
 from common.paths import require_package
-from common.resolve.auto_device import check_device_id, naming_auto
 from torch_gpt2.private_api import has_adam_kernel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -23,18 +23,24 @@ from common.parallel.packing import Packing
 from common.parallel.run import Run
 from common.parallel.sharding import initial_values, slices_of_rank
 from common.quantization.scheme import frozen_parameters
-from common.training.engine import StepResult
+from common.training.engine import NO_LIMITS, Limits, StepResult
 from common.training.opened_checkpoint import Checkpoint
-from common.training.outliers import NO_LIMITS, Limits
 from common.training.start import Start
 from common.weights.pieces import TensorSlice, to_rectangle
 from torch_gpt2.base_engine import BaseEngine
-from torch_gpt2.checkpoint import Staging, copy_at_once, fill_moments, fill_weights, moments_on_host, weights_on_host
+from torch_gpt2.checkpoint import (
+    Recorder,
+    Staging,
+    copy_at_once,
+    fill_moments,
+    fill_weights,
+    moments_on_host,
+    weights_on_host,
+)
 from torch_gpt2.compilation import compile_model, in_graphs, is_compiled
 from torch_gpt2.data import inputs_and_targets, pin_batch, split, to_device
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.device_step import DeviceStep, takes_adam_kernel
-from torch_gpt2.float8 import convert_linear_layers
 from torch_gpt2.model import GPT2, round_linear_layers
 from torch_gpt2.optimizer import (
     DeviceLossScale,
@@ -51,8 +57,7 @@ from torch_gpt2.parallel.layout import GradientSync, build_parts
 from torch_gpt2.parallel.pipeline_parallel import Pipeline
 from torch_gpt2.parallel.replica_strategies import replicate
 from torch_gpt2.parallel.world import World
-from torch_gpt2.quantize import quantize_model
-from torch_gpt2.recording import Recorder
+from torch_gpt2.quantize import convert_linear_layers, quantize_model
 
 
 class Engine(BaseEngine):

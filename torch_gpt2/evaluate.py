@@ -16,8 +16,7 @@ from common.evaluation.task import open_task, run_task
 from common.inputs import Inputs
 from common.parallel.run import Run
 from common.parallel.sharding import slices_of_rank
-from common.training.agreement import check_everywhere
-from common.training.opened_checkpoint import Checkpoint
+from common.training.opened_checkpoint import Checkpoint, check_everywhere
 from common.training.start import weights_to_use
 from torch_gpt2.checkpoint import fill_weights
 from torch_gpt2.device import TorchDevice

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.parallel.kernels import MIN_ROWS
-from torch_gpt2.float8_head import Float8Head
+from torch_gpt2.float8 import Float8Head
 
 ROWS_AT_ONCE = MIN_ROWS
 """Positions whose logits exist at one time: 1024 x 50304 float32 are 206 MB."""

@@ -23,10 +23,10 @@ from common.config.schema import PrecisionConfig
 from common.parallel.kernels import keeps_no_scores
 from common.parallel.packing import Packing
 from common.parallel.run import Run
+from torch_gpt2.data import BlockAttention, document_mask, document_numbers, document_positions
 from torch_gpt2.device import DTYPES, TorchDevice, attention_mask
 from torch_gpt2.loss import ROWS_AT_ONCE, cross_entropy_sum
 from torch_gpt2.offload import HostMemory
-from torch_gpt2.packing import BlockAttention, document_mask, document_numbers, document_positions
 
 
 class _Quantizer(Protocol):

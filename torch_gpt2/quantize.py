@@ -1,8 +1,14 @@
-"""Fake quantization of linear layers, by the rules of ``common.quantization.scheme``."""
+"""Linear layers that round: fake quantization, by the rules of ``common.quantization.scheme``, and
+float8, by torchao's training with dynamic scales.
+
+A product in float8 takes its inputs divided by their largest value: of the tensor (tensorwise) or of
+each row (rowwise). Weights keep their names and types, and so do checkpoints.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -153,3 +159,24 @@ def quantize_model(config: Run, parts: Sequence[GPT2], world: World) -> Quantiza
     it.
     """
     return Quantization(config, parts, world) if config.quantization is not None else None
+
+
+EMULATED_FLOAT8 = False
+"""Compute with the numbers of float8 and kernels of float32, for tests without a GPU."""
+
+
+def convert_linear_layers(model: GPT2, config: Run) -> None:
+    """Replace the linear layers of a part of the model, if the run asks for float8.
+
+    The head is not a linear layer: it is the token table, in the type of the computation.
+    """
+    if config.precision.float8 == "none":
+        return
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    recipe = Float8LinearConfig.from_recipe_name(config.precision.float8)
+
+    def is_of_block(module: Any, name: str) -> bool:
+        return isinstance(module, Linear)
+
+    convert_to_float8_training(model, config=replace(recipe, emulate=EMULATED_FLOAT8), module_filter_fn=is_of_block)

@@ -32,8 +32,7 @@ from common.run_config import load_config
 from common.systems.hugging_face.weights import NAME_MAPS, write_config
 from common.systems.weights import export_names
 from common.training import engine
-from common.training.engine import StepResult
-from common.training.outliers import NO_LIMITS, Limits
+from common.training.engine import NO_LIMITS, Limits, StepResult
 from common.training.start import Start
 from torch_gpt2.compilation import is_compiled
 from torch_gpt2.data import inputs_and_targets

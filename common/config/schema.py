@@ -14,9 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from common.accelerators import GIB
-from common.config.split import parse_split
-from common.config.tokenizer_kinds import NAMES, TokenizerKind, kind_named
-from common.config.update_rules import RULES, RuleName, UpdateRule
+from common.config.values import NAMES, RULES, RuleName, TokenizerKind, UpdateRule, kind_named, parse_split
 from common.errors import DataError
 
 Float = Literal["float32", "bfloat16", "float16"]

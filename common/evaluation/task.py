@@ -11,9 +11,8 @@ from common.config.schema import EvaluationConfig
 from common.dataset import Tokens
 from common.errors import ConfigError
 from common.evaluation.corpus import EvaluationResult, RowTask, read_evaluation_file
-from common.evaluation.lambada import open_lambada
 from common.evaluation.rows import Scorer, score_rows
-from common.evaluation.text import open_text
+from common.evaluation.text import open_lambada, open_text
 from common.parallel.run import Run
 from common.processes.heartbeat import beat
 from common.quantization.scheme import CALIBRATION_BATCHES

@@ -21,7 +21,7 @@ from common.generation.generate import Continuation
 from common.generation.prompts import Prompt
 from common.parallel.run import Run
 from common.structured_files import read_json_mapping, shown
-from common.training.agreement import fingerprint, identity_of
+from common.training.opened_checkpoint import fingerprint, identity_of
 from common.training.start import checkpoint_to_use
 
 RECORD = "generation.json"

@@ -14,11 +14,10 @@ import numpy as np
 
 from common.config.schema import PredictConfig
 from common.errors import RunError
-from common.generation.generate import Continuation, Decoder
+from common.generation.generate import Continuation, Decoder, GrowingText
 from common.generation.logit_rules import Biases, LogitRules
 from common.generation.prompts import Prompt
 from common.generation.sampling import NOTHING_LEFT, Logits, ScoredToken, largest_ids, score_token
-from common.generation.stop_strings import GrowingText
 from common.processes.heartbeat import beat
 
 _NEVER = np.float32(-1e9)

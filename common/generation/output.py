@@ -17,11 +17,10 @@ from common.errors import ConfigError, RunError
 from common.files import atomic_write, refuse_to_overwrite
 from common.generation.articles import ArticleFolder
 from common.generation.beam_search import search_beams
-from common.generation.generate import Continuation, Decoder, generate
+from common.generation.generate import Continuation, Decoder, GrowingText, generate
 from common.generation.logit_rules import sequence_biases
 from common.generation.prompts import Prompt, sliding_window
 from common.generation.sampling import as_record
-from common.generation.stop_strings import GrowingText
 from common.log import LOG, show
 from common.parallel.run import Run
 from common.tokenizer import Tokenizer

@@ -33,8 +33,8 @@ PACKAGES = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}
 """The package of each backend; its module ``predict`` has ``open_runner``."""
 PROGRAM_RUNNERS = {
     "onnx": ("onnx", "common.inference.runner", "open_onnx"),
-    "pt2": ("torch", "torch_gpt2.program", "open_program"),
-    "mindir": ("mindspore", "mindformers_gpt2.mindir", "open_mindir"),
+    "pt2": ("torch", "torch_gpt2.export", "open_program"),
+    "mindir": ("mindspore", "mindformers_gpt2.export", "open_mindir"),
 }
 """For each format of ``PROGRAMS``: the backend that runs it, the module and the function that
 opens it.

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 from common.checkpoint.folders import LATEST
 from common.checkpoint.manifest import MANIFEST
 from common.errors import ConfigError, DataError, StorageError, UserError
-from common.files import atomic_write
-from common.locks import held_lock
+from common.files import atomic_write, held_lock
 from common.log import LOG
 from common.modelarts.arguments import SCHEMES, is_url
 

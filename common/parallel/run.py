@@ -21,9 +21,8 @@ from common.config.resolved import (
 )
 from common.config.schema import ParallelConfig, RunConfig
 from common.errors import ConfigError
-from common.parallel.batch import BatchPlan, pad_vocabulary
+from common.parallel.batch import BatchPlan, BatchSizes, batch_sizes, pad_vocabulary
 from common.parallel.packing import Packing, packing_of
-from common.parallel.ramp import BatchSizes, batch_sizes
 from common.parallel.topology import MAX_STAGES, Topology
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

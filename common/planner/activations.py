@@ -12,9 +12,8 @@ gathered, and kept so.
 
 from __future__ import annotations
 
-from common.parallel.kernels import keeps_no_scores, loss_rows
+from common.parallel.kernels import in_regions, is_compiled, keeps_no_scores, loss_rows
 from common.parallel.run import Run
-from common.resolve.compilation import in_regions, is_compiled
 
 
 def block_bytes(config: Run, recompute: str) -> int:

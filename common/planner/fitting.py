@@ -17,12 +17,11 @@ from common.accelerators import Accelerator, Hardware, find_accelerator, require
 from common.config.resolved import as_run
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.parallel.ramp import micro_batches
+from common.parallel.batch import micro_batches
 from common.parallel.run import Run
-from common.planner.communication import traffic_of
 from common.planner.memory import memory_of
 from common.planner.room import memory_limit
-from common.planner.timing import step_time
+from common.planner.timing import step_time, traffic_of
 from common.resolve.derive import resolve_other
 
 RECOMPUTATIONS = ("none", "selective", "full")

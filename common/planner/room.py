@@ -13,12 +13,12 @@ import psutil
 from common.accelerators import GIB, Accelerator, Hardware
 from common.cluster.environment import ALONE, Process
 from common.config.schema import RunConfig
+from common.device import sees_accelerator
 from common.errors import ConfigError
 from common.log import LOG
 from common.parallel.batch import divisors
 from common.parallel.run import Run
 from common.planner.memory import memory_of
-from common.resolve.auto_device import sees_accelerator
 from common.resolve.derive import resolve_other
 
 HOPELESS = 4

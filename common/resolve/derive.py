@@ -10,11 +10,19 @@ from typing import Any
 from common.accelerators import Hardware
 from common.config.resolved import as_run, resolve_model
 from common.config.schema import MAX_COUNT, DeepSpeedConfig, ModelConfig, ParallelConfig, RunConfig, Section
+from common.device import check_device_id
 from common.errors import ConfigError, refuse_first
-from common.parallel.batch import check_divides, pad_vocabulary, plan_batch, plan_data_parallel
-from common.parallel.ramp import BatchSizes, batch_sizes, check_ramp, micro_batches
+from common.parallel.batch import (
+    BatchSizes,
+    batch_sizes,
+    check_divides,
+    check_ramp,
+    micro_batches,
+    pad_vocabulary,
+    plan_batch,
+    plan_data_parallel,
+)
 from common.parallel.run import Run, topology_of
-from common.resolve.auto_device import check_device_id
 from common.resolve.engine_checks import check_engine
 
 ONE_DEVICE_MODES = ("eval", "predict", "serve", "export")

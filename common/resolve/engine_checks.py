@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from common.config.schema import DeepSpeedConfig
+from common.device import check_device_id, naming_auto, sees_ascend
 from common.errors import ConfigError, refuse_first
 from common.parallel.batch import check_divides
+from common.parallel.kernels import compile_error
 from common.parallel.packing import wanted_keys
 from common.parallel.pipeline import schedule_error
 from common.parallel.run import Run
 from common.quantization.scheme import quantized_layers
-from common.resolve.auto_device import check_device_id, naming_auto, sees_ascend
-from common.resolve.compilation import compile_error
 from common.resolve.parallel_mode import check_parallel_mode, compiled_mode, unmet_needs
 from common.resolve.vendor_settings import deepspeed_settings
 from common.structured_files import read_json_mapping

@@ -20,7 +20,7 @@ import numpy as np
 
 from common.accelerators import GIB
 from common.log import LOG, listed
-from common.parallel.ramp import place_in_epochs
+from common.parallel.batch import place_in_epochs
 from common.parallel.run import Run
 from common.weights.names import flops_per_token
 

@@ -15,7 +15,7 @@ from common.checkpoint.state import TrainState
 from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.files import whole_folder
 from common.log import LOG
-from common.parallel.ramp import batch_sizes, epochs_done
+from common.parallel.batch import batch_sizes, epochs_done
 from common.processes.heartbeat import beat
 from common.systems.hugging_face.tokenizer import put_tokenizer
 from common.systems.hugging_face.weights import CONFIG, write_with_pickle

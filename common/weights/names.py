@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from common.config.resolved import ResolvedModel
-from common.config.update_rules import STATE_PARTS
+from common.config.values import STATE_PARTS
 from common.errors import CheckpointError
 
 EMBEDDING = "wte.weight"

@@ -16,9 +16,8 @@ from common.cluster.environment import Process
 from common.cluster.rank_environment import hccl_seconds
 from common.errors import ConfigError, RunError
 from common.log import LOG
-from common.parallel.arrival import Arrival
+from common.parallel.arrival import Arrival, BarrierServer, TcpBarrier, connect
 from common.parallel.run import Run
-from common.parallel.tcp_barrier import BarrierServer, TcpBarrier, connect
 from common.parallel.topology import GroupKind, Topology
 from common.parallel.world import WorldBase, exit_barrier
 from mindformers_gpt2.device import MindSporeDevice

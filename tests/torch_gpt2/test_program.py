@@ -19,7 +19,7 @@ from common.generation.prompts import Prompt
 from common.systems.hugging_face.weights import open_hugging_face
 from tests.reference import hugging_face_model
 from tests.twins import random_model
-from torch_gpt2.program import FILE, ProgramModel, write_program
+from torch_gpt2.export import FILE, ProgramModel, write_program
 
 VOCABULARY, POSITIONS = 131, 40
 TOLERANCE = 2e-5

@@ -33,9 +33,8 @@ from common.parallel.run import Run
 from common.paths import install
 from common.resolve.engine_checks import read_deepspeed_file
 from common.resolve.vendor_settings import deepspeed_settings
-from common.training.engine import StepResult
+from common.training.engine import NO_LIMITS, Limits, StepResult
 from common.training.opened_checkpoint import Checkpoint
-from common.training.outliers import NO_LIMITS, Limits
 from common.weights.pieces import to_rectangle
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.compilation import compile_model, is_compiled

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from common.config.update_rules import STATE_PARTS, rule_keeping
+from common.config.values import STATE_PARTS, rule_keeping
 from common.dialects.rules import whole
 from common.errors import CheckpointError, ConfigError
 from common.systems.megatron.shards import FILE, NAME_MAPS, find_folder, join_stages, open_shards, rank_files

@@ -13,10 +13,8 @@ from typing import Any, get_args
 import pytest
 
 from common.config.hints import schema_keys
-from common.config.reference import COMPILED_TOO, TORCH_ONLY, config_reference
 from common.config.schema import EvaluationConfig, LoggingConfig, Tracker
-from common.config.tokenizer_kinds import TokenizerKind
-from common.config.update_rules import RULES, STATE_PARTS, RuleName, rule_keeping
+from common.config.values import RULES, STATE_PARTS, RuleName, TokenizerKind, rule_keeping
 from common.evaluation.text import DETOKENIZERS
 from common.flags import make_parser
 from common.systems.config import COMMAND_LINES, DIALECTS
@@ -27,7 +25,7 @@ from common.training.report import STYLES
 from common.training.trackers import STORES
 from tests.common.resolve.test_refusals import TABLE
 from tests.key_reads import Source
-from tools.config_schema import main
+from tools.config_schema import COMPILED_TOO, TORCH_ONLY, config_reference, main
 from tools.convert_config import Request
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import DataError
-from common.failures.explain import (
+from common.failures import (
     MAX_LOG_BYTES,
     Kind,
     error_of,

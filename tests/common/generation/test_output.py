@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from common.errors import ConfigError, RunError, StorageError
+from common.generation.generate import GrowingText, StopText
 from common.generation.output import write_continuations
 from common.generation.prompts import Prompt
-from common.generation.stop_strings import GrowingText, StopText
 from common.parallel.run import Run
 from common.tokenizer import Framing
 from common.tokenizer.streams import ByteStream

@@ -12,8 +12,8 @@ from common.checkpoint.folders import find_checkpoint, whole_checkpoints
 from common.checkpoint.manifest import read_manifest
 from common.checkpoint.state import TrainState
 from common.dataset import Batch
+from common.training.engine import NO_LIMITS
 from common.training.metrics import read_metrics
-from common.training.outliers import NO_LIMITS
 from common.training.steps import Steps
 from tests.common.training.scripted import Scripted, batches, start
 from tests.tiny import require_equal, rows_of
