@@ -89,7 +89,7 @@ def int8(task: Task, prompts: Any) -> Turn:
 
 def onnx(dtype: str) -> Callable[..., Turn]:
     def prepare(task: Task, prompts: Any) -> Turn:
-        from common.generation.exported import ExportedDecoder
+        from common.generation.generate import ExportedDecoder
         from common.systems.onnx.folder import GRAPH_FILE, OnnxModel
 
         model = OnnxModel(Path(task.folder) / f"onnx-{dtype}" / GRAPH_FILE, task.threads or 1)

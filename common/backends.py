@@ -13,13 +13,12 @@ from common.errors import RunError
 from common.inference.load import PACKAGES, import_backend, quieten_frameworks
 from common.inference.run_modes import continue_prompts, run_program, serve_completions
 from common.inputs import Inputs, make_run
-from common.interrupts import ending_at_interrupts
+from common.interrupts import ending_at_interrupts, receive_interrupts
 from common.log import LOG, start_log
 from common.parallel.run import Run
 from common.planner.room import out_of_memory
 from common.resolve.derive import ONE_DEVICE_MODES, export_format, uses_one_device
 from common.training.export import export
-from common.training.stop import receive_interrupts
 
 _ENTRIES = {"train": "train", "finetune": "train", "eval": "evaluate", "export": "export"}
 """Run mode -> module of a backend, with a function of that name."""

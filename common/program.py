@@ -56,7 +56,7 @@ def start(file: str, *words: Any, **options: Any) -> NoReturn:
     """
     end_at_interrupts()
     from common.errors import report
-    from common.training.stop import end_process
+    from common.interrupts import end_process
 
     path = (ROOT / file).resolve()
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts)

@@ -14,7 +14,7 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.inference.source import Source, find_source, tokenizer_files
 from common.systems.config import ConfigFile
-from common.training.model_match import multiple_for
+from common.training.start import multiple_for
 
 _DROPOUTS = ("embedding_dropout", "attention_dropout", "hidden_dropout")
 

@@ -106,7 +106,7 @@ USERS = {
         "common/processes/heartbeat.py": "signs of life while a step computes",
         "common/processes/process_tree.py": "waits for a child",
         "common/serving/server.py": "the HTTP server",
-        "common/training/stop.py": "Ctrl-C beside MindSpore",
+        "common/interrupts.py": "Ctrl-C beside MindSpore",
         "common/training/trackers.py": "trackers, which may hang",
     },
     "os.open": {

@@ -132,7 +132,7 @@ def _past(config: ResolvedModel, rows: int, tokens: int) -> tuple[Tensor, ...]:
 
 
 class ProgramModel:
-    """Implementation of ``common.generation.exported.ExportedModel`` with a program of torch."""
+    """Implementation of ``common.generation.generate.ExportedModel`` with a program of torch."""
 
     def __init__(self, file: Path, model: ResolvedModel) -> None:
         """Open a program. Raises ConfigError if this version of torch cannot open the file."""

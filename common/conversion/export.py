@@ -27,7 +27,7 @@ from common.config.resolved import ResolvedModel
 from common.conversion.logits import installed_runners, run_logits
 from common.errors import CheckpointError, ConfigError, RunError
 from common.files import atomic_write, reading
-from common.generation.exported import ExportedModel
+from common.generation.generate import ExportedModel
 from common.generation.logit_rules import bad_words_ids, logit_biases
 from common.log import LOG, progress_bar
 from common.parallel.run import Run

@@ -25,8 +25,8 @@ from common.planner.room import check_memory
 from common.resolve.derive import resolve_mode, resolve_other
 from common.tokenizer import Tokenizer
 from common.training.data import describe_tokenizer
-from common.training.model_match import multiple_for
 from common.training.opened_checkpoint import open_checkpoint
+from common.training.start import multiple_for
 
 Backend = Literal["auto", "torch", "mindspore", "onnx"]
 PACKAGES = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from common.errors import ConfigError
 from common.evaluation.rows import RowBatch, Scorer, TokenScores
-from common.generation.exported import ExportedDecoder, ExportedModel
-from common.generation.generate import Decoder
+from common.generation.generate import Decoder, ExportedDecoder, ExportedModel
 from common.inference.source import Source
 from common.parallel.run import Run
 from common.serving.engine import Slots

@@ -18,13 +18,13 @@ from typing import Any
 from common.checkpoint.state import TrainState
 from common.dataset import Tokens
 from common.errors import DivergedError, StopRequested
+from common.interrupts import StopSignal
 from common.log import LOG, progress_bar
 from common.parallel.run import Run
 from common.processes.heartbeat import beat
 from common.training.report import Report
 from common.training.saving import Saver
 from common.training.steps import Steps, TrainingParts, ends_epoch
-from common.training.stop import StopSignal
 
 _EXIT = 1
 """Answer of a rank that train.exit_interval or train.exit_minutes ends; numbers of signals that

@@ -15,6 +15,7 @@ from common.config.load import flatten
 from common.dataset import Blend
 from common.device import Device, resident_bytes
 from common.errors import CheckpointError, StopRequested
+from common.interrupts import StopSignal
 from common.log import LOG, listed
 from common.parallel.batch import describe_ramp
 from common.parallel.learning_rate import describe_schedule, schedule_warnings
@@ -30,7 +31,6 @@ from common.training.report import bits_a_byte, use_style
 from common.training.saving import write_epoch_models
 from common.training.start import Start, record_start, where_to_start
 from common.training.steps import ProfileWindow, Trace, TrainingParts
-from common.training.stop import StopSignal
 from common.training.trackers import Trackers
 from common.weights.names import count_parameters
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from common.errors import ConfigError
-from common.generation import articles
+from common.generation import output
 from common.generation.output import write_continuations
 from common.generation.prompts import Prompt
 from common.training.opened_checkpoint import Checkpoint
@@ -56,7 +56,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "step_00000001"
     folder.mkdir()
     (folder / "manifest.json").write_text("{}")
-    monkeypatch.setattr(articles, "checkpoint_to_use", lambda run: Checkpoint(folder))
+    monkeypatch.setattr(output, "checkpoint_to_use", lambda run: Checkpoint(folder))
     return folder
 
 

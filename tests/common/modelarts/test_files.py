@@ -15,9 +15,9 @@ from common.checkpoint.folders import find_checkpoint
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import CheckpointError, ConfigError, StorageError
+from common.interrupts import StopSignal
 from common.modelarts import files, stores
 from common.run_config import load_config
-from common.training.stop import StopSignal
 from tests.tiny import tiny_run
 
 

@@ -20,8 +20,8 @@ from common.systems.own_folder import open_project
 from common.systems.run_state import MODEL_YAML
 from common.training.loss_scale import LossScale
 from common.training.metrics import read_metrics
-from common.training.model_match import require_same_model
 from common.training.opened_checkpoint import Checkpoint, open_checkpoint
+from common.training.start import require_same_model
 from common.weights.names import parameter_shapes
 from common.yaml_files import dump_yaml
 from run_gpt2 import main
