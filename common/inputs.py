@@ -118,10 +118,12 @@ def _chosen(config: RunConfig, run: Run, hardware: Hardware, process: Process) -
     train = found.train
     blocks = "" if train.recompute_layers is None else f" in {train.recompute_layers} blocks"
     keys = [key for key in ("micro_batch_size", "recompute") if getattr(config.train, key) == "auto"]
+    reserve = "" if limit == config.context.most_bytes else ", which leaves a reserve"
+    room = "unknown memory" if limit is None else gibibytes(limit) + reserve
     LOG.info(
         f"train.{' and '.join(keys)}=auto: micro batch {train.micro_batch_size}, recompute"
         f" {train.recompute}{blocks + ' of a stage' if blocks else ''}, by the plan for"
-        f" {_described(limit, config)}; accumulation {train.accumulation_steps}, global batch"
+        f" {room}; accumulation {train.accumulation_steps}, global batch"
         f" {train.global_batch_size}"
     )
     chosen = ("micro_batch_size", "accumulation_steps", "recompute", "recompute_layers")
@@ -129,25 +131,6 @@ def _chosen(config: RunConfig, run: Run, hardware: Hardware, process: Process) -
         "train": {key: getattr(train, key) for key in chosen},
         "validation": {"micro_batch_size": found.validation.micro_batch_size},
     }
-
-
-def _described(limit: float | None, config: RunConfig) -> str:
-    if limit is None:
-        return "unknown memory"
-    free = "" if limit == config.context.most_bytes else ", which leaves a reserve"
-    return gibibytes(limit) + free
-
-
-def check_inputs(run_mode: str, config: Run) -> Checkpoint | None:
-    """Check the inputs of a run mode, but not the content of files, which is checked at opening.
-
-    Returns the checkpoint that is named. Raises ConfigError, DataError, TokenizerError or
-    CheckpointError naming a missing setting, or a missing path and where it was looked for.
-    """
-    try:
-        return _check(run_mode, config)
-    except NoCheckpointError as error:
-        raise explained(error) from None
 
 
 def _paths_here(config: Run) -> dict[str, Any]:
@@ -201,23 +184,34 @@ def check_before_ranks(run_mode: str, config: Run) -> None:
         check_inputs(run_mode, config)
 
 
-def _check(run_mode: str, config: Run) -> Checkpoint | None:
-    if run_mode in ("train", "finetune"):
-        return _check_training(run_mode, config)
-    if run_mode == "predict":
-        given_prompts(config)
-    on_text = run_mode == "eval" and config.evaluation.task not in VALIDATION_TASKS
-    if run_mode in ("predict", "serve") or on_text:
-        _check_tokenizer(config)
-    if run_mode == "eval":
-        _check_evaluation(config)
+def check_inputs(run_mode: str, config: Run) -> Checkpoint | None:
+    """Check the inputs of a run mode, but not the content of files, which is checked at opening.
+
+    Returns the checkpoint that is named. Raises ConfigError, DataError, TokenizerError or
+    CheckpointError naming a missing setting, or a missing path and where it was looked for.
+    """
     try:
-        return checkpoint_to_use(config)
-    except CheckpointError:
-        # a fault in the prompts comes first, as it does with a checkpoint
+        if run_mode in ("train", "finetune"):
+            return _check_training(run_mode, config)
         if run_mode == "predict":
-            encode_prompts(config, open_tokenizer(config)[0])
-        raise
+            given_prompts(config)
+        on_windows = config.evaluation.task in VALIDATION_TASKS
+        if run_mode in ("predict", "serve") or (run_mode == "eval" and not on_windows):
+            wish, source = tokenizer_source(config)
+            require_files(source, wish.merge_file)
+        if run_mode == "eval" and on_windows:
+            _check_data(config.data.validation or config.data.train)
+        elif run_mode == "eval":
+            find_evaluation_file(config.evaluation)
+        try:
+            return checkpoint_to_use(config)
+        except CheckpointError:
+            # a fault in the prompts comes first, as it does with a checkpoint
+            if run_mode == "predict":
+                encode_prompts(config, open_tokenizer(config)[0])
+            raise
+    except NoCheckpointError as error:
+        raise explained(error) from None
 
 
 def _check_training(run_mode: str, config: Run) -> Checkpoint | None:
@@ -228,7 +222,7 @@ def _check_training(run_mode: str, config: Run) -> Checkpoint | None:
             " checkpoint, a run folder, or another system's weights)"
         )
     require_length(config)
-    _check_data(require_entries(config.data.train))
+    _check_data(config.data.train)
     if config.data.validation is not None:
         _check_data(config.data.validation)
     if settings.resume == "latest":  # which may be another one when the run holds its folder
@@ -240,18 +234,6 @@ def _check_training(run_mode: str, config: Run) -> Checkpoint | None:
     return None
 
 
-def _check_evaluation(config: Run) -> None:
-    if config.evaluation.task in VALIDATION_TASKS:
-        _check_data(require_entries(config.data.validation or config.data.train))
-    else:
-        find_evaluation_file(config.evaluation)
-
-
-def _check_data(entries: Sequence[str | float]) -> None:
-    for _, prefix in parse_blend([str(entry) for entry in entries]):
+def _check_data(entries: Sequence[str | float] | None) -> None:
+    for _, prefix in parse_blend([str(entry) for entry in require_entries(entries)]):
         require_data(prefix)
-
-
-def _check_tokenizer(config: Run) -> None:
-    wish, source = tokenizer_source(config)
-    require_files(source, wish.merge_file)

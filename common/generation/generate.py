@@ -46,15 +46,12 @@ class StopText:
             _, place, self.found = min(matches)
             self._held = ""
             return text[:place]
-        held = 0 if final else max((_overlap(text, stop) for stop in self._stop), default=0)
+        held = 0  # characters at the end that may begin a stop string
+        for stop in () if final else self._stop:
+            most = min(len(text), len(stop) - 1)
+            held = max(held, next((size for size in range(most, 0, -1) if stop.startswith(text[-size:])), 0))
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of ``text`` may begin ``stop``."""
-    most = min(len(text), len(stop) - 1)
-    return next((size for size in range(most, 0, -1) if stop.startswith(text[-size:])), 0)
 
 
 class GrowingText:

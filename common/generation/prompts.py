@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from common.dataset.encodings import require_no_nul
 from common.errors import ConfigError, DataError
@@ -120,16 +120,13 @@ def _from_json(lines: list[tuple[str, str]]) -> Iterator[tuple[str, Given]]:
             ) from None
         fields = entry if isinstance(entry, dict) else {}
         given = [fields[key] for key in ("prompt", "text", "ids") if fields.get(key) is not None]
-        if not given or not (isinstance(given[0], str) or _are_ids(given[0])):
+        is_ids = bool(given) and isinstance(given[0], list) and all(type(each) is int for each in given[0])
+        if not given or not (isinstance(given[0], str) or is_ids):
             raise DataError(
                 f"{where}: expected an object with the text field prompt (or text), or a list of"
                 f" ids in prompt (or ids), found {line[:60]}"
             )
         yield where, given[0]
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is int for each in value)
 
 
 def _encode(given: Given, where: str, config: Run, tokenizer: Tokenizer) -> Prompt:

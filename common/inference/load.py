@@ -12,7 +12,6 @@ from typing import Any, Literal
 from common.accelerators import Hardware
 from common.cluster.environment import ALONE, Process
 from common.config.load import build_config
-from common.config.resolved import ResolvedModel
 from common.device import Device
 from common.errors import ConfigError
 from common.inference.language_model import LanguageModel
@@ -118,20 +117,16 @@ def _config(source: Source, **sections: Any) -> Run:
     for name in ("seed", "quantization"):
         if source.run.get(name) is not None and not source.is_program:
             sections[name] = source.run[name]
+    # which leaves the vocabulary unpadded
+    multiple = multiple_for(source.model.vocab_size, source.model.vocab_multiple)
     needed = {
         "output_dir": str(source.folder),
         "checkpoint": {"load": str(source.path)},
         "train": {"micro_batch_size": 1},
         "optimizer": {"learning_rate": 1.0},
-        "model": _model(source.model),
+        "model": source.model.model_dump(exclude_none=True) | {"vocab_multiple": multiple},
     }
     return resolve_mode(build_config({**needed, **sections}), "predict", world_size=1)
-
-
-def _model(model: ResolvedModel) -> dict[str, Any]:
-    """Return the section model, with a vocab_multiple that leaves the vocabulary unpadded."""
-    multiple = multiple_for(model.vocab_size, model.vocab_multiple)
-    return model.model_dump(exclude_none=True) | {"vocab_multiple": multiple}
 
 
 def open_runner(source: Source, backend: str, config: Run, tokenizer: dict[str, Any] | None) -> Runner:

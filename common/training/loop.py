@@ -90,7 +90,8 @@ def train(run: TrainingParts, state: TrainState) -> dict[str, Any]:
             record(steps.finish() if stopping else ())
             if steps.under_way:
                 continue
-            if not stopping and state.step < last_step and _save_due(run, saver, state.step):
+            due = saver.is_postponed or _due(config.checkpoint.interval, state.step) or ends_epoch(run, state.step)
+            if due and not stopping and state.step < last_step:
                 saver.save_unless_diverging(state)
             was_validated = not run.data.validation or not _validation_due(config, state.step)
             if not stopping and not was_validated:
@@ -179,10 +180,6 @@ def _lacks_validation(run: TrainingParts, step: int) -> bool:
         return False
     is_due = _validation_due(run.config, step)
     return is_due and bool(run.world.all_reduce_max(int(run.metrics.lacks_validation(step))))
-
-
-def _save_due(run: TrainingParts, saver: Saver, step: int) -> bool:
-    return saver.is_postponed or _due(run.config.checkpoint.interval, step) or ends_epoch(run, step)
 
 
 def _validation_due(config: Run, step: int) -> bool:

@@ -164,17 +164,11 @@ def record_start(config: Run, start: Start, kernels: Mapping[str, str]) -> None:
         point_latest(start.resume.path)
     used = "; ".join(f"{part} {name}" for part, name in kernels.items())
     save_config(config, folder / "config.yaml", f"# kernels: {used}\n" if used else "")
-    if _counts_restarts():
+    slurm_alone = "SLURM_JOB_ID" in os.environ and "GPT2_LAUNCHER_PID" not in os.environ
+    if slurm_alone or "TORCHELASTIC_RUN_ID" in os.environ:  # our launcher writes its own lines
         began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
         after = 0 if start.resume is None else step_of(start.resume.path.name)
         append_attempt(folder, {"began": began, "first_step": max(0, after) + 1})
-
-
-def _counts_restarts() -> bool:
-    """Tell whether torchrun or Slurm starts this run again; our launcher writes its own lines."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or (
-        "SLURM_JOB_ID" in os.environ and "GPT2_LAUNCHER_PID" not in os.environ
-    )
 
 
 def checkpoint_to_use(config: Run) -> Checkpoint:

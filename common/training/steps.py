@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.checkpoint.state import TrainState
 from common.checkpoint.writer import CheckpointWriter
@@ -138,8 +138,8 @@ class Steps:
     def __init__(self, run: TrainingParts, state: TrainState) -> None:
         self._run, self._state = run, state
         self._batches = self._watched(run.batches, state.step)
-        self._read: deque[_Read] = deque()
-        """Batches whose results are not known."""
+        self._read: deque[tuple[Batch, float]] = deque()
+        """Batches whose results are not known, and the seconds of waiting for each."""
         self._asked = state.step
         self._since = 0.0
         """Time of the last result, or of the first request after all were known."""
@@ -200,8 +200,7 @@ class Steps:
             batch = next(batches)
             beat(step, "computing")
             waited = time.perf_counter() - start
-            read = _Read(batch.samples, batch.consumed_samples, batch.sample_hash, waited)
-            self._read.append(read)
+            self._read.append((batch, waited))
             yield batch
 
     def _rows(self, results: list[StepResult]) -> Iterator[dict[str, Any]]:
@@ -216,8 +215,8 @@ class Steps:
         # of all devices together; 0 if unknown
         peak = run.device.peak_flops(config.precision.compute) * run.world.size
         read = [self._read.popleft() for _ in results]
-        waited = sum(batch.waited for batch in read) / len(results)
-        for result, batch in zip(results, read, strict=True):
+        waited = sum(seconds for _, seconds in read) / len(results)
+        for result, (batch, _) in zip(results, read, strict=True):
             state.step += 1
             state.consumed_samples = batch.consumed_samples
             state.sample_hash = batch.sample_hash
@@ -246,15 +245,6 @@ class Steps:
                 "outlier": outlier,
                 "skipped_steps": state.skipped_steps,
             }
-
-
-class _Read(NamedTuple):
-    """Batch that was read: its size, the state of the run after it, and the seconds of waiting."""
-
-    samples: int
-    consumed_samples: int
-    sample_hash: str
-    waited: float
 
 
 def _steps_to_boundary(run: TrainingParts, step: int, last_step: int) -> int:

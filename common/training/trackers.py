@@ -178,7 +178,10 @@ class _Tracker(threading.Thread):
             run = None
         record.unlink(missing_ok=True)
         if run is None and folder.exists() and self.name != "mlflow":  # its file holds many runs
-            _move_aside(folder)
+            number = 1
+            while (target := folder.with_name(f"{folder.name}.replaced-{number}")).exists():
+                number += 1
+            folder.rename(target)
         folder.mkdir(parents=True, exist_ok=True)
         store = STORES[self.name](self.name, folder, self._job, run)
         if run is None and earlier:
@@ -207,10 +210,3 @@ def figures_of(row: Mapping[str, Any]) -> Row:
     numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
     step = int(numbers.pop("step"))
     return step, {name: value for name, value in numbers.items() if math.isfinite(value)}
-
-
-def _move_aside(folder: Path) -> None:
-    number = 1
-    while (target := folder.with_name(f"{folder.name}.replaced-{number}")).exists():
-        number += 1
-    folder.rename(target)
