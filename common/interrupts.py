@@ -99,11 +99,6 @@ def _is_ours_to_set() -> bool:
     )
 
 
-def was_interrupted() -> bool:
-    """Tell whether Ctrl-C has raised KeyboardInterrupt, which C++ code may have dropped."""
-    return bool(_raised)
-
-
 def _raise(number: int, frame: FrameType | None) -> None:
     _raised.append(number)
     signal.default_int_handler(number, frame)
@@ -133,7 +128,7 @@ class StopSignal:
             if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
                 continue
             self._previous[number] = signal.signal(number, self._note)
-        if was_interrupted():
+        if _raised:  # as KeyboardInterrupt, which C++ code may have dropped
             self.number = signal.SIGINT
         return self
 

@@ -12,7 +12,7 @@ from common.checkpoint.folders import find_checkpoint
 from common.config.aliases import Sources
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.inference.source import Source, find_source, tokenizer_files
+from common.inference.source import find_source, tokenizer_files
 from common.systems.config import ConfigFile
 from common.training.start import multiple_for
 
@@ -43,7 +43,9 @@ def fill_model(tree: dict[str, Any], sources: Sources) -> None:
     for key in section.keys() - given.keys():
         sources[("model", key)] = str(source.path)
     tree["model"] = section | given
-    _fill_tokenizer(tree, source)
+    data = tree.setdefault("data", {})
+    if isinstance(data, dict) and not data.get("tokenizer"):
+        data["tokenizer"] = tokenizer_files(source)
 
 
 def _checkpoint(tree: Mapping[str, Any]) -> Path | None:
@@ -61,12 +63,6 @@ def _checkpoint(tree: Mapping[str, Any]) -> Path | None:
     if isinstance(folder, str) and find_checkpoint(Path(folder)) is not None:
         return Path(folder)
     return Path(init_from) if isinstance(init_from, str) else None
-
-
-def _fill_tokenizer(tree: dict[str, Any], source: Source) -> None:
-    data = tree.setdefault("data", {})
-    if isinstance(data, dict) and not data.get("tokenizer"):
-        data["tokenizer"] = tokenizer_files(source)
 
 
 def read_config(path: str | Path) -> ConfigFile:

@@ -125,7 +125,13 @@ def open_device(config: Run, process: Process = ALONE, *, lengths_vary: bool = F
     _refuse_cached_graphs()
     settings = mindspore_context(config)
     if "save_graphs_path" in settings:
-        _make_folder(settings["save_graphs_path"])
+        path = Path(settings["save_graphs_path"])
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"context.save_graphs_path={path}: cannot be made: {error.strerror}; choose another folder"
+            ) from None
     ms.set_recursion_limit(settings.pop("max_call_depth"))  # set_context warns of it
     ms.set_context(**settings)
     if config.context.max_device_memory:
@@ -200,15 +206,6 @@ def _refuse_cached_graphs() -> None:
             "MS_COMPILER_CACHE_ENABLE=1: MindSpore takes cached graphs by their number, not by what"
             " they compute, so results may be of another function; unset it"
         )
-
-
-def _make_folder(path: str) -> None:
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"context.save_graphs_path={path}: cannot be made: {error.strerror}; choose another folder"
-        ) from None
 
 
 def _available(kind: str) -> bool:

@@ -116,7 +116,9 @@ def forget_maxima(model: GPT2) -> None:
 
 
 class Quantization(QuantizedModel):
-    """Quantizers of a rank's part of the model, and the scales that all ranks share."""
+    """Quantizers of a rank's part of the model, as the section ``quantization`` says, and the scales
+    that all ranks share.
+    """
 
     def __init__(self, config: Run, model: GPT2, world: World) -> None:
         super().__init__(config, world)
@@ -149,10 +151,3 @@ class Quantization(QuantizedModel):
     def _set_scales(self) -> None:
         for name, quantizer in self.quantizers.items():
             ops.assign(quantizer.scale, Tensor(self.scales.scale(name), ms.float32))
-
-
-def quantize_model(config: Run, model: GPT2, world: World) -> Quantization | None:
-    """Add rounding to the linear layers as the section ``quantization`` says. Returns None without
-    it.
-    """
-    return Quantization(config, model, world) if config.quantization is not None else None

@@ -57,7 +57,7 @@ from torch_gpt2.parallel.layout import GradientSync, build_parts
 from torch_gpt2.parallel.pipeline_parallel import Pipeline
 from torch_gpt2.parallel.replica_strategies import replicate
 from torch_gpt2.parallel.world import World
-from torch_gpt2.quantize import convert_linear_layers, quantize_model
+from torch_gpt2.quantize import Quantization, convert_linear_layers
 
 
 class Engine(BaseEngine):
@@ -81,7 +81,7 @@ class Engine(BaseEngine):
         if config.rounds_weights_once:
             for part in self.parts:
                 round_linear_layers(part)
-        self.quantization = quantize_model(config, self.parts, self.world)
+        self.quantization = Quantization(config, self.parts, self.world) if config.quantization else None
         for part in self.parts:
             convert_linear_layers(part, config)
         parameters = {name: parameter for part in self.parts for name, parameter in part.named_parameters()}

@@ -118,7 +118,9 @@ def forget_maxima(model: nn.Module) -> None:
 
 
 class Quantization(QuantizedModel):
-    """Quantizers of a rank's parts of the model, and the scales that all ranks share."""
+    """Quantizers of a rank's parts of the model, as the section ``quantization`` says, and the scales
+    that all ranks share.
+    """
 
     def __init__(self, config: Run, parts: Sequence[GPT2], world: World) -> None:
         super().__init__(config, world)
@@ -152,13 +154,6 @@ class Quantization(QuantizedModel):
     def _set_scales(self) -> None:
         for name, quantizer in self.quantizers.items():
             quantizer.scale.fill_(float(self.scales.scale(name)))
-
-
-def quantize_model(config: Run, parts: Sequence[GPT2], world: World) -> Quantization | None:
-    """Add rounding to the linear layers as the section ``quantization`` says. Returns None without
-    it.
-    """
-    return Quantization(config, parts, world) if config.quantization is not None else None
 
 
 EMULATED_FLOAT8 = False

@@ -37,15 +37,6 @@ LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 """Communication library of each kind of device."""
 
 
-def device_range(words: str) -> range:
-    """The devices that ``--ranks`` names: ``8`` or ``[4,8)``. Raises ConfigError."""
-    found = whole_number(words)
-    devices = parse_range(words, "--ranks", "") if found is None else range(found)
-    if not 0 < len(devices) <= MAX_RANKS:
-        raise ConfigError(f"--ranks {words}: expected 1 or more, {MAX_RANKS} at most")
-    return devices
-
-
 @dataclass(frozen=True, kw_only=True)
 class DoctorRequest:
     """Request of the user. Raises ConfigError."""
@@ -85,7 +76,14 @@ class DoctorRequest:
 
     @property
     def devices(self) -> range | None:
-        return device_range(self.ranks) if self.ranks else None
+        """The devices that ``--ranks`` names: ``8`` or ``[4,8)``."""
+        if not self.ranks:
+            return None
+        found = whole_number(self.ranks)
+        devices = parse_range(self.ranks, "--ranks", "") if found is None else range(found)
+        if not 0 < len(devices) <= MAX_RANKS:
+            raise ConfigError(f"--ranks {self.ranks}: expected 1 or more, {MAX_RANKS} at most")
+        return devices
 
     @property
     def address(self) -> str | None:

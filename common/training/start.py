@@ -289,10 +289,9 @@ def require_same_model(manifest: Mapping[str, Any], config: Run, checkpoint: Pat
         f"{checkpoint}: holds another model than the config: {found}. To use it, add: model=from_checkpoint, or {words}"
     )
     if may_move:
-        say += (
-            ". To train the model of the config instead, begin in another folder:"
-            f" output_dir={_free_folder(config.output_dir)}"
-        )
+        names = (f"{config.output_dir.rstrip('/')}_{number}" for number in range(2, 10_000))
+        free = next(name for name in names if not Path(name).exists())
+        say += f". To train the model of the config instead, begin in another folder: output_dir={free}"
     raise CheckpointError(say)
 
 
@@ -329,7 +328,3 @@ def multiple_for(vocabulary: int, multiple: int) -> int:
 def multiple_that_keeps(vocabulary: int) -> int:
     """Return a vocab_multiple with which a size is not taken for a padded one."""
     return next(number for number in range(2, vocabulary + 2) if vocabulary % number)
-
-
-def _free_folder(folder: str) -> str:
-    return next(name for number in range(2, 10_000) if not Path(name := f"{folder.rstrip('/')}_{number}").exists())

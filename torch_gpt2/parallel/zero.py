@@ -5,7 +5,6 @@ Importing FSDP2 takes half a second, so this file is imported only for such layo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ def shard_model(model: GPT2, config: Run, mesh: DeviceMesh) -> None:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # the head needs the embedding after it
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in _sharded(model):
+    for module in (each for each in model.modules() if isinstance(each, FSDPModule)):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     if low is not None and precision.reduction == "float32":
@@ -77,7 +76,3 @@ def data_mesh(config: Run, world: World, device: TorchDevice) -> DeviceMesh:
                 found.append(group)
         rows = grid if world.rank in ranks else rows
     return DeviceMesh.from_group(found, device.kind, mesh=rows, mesh_dim_names=("copies", "shards"))
-
-
-def _sharded(model: nn.Module) -> Iterable[FSDPModule]:
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
