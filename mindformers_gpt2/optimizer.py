@@ -16,7 +16,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from common.config.schema import LossScaleConfig, OptimizerConfig
-from common.training.loss_scale import LossScale
+from common.parallel.updates import LossScale
 from common.weights.names import decays
 
 
@@ -61,7 +61,7 @@ class MasterWeights:
 
 
 class DeviceLossScale(nn.Cell):
-    """``common.training.loss_scale.LossScale`` on the device, where the graph moves it without
+    """``common.parallel.updates.LossScale`` on the device, where the graph moves it without
     asking the host.
     """
 
@@ -192,7 +192,7 @@ class Optimizer(nn.Cell):
         if applied:
             factor = 1.0 / scale
             if self.settings.clip_grad:
-                # what common.training.loss_scale.clip_factor says
+                # what common.parallel.updates.clip_factor says
                 factor = factor * ops.minimum(self.settings.clip_grad / (norm + 1e-6), Tensor(1.0, ms.float32))
             rate = ops.gather(self.rates, self.place, 0)
             self._update(rate, factor, gradients)

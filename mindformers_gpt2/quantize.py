@@ -10,7 +10,7 @@ from common.parallel.run import Run
 from common.parallel.sharding import Role, role_of
 from common.parallel.topology import GroupKind
 from common.quantization.scheme import Levels, activation_levels, weight_levels
-from common.training.quantized_model import QuantizedModel
+from common.training.engine import QuantizedModel
 from mindformers_gpt2.model import GPT2, Linear
 from mindformers_gpt2.parallel.collectives import AllGather, Group
 from mindformers_gpt2.parallel.world import World

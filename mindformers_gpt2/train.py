@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from common.inputs import Inputs
 from common.log import LOG
 from common.parallel.run import Run
-from common.resolve.parallel_mode import compiled_mode
+from common.resolve.engine_checks import compiled_mode
 from common.run_folder import owned_folder
 from common.training.data import open_data
 from common.training.recording import open_recorder

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from common.config.schema import LossScaleConfig, OptimizerConfig
-from common.training.loss_scale import LossScale
+from common.parallel.updates import LossScale
 from common.weights.names import decays
 from torch_gpt2.device import wide_type
 from torch_gpt2.private_api import foreach_copy, foreach_multiply, foreach_norm
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DeviceLossScale:
-    """``common.training.loss_scale.LossScale`` on the device, which updates it without the host.
+    """``common.parallel.updates.LossScale`` on the device, which updates it without the host.
     ``value`` is a scalar of ``wide_type``.
     """
 
@@ -192,7 +192,7 @@ def scale_gradients(gradients: list[Tensor], factor: float) -> None:
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """``common.training.loss_scale.clip_factor`` on the device."""
+    """``common.parallel.updates.clip_factor`` on the device."""
     if not limit:
         return torch.ones_like(norm)
     # a number over a tensor would be the tensor's reciprocal times the number

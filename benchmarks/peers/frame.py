@@ -25,8 +25,8 @@ from common.dataset import Batch, Tokens
 from common.errors import ConfigError, GPT2Error, report
 from common.inputs import make_run
 from common.log import start_log
-from common.parallel.learning_rate import learning_rate
 from common.parallel.run import Run
+from common.parallel.updates import learning_rate
 from common.processes.heartbeat import start_heartbeat
 from common.run_config import load_config
 from common.systems.hugging_face.weights import NAME_MAPS, write_config

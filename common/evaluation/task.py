@@ -18,8 +18,8 @@ from common.processes.heartbeat import beat
 from common.quantization.scheme import CALIBRATION_BATCHES
 from common.tokenizer import Tokenizer
 from common.training.data import Corpus, TrainingData, open_data
+from common.training.engine import QuantizedModel
 from common.training.loop import validation_figures
-from common.training.quantized_model import QuantizedModel
 from common.training.report import bits_a_byte, part_lines
 
 Measure: TypeAlias = Callable[[Iterable[Tokens]], tuple[float, int]]

@@ -15,10 +15,10 @@ from common.cluster.places import RankPlacement
 from common.errors import ConfigError
 from common.parallel.batch import BatchPlan, describe_ramp
 from common.parallel.kernels import FIRST_ASCEND
-from common.parallel.learning_rate import describe_schedule, schedule_warnings
 from common.parallel.pipeline import bubble, schedule_error
 from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
+from common.parallel.updates import describe_schedule, schedule_warnings
 from common.planner.memory import Memory, has_low_gradients, memory_of, shard_ranks, units_of
 from common.planner.room import limit_name, memory_limit
 from common.planner.timing import RANGES, StepTime, Traffic, step_time, traffic_of

@@ -1,4 +1,5 @@
-"""Interface of an engine, a model with its optimizer on some devices; its learning rate and limits.
+"""Interface of an engine, a model with its optimizer on some devices; its learning rate and limits;
+common part of the backends' models whose layers round.
 
 Limits make a step an outlier whose loss or gradient norm stands out from earlier steps. They follow
 from a history and are known before a step. This is SkipStepOptimizer of OLMo-core with one
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,11 @@ from common.config.resolved import ResolvedOptimizer
 from common.config.schema import LoggingConfig
 from common.dataset import Batch, Tokens
 from common.log import LOG
-from common.parallel.learning_rate import learning_rate
+from common.parallel.run import Run
+from common.parallel.updates import learning_rate
+from common.parallel.world import WorldBase
+from common.quantization.scheme import ActivationScales, quantized_layers
+from common.training.opened_checkpoint import Checkpoint
 from common.training.start import Start
 
 
@@ -212,3 +217,54 @@ class Engine(ABC):
 
         The snapshot before must have been written.
         """
+
+
+class QuantizedModel(ABC):
+    """Scales of a model whose layers round, equal on every rank."""
+
+    def __init__(self, config: Run, world: WorldBase) -> None:
+        settings = config.quantization
+        assert settings is not None
+        self.settings = settings
+        self._world = world
+        layers = quantized_layers(settings, config.model.num_layers)
+        self.scales = ActivationScales(layers, settings)
+        self._averages = settings.activations == "moving_average_abs_max"
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Forget the maxima of the previous step."""
+
+    @abstractmethod
+    def _maximum(self, layer: str) -> float:
+        """Return the largest absolute input of a layer in this step; 0 for a layer of another
+        rank.
+        """
+
+    @abstractmethod
+    def _set_scales(self) -> None:
+        """Pass the scales to the layers of this rank."""
+
+    def end_step(self) -> None:
+        """Record the maxima of all ranks, unless one is not finite. Every rank calls it."""
+        if not self._averages:
+            return
+        ranks = self._world.gather([self._maximum(layer) for layer in self.scales.layers])
+        if all(math.isfinite(maximum) for maxima in ranks for maximum in maxima):
+            self.scales.update([max(column) for column in zip(*ranks, strict=True)])
+            self._set_scales()
+
+    def load(self, reader: Checkpoint) -> None:
+        """Load the scales of a checkpoint, if it has any. Raises CheckpointError."""
+        reader.load_scales(self.scales)
+        self._set_scales()
+
+    def calibrate(self, run: Callable[[], object]) -> None:
+        """Measure missing scales on the computation of ``run``.
+
+        Meanwhile weights are rounded, but activations are not.
+        """
+        if self._averages and not self.scales.is_known:
+            self.begin_step()
+            run()
+            self.end_step()

@@ -22,12 +22,12 @@ from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError
 from common.parallel.run import Run
 from common.parallel.sharding import slice_of
+from common.parallel.updates import LossScale
 from common.parallel.world import WorldBase
 from common.quantization.scheme import ActivationScales
 from common.systems.direct import ForeignTensors, foreign_format, open_foreign
 from common.tensor_files.checksummed import file_checksum
 from common.tensor_files.safetensors_file import shapes_of
-from common.training.loss_scale import LossScale
 from common.weights.names import check_tensors, parameter_shapes
 from common.weights.pieces import ShardedReader, TensorSlice, open_stored
 from common.weights.quantized import QuantizedWeight, Scheme

@@ -18,8 +18,8 @@ from common.errors import CheckpointError, StopRequested
 from common.interrupts import StopSignal
 from common.log import LOG, listed
 from common.parallel.batch import describe_ramp
-from common.parallel.learning_rate import describe_schedule, schedule_warnings
 from common.parallel.run import Run
+from common.parallel.updates import describe_schedule, schedule_warnings
 from common.parallel.world import WorldBase
 from common.training.data import TrainingData, named_parts
 from common.training.engine import Engine

@@ -29,8 +29,8 @@ from common.config.schema import LossScaleConfig
 from common.dataset import Batch
 from common.errors import ConfigError
 from common.parallel.run import Run
+from common.parallel.updates import LossScale
 from common.training.engine import Limits, StepResult
-from common.training.loss_scale import LossScale
 from common.training.opened_checkpoint import Checkpoint
 from common.training.start import Start
 from mindformers_gpt2.device import open_device

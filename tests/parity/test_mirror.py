@@ -15,7 +15,6 @@ ONE_SIDED_FILES = {
     "offload.py": "MindSpore's compiler decides where activations are",
     "products.py": "torch's products of few rows have several forms; MindSpore's graph has one",
     "parallel/private_api.py": "MindSpore needs none of its private interfaces",
-    "float8.py": "MindSpore has no product of float8",
     "int8.py": "torch has products of integers on a CPU; MindSpore takes such weights as float32",
     "layers.py": "torch's own layers and generators serve",
     "mindrecord.py": "MindSpore's own FileWriter writes the format; both backends read it without a framework",

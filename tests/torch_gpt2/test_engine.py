@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from common.checkpoint.state import TrainState
 from common.dataset import Batch
-from common.parallel.learning_rate import learning_rate
 from common.parallel.run import Run
+from common.parallel.updates import learning_rate
 from common.training.engine import Limits, StepResult
 from common.training.start import Start
 from common.weights.names import decays

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from common.checkpoint.snapshot import padded_rows, true_slice
 from common.parallel.run import Run
 from common.parallel.sharding import initial_values, slices_of_rank
-from common.training.loss_scale import clip_factor
+from common.parallel.updates import clip_factor
 from common.training.opened_checkpoint import Checkpoint
 from torch_gpt2.deepspeed.private_api import link_moments
 from torch_gpt2.device import DTYPES

@@ -21,10 +21,10 @@ from common.checkpoint.state import TrainState
 from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.dataset import Batch, Tokens
 from common.parallel.run import Run
+from common.parallel.updates import LossScale
 from common.training.data import TrainingData
 from common.training.engine import NO_LIMITS, Limits, StepResult
 from common.training.loop import train
-from common.training.loss_scale import LossScale
 from common.training.metrics import MetricsWriter
 from common.training.opened_checkpoint import Checkpoint
 from common.training.steps import ProfileWindow, TrainingParts
