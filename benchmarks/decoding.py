@@ -177,9 +177,7 @@ ALONE = tuple(system for system in SYSTEMS if system.startswith("llama.cpp"))
 
 
 def write_files(folder: Path, systems: Sequence[str]) -> None:
-    """Write a folder FORMAT-DTYPE for each system that reads one, of the weights that the others
-    begin with.
-    """
+    """Write a folder FORMAT-DTYPE for each system that reads one, of the weights that the others begin with."""
     from common.systems.table import FORMATS
 
     weights = initial_weights(resolve())

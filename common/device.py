@@ -39,9 +39,7 @@ class Device(Protocol):
 
     def supports(self, float_name: str) -> bool: ...
     def peak_flops(self, float_name: str) -> float:
-        """Return the peak FLOP/s of matrix products in this type; 0 if unknown, as for every
-        CPU.
-        """
+        """Return the peak FLOP/s of matrix products in this type; 0 if unknown, as for every CPU."""
         ...
 
     def synchronize(self) -> None: ...
@@ -50,9 +48,7 @@ class Device(Protocol):
         ...
 
     def total_memory(self) -> int | None:
-        """Bytes of the device's own memory; None on a CPU, and if the framework does not report
-        it.
-        """
+        """Bytes of the device's own memory; None on a CPU, and if the framework does not report it."""
         ...
 
     def seed(self, seed: int) -> None: ...

@@ -116,8 +116,7 @@ def temporary_folder(path: Path) -> Iterator[Path]:
 def remove_leftovers(path: Path) -> None:
     """Remove the files and folders .NAME.PID.tmp of processes killed while they wrote ``path``.
 
-    Active writers hold a lock on them, also on another host. If the file system has no locks,
-    nothing is removed.
+    Active writers hold a lock on them, also on another host. If the file system has no locks, nothing is removed.
     """
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9]+\.tmp")
     with os.scandir(path.parent) as entries:
@@ -158,8 +157,7 @@ def _create_locked(path: Path, *, is_folder: bool = False) -> int:
 def refuse_to_overwrite(inputs: Iterable[Path | None], outputs: Iterable[Path], remedy: str) -> None:
     """Raise ConfigError if an output is the same file as an input: by name, link, or hard link.
 
-    remedy: advice, such as "choose another --output". None among the inputs stands for one that was
-    not given.
+    remedy: advice, such as "choose another --output". None among the inputs stands for one that was not given.
     """
     there = [path for path in outputs if path.exists()]
     for source in inputs:
@@ -175,8 +173,7 @@ _REPLACED = ".replaced.tmp"
 
 
 def put_in_place(folder: Path, target: Path) -> None:
-    """Rename ``folder``, whose files are durable, to ``target``; an existing target is removed
-    last.
+    """Rename ``folder``, whose files are durable, to ``target``; an existing target is removed last.
 
     Raises OSError, nothing lost.
     """
@@ -197,8 +194,7 @@ def put_in_place(folder: Path, target: Path) -> None:
 def clean_up(parent: Path, names: str) -> None:
     """Clean up after a killed writer of files and folders with these names (a glob).
 
-    A folder whose replacement is missing is restored. .NAME.tmp and the files .NAME.*.tmp are
-    removed.
+    A folder whose replacement is missing is restored. .NAME.tmp and the files .NAME.*.tmp are removed.
     """
     _put_back(parent, names)
     # the name may be longer and belong to another folder
@@ -225,8 +221,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def whole_folder(folder: Path, *, what: str, remedy: str) -> Iterator[Path]:
-    """Yield a folder to fill, which is renamed to ``folder`` at the end; an older one stays until
-    then.
+    """Yield a folder to fill, which is renamed to ``folder`` at the end; an older one stays until then.
 
     Raises StorageError with ``remedy`` if the disk fails.
     """

@@ -1,8 +1,6 @@
-"""The run of this process: what its configuration, its inputs and its device say, put together
-once.
+"""The run of this process: what its configuration, its inputs and its device say, put together once.
 
-Inputs are checked before a framework is imported, so that a missing path is reported within a
-second.
+Inputs are checked before a framework is imported, so that a missing path is reported within a second.
 """
 
 from __future__ import annotations
@@ -58,12 +56,10 @@ class Inputs:
 
 
 def make_run(config: RunConfig, run_mode: str = "train", process: Process = ALONE) -> tuple[Run, Inputs]:
-    """Resolve the configuration of this process, and open what it names. Nothing changes the run
-    after it.
+    """Resolve the configuration of this process, and open what it names. Nothing changes the run after it.
 
-    The order is that of the cost: contradictions, paths, data, and the device, for which a
-    framework is imported. Raises ConfigError, DataError, TokenizerError, CheckpointError and
-    DeviceError.
+    The order is that of the cost: contradictions, paths, data, and the device, for which a framework is imported.
+    Raises ConfigError, DataError, TokenizerError, CheckpointError and DeviceError.
     """
     run = resolve_mode(config, run_mode, world_size=process.world_size)
     run = as_run(Run, run, **_paths_here(run))
@@ -134,11 +130,10 @@ def _chosen(config: RunConfig, run: Run, hardware: Hardware, process: Process) -
 
 
 def _paths_here(config: Run) -> dict[str, Any]:
-    """Return the keys that change where folders take the place of the models that the config names
-    on the hub, and data sets the place of the folders that hold them.
+    """Return the keys that change where folders take the place of the models that the config names on the hub, and data
+    sets the place of the folders that hold them.
 
-    checkpoint.init_from stays a name where output_dir holds a run. Raises ConfigError, DataError
-    and CheckpointError.
+    checkpoint.init_from stays a name where output_dir holds a run. Raises ConfigError, DataError and CheckpointError.
     """
     settings, wish = config.checkpoint, config.data.tokenizer
     paths = {key: Path(getattr(settings, key) or "") for key in ("load", "resume", "init_from")}

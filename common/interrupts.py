@@ -49,9 +49,7 @@ def ending_at_interrupts() -> Iterator[None]:
 
 @contextmanager
 def exiting_at_sigterm() -> Iterator[None]:
-    """Turn SIGTERM, from a scheduler, into SystemExit within the block, so that partial files can
-    be removed.
-    """
+    """Turn SIGTERM, from a scheduler, into SystemExit within the block, so that partial files can be removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -64,8 +62,7 @@ def exiting_at_sigterm() -> Iterator[None]:
 
 @contextmanager
 def holding_signals() -> Iterator[list[int]]:
-    """Hold back SIGINT and SIGTERM within code that would abort at an exception of a signal
-    handler.
+    """Hold back SIGINT and SIGTERM within code that would abort at an exception of a signal handler.
 
     Their numbers are added to the list, and raised at its end.
     """
@@ -88,8 +85,7 @@ def holding_signals() -> Iterator[list[int]]:
 
 
 def _is_ours_to_set() -> bool:
-    """Tell whether this code may set handlers: only in the main thread, and if SIGINT is not
-    ignored.
+    """Tell whether this code may set handlers: only in the main thread, and if SIGINT is not ignored.
 
     A program in the background of a shell ignores SIGINT, and must continue to.
     """
@@ -111,12 +107,10 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class StopSignal:
-    """Context in which the first SIGTERM or SIGINT sets ``number``; a second one ends the process
-    at once.
+    """Context in which the first SIGTERM or SIGINT sets ``number``; a second one ends the process at once.
 
-    In a rank of our launcher a second signal is ignored: it may be the launcher's SIGTERM beside
-    that of a scheduler. The launcher kills with SIGKILL. A shell script starts a background job
-    with SIGINT ignored; it stays ignored.
+    In a rank of our launcher a second signal is ignored: it may be the launcher's SIGTERM beside that of a scheduler.
+    The launcher kills with SIGKILL. A shell script starts a background job with SIGINT ignored; it stays ignored.
     """
 
     def __init__(self) -> None:
@@ -145,12 +139,11 @@ class StopSignal:
 
 
 def receive_interrupts() -> None:
-    """Receive SIGINT in a thread that passes it to Python's handler, for a framework that replaces
-    this handler.
+    """Receive SIGINT in a thread that passes it to Python's handler, for a framework that replaces this handler.
 
-    MindSpore replaces it at every call of a compiled function, and turns Ctrl-C into SIGTERM. The
-    handler runs when the main thread is back in Python. A second SIGINT ends the process at once,
-    wherever it is. Call this before the framework starts threads, which must inherit the mask.
+    MindSpore replaces it at every call of a compiled function, and turns Ctrl-C into SIGTERM. The handler runs when the
+    main thread is back in Python. A second SIGINT ends the process at once, wherever it is. Call this before the
+    framework starts threads, which must inherit the mask.
     """
     if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
         return

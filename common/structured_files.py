@@ -1,8 +1,7 @@
 """Readers of files and JSON from outside, within limits; ``yaml_files`` reads YAML.
 
-Every fault of a text is one exception, ``MalformedError``. The ``read_`` functions add the path and
-raise the caller's own error. Results are plain data: dict with str keys, list, str, int, float,
-bool, None.
+Every fault of a text is one exception, ``MalformedError``. The ``read_`` functions add the path and raise the caller's
+own error. Results are plain data: dict with str keys, list, str, int, float, bool, None.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Reader of YAML from outside, within limits.
 
-It is separate from ``structured_files`` because PyYAML takes 50 ms to load. Results are plain data
-without shared parts. Merge keys (``<<: *anchor``) are those of yaml.org/type/merge.
+It is separate from ``structured_files`` because PyYAML takes 50 ms to load. Results are plain data without shared
+parts. Merge keys (``<<: *anchor``) are those of yaml.org/type/merge.
 
-Limits that no honest file reaches: size, nesting (64 levels), values (100,000, with aliases
-followed).
+Limits that no honest file reaches: size, nesting (64 levels), values (100,000, with aliases followed).
 """
 
 from __future__ import annotations

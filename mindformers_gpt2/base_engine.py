@@ -165,9 +165,7 @@ class BaseEngine(engine.Engine):
         return {name: piece for name, piece in pieces.items() if piece.rows[0] < piece.rows[1]}
 
     def snapshot(self, state: TrainState) -> Snapshot | None:
-        """Copy weights, optimizer state and counters to the host: all of them, or this rank's
-        part.
-        """
+        """Copy weights, optimizer state and counters to the host: all of them, or this rank's part."""
         if self.world.rank and not self.is_sharded:
             return None
         config, rank = self.config, self.world.rank

@@ -1,6 +1,4 @@
-"""Conversion by name between MindSpore's tensors and arrays: of checkpoint folders, and of the record of
-a step.
-"""
+"""Conversion by name between MindSpore's tensors and arrays: of checkpoint folders, and of the record of a step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Token batches from numpy to the device, and documents of a window kept apart: their numbers and
-positions.
+"""Token batches from numpy to the device, and documents of a window kept apart: their numbers and positions.
 
-The rules are in ``common.parallel.packing``. Everything follows from the token ids, so a stage of a
-pipeline needs nothing else.
+The rules are in ``common.parallel.packing``. Everything follows from the token ids, so a stage of a pipeline needs
+nothing else.
 """
 
 from __future__ import annotations

@@ -67,9 +67,7 @@ class MindSporeDevice:
 
     @property
     def native_collectives(self) -> bool:
-        """Whether groups have all of MindSpore's collective primitives; a CPU's have only
-        AllReduce.
-        """
+        """Whether groups have all of MindSpore's collective primitives; a CPU's have only AllReduce."""
         return self.kind != "cpu"
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,8 +141,7 @@ def open_device(config: Run, process: Process = ALONE, *, lengths_vary: bool = F
 
 
 def select_device(kind: str, *, index: int = 0, threads: int | None = None) -> MindSporeDevice:
-    """The device asked for; ``auto`` takes an Ascend if this MindSpore is built for one and sees
-    it.
+    """The device asked for; ``auto`` takes an Ascend if this MindSpore is built for one and sees it.
 
     Raises DeviceError when it is not there, saying why as far as MindSpore tells.
     """

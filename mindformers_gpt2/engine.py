@@ -81,9 +81,7 @@ class Engine(BaseEngine):
 
     @property
     def _has_loss(self) -> bool:
-        """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks
-        have the same.
-        """
+        """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks have the same."""
         return self.world.at.tensor == 0 and self.world.topology.holds_head(self.world.rank)
 
     @property
@@ -128,9 +126,7 @@ class Engine(BaseEngine):
         return result
 
     def _accumulate_gradients(self, tokens: Tokens) -> tuple[Tensor, ...]:
-        """This rank's part of the mean loss of the global batch, and of its gradients times the
-        loss scale.
-        """
+        """This rank's part of the mean loss of the global batch, and of its gradients times the loss scale."""
         micro, packing = self.config.train.micro_batch_size, self.config.packing
         batch = [
             inputs_and_targets(tokens[start : start + micro], packing) for start in range(0, tokens.shape[0], micro)

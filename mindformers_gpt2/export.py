@@ -7,9 +7,8 @@ export/vocab.json, ... the existing files of data.tokenizer
 export/export.json     inputs and outputs, origin of the weights, result of the check,
                        SHA-256 of each file
 
-MindSpore puts weights above 1 GB beside their graph: model_graph.mindir and model_variables/. Each
-file is loaded again and compared with the model before the folder is published. The folder is
-complete or absent.
+MindSpore puts weights above 1 GB beside their graph: model_graph.mindir and model_variables/. Each file is loaded again
+and compared with the model before the folder is published. The folder is complete or absent.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ class MindIRModel:
     def logits(self, ids: NDArray[Any]) -> NDArray[np.float32]:
         """Return logits (B, T, vocab_size) of ids (B, T).
 
-        The ids are padded on the right, which does not change the result, because each new length
-        costs MindSpore time.
+        The ids are padded on the right, which does not change the result, because each new length costs MindSpore time.
         """
         rows, length = ids.shape
         width = min(self._config.model.max_positions, -(-length // _LENGTHS) * _LENGTHS)
@@ -79,9 +77,7 @@ class MindIRModel:
         return outputs
 
     def follow(self, ids: Tensor, last: Tensor) -> Tensor:
-        """Return logits (B, vocab_size) for the tokens that follow those at ``last`` among all B
-        T.
-        """
+        """Return logits (B, vocab_size) for the tokens that follow those at ``last`` among all B T."""
         found = self.logits(ids.asnumpy())
         return Tensor(found.reshape((-1, found.shape[-1]))[last.asnumpy()])
 

@@ -61,9 +61,7 @@ class MasterWeights:
 
 
 class DeviceLossScale(nn.Cell):
-    """``common.parallel.updates.LossScale`` on the device, where the graph moves it without
-    asking the host.
-    """
+    """``common.parallel.updates.LossScale`` on the device, where the graph moves it without asking the host."""
 
     def __init__(self, config: LossScaleConfig) -> None:
         super().__init__(auto_prefix=False)
@@ -204,12 +202,10 @@ class Optimizer(nn.Cell):
         config = self.settings
         steps = ops.cast(self.steps + 1, ms.float32)
         ops.assign(self.steps, self.steps + 1)
-        # Adam's bias corrections; 1 - beta^steps in float32 would lose its digits in the first
-        # steps
+        # Adam's bias corrections; 1 - beta^steps in float32 would lose its digits in the first steps
         first = -ops.expm1(steps * self.log_betas[0])
         root = ops.sqrt(-ops.expm1(steps * self.log_betas[1]))
-        # The kernel corrects by powers of beta, which are zero here, and adds epsilon to the
-        # uncorrected root.
+        # The kernel corrects by powers of beta, which are zero here, and adds epsilon to the uncorrected root.
         step_size, epsilon, decayed = (rate * root / first, config.epsilon * root, rate * config.weight_decay)
         # HyperMap instead of a loop: each round of a loop is a graph of its own to the compiler
         ops.HyperMap()(
@@ -241,9 +237,7 @@ class Optimizer(nn.Cell):
         decays: bool,
         has_copy: bool,
     ) -> bool:
-        """Update a parameter, its moments and its copy in the model. Return True, since HyperMap
-        needs a result.
-        """
+        """Update a parameter, its moments and its copy in the model. Return True, since HyperMap needs a result."""
         config = self.settings
         gradient = self.cast(gradient, ms.float32)
         if self.scales or config.clip_grad:
@@ -288,8 +282,7 @@ def global_norm(*gradients: Tensor) -> Tensor:
 
 def squares(gradient: Tensor) -> Tensor:
     """The sum of the squares of its elements, float32 scalar."""
-    # summed along the last axis first: over all axes at once the CPU's kernel takes eight times as
-    # long
+    # summed along the last axis first: over all axes at once the CPU's kernel takes eight times as long
     return _sum(_sum(_square(_cast(gradient, ms.float32)), -1))
 
 

@@ -52,9 +52,7 @@ class _GroupMaximum(nn.Cell):
 
 
 class LinearQuantizer(nn.Cell):
-    """Quantizer of the input of a linear layer and of its weight, of which a rank may hold a
-    part.
-    """
+    """Quantizer of the input of a linear layer and of its weight, of which a rank may hold a part."""
 
     def __init__(
         self, config: QuantizationConfig, weight_group: Group | None = None, input_group: Group | None = None

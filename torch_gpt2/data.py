@@ -23,16 +23,12 @@ from torch_gpt2.device import TorchDevice
 
 
 def inputs_and_targets(tokens: Tokens, device: TorchDevice, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
-    """(B, T + 1) token ids -> ids (B, T) and the tokens that follow them (B, T), int64 on the
-    device.
-    """
+    """(B, T + 1) token ids -> ids (B, T) and the tokens that follow them (B, T), int64 on the device."""
     return split(to_device(tokens, device), packing)
 
 
 def to_device(tokens: Tokens, device: TorchDevice) -> Tensor:
-    """(B, T + 1) token ids -> int64 on the device, in one copy of int32. The host does not wait for
-    an accelerator.
-    """
+    """(B, T + 1) token ids -> int64 on the device, in one copy of int32. The host does not wait for an accelerator."""
     if not device.runs_ahead:
         return torch.from_numpy(tokens.astype(np.int64))
     return device.send(torch.from_numpy(np.require(tokens, np.int32, ["C", "W"]))).long()

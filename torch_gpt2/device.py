@@ -152,9 +152,7 @@ class TorchDevice:
         return wait
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that waits for what the device has been given so far. Any thread may
-        call it.
-        """
+        """Return a function that waits for what the device has been given so far. Any thread may call it."""
         if self.kind == "cpu":
             return lambda: None
         event = self.module.Event()
@@ -257,9 +255,7 @@ class TorchDevice:
         return {kind: base64.b64encode(state.numpy().tobytes()).decode() for kind, state in states.items()}
 
     def set_rng_state(self, state: dict[str, Any]) -> None:
-        """Restore what is there for this kind of device; a run that moved to another kind starts
-        new dropout masks.
-        """
+        """Restore what is there for this kind of device; a run that moved to another kind starts new dropout masks."""
         for kind, text in state.items():
             content = bytearray(base64.b64decode(text, validate=True))
             tensor = torch.frombuffer(content, dtype=torch.uint8)

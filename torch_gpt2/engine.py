@@ -1,6 +1,4 @@
-"""Forward, backward, accumulate, clip, step: one device, or one of several that sum their
-gradients.
-"""
+"""Forward, backward, accumulate, clip, step: one device, or one of several that sum their gradients."""
 
 from __future__ import annotations
 
@@ -140,9 +138,7 @@ class Engine(BaseEngine):
 
     @property
     def _has_loss(self) -> bool:
-        """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks
-        have the same.
-        """
+        """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks have the same."""
         return self.world.at.tensor == 0 and (self._pipeline is None or self._pipeline.has_loss)
 
     @property
@@ -354,9 +350,8 @@ def sum_losses(
 ) -> tuple[float, int]:
     """Return the sum of the losses over all predicted tokens of all ranks, and their number.
 
-    has_loss: whether this rank's losses count; others may have the same, or none. rows: those of a
-    full batch, if a graph of the model is made for it. packing: the model's, which may leave out
-    tokens.
+    has_loss: whether this rank's losses count; others may have the same, or none. rows: those of a full batch, if a
+    graph of the model is made for it. packing: the model's, which may leave out tokens.
     """
     for part in parts:
         part.eval()

@@ -2,10 +2,9 @@
 
 program(input_ids, attention_mask, past) -> logits, past
 
-input_ids and attention_mask (batch, length): the new tokens, and 0 for padding. past: a tuple of
-the mask of earlier tokens (batch, past), then key and value of each layer, (batch, heads, past,
-head size). An empty past begins a text. A program without a cache takes whole texts and returns
-only the logits, (batch, length, vocabulary).
+input_ids and attention_mask (batch, length): the new tokens, and 0 for padding. past: a tuple of the mask of earlier
+tokens (batch, past), then key and value of each layer, (batch, heads, past, head size). An empty past begins a text. A
+program without a cache takes whole texts and returns only the logits, (batch, length, vocabulary).
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ from torch_gpt2.model import GPT2, Block
 
 FILE = "model.pt2"
 _EXAMPLE = (2, 3, 5)
-"""Rows, tokens and earlier tokens of the example that is traced. torch.export would fix sizes of 0
-and 1.
-"""
+"""Rows, tokens and earlier tokens of the example that is traced. torch.export would fix sizes of 0 and 1."""
 
 
 class Program(nn.Module):
@@ -72,8 +69,7 @@ class Program(nn.Module):
 def _run_block(block: Block, x: Tensor, caches: Sequence[Tensor], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output of a block, and its keys and values.
 
-    caches: keys and values of earlier tokens. hidden: mask that is added to the scores (B, 1, T,
-    K).
+    caches: keys and values of earlier tokens. hidden: mask that is added to the scores (B, 1, T, K).
     """
     attn, y = block.attn, block.ln_1(x)
     q, k, v = (
@@ -88,8 +84,7 @@ def _run_block(block: Block, x: Tensor, caches: Sequence[Tensor], hidden: Tensor
 
 @torch.no_grad()
 def write_program(folder: Path, weights: Weights, *, cache: bool) -> None:
-    """Write FILE with the weights inside, as float32. cache: whether it takes and returns keys and
-    values.
+    """Write FILE with the weights inside, as float32. cache: whether it takes and returns keys and values.
 
     Raises RunError if torch fails, and OSError.
     """

@@ -98,18 +98,15 @@ def cross_entropy_sum(
     masked: bool = False,
     float8: bool = False,
 ) -> Tensor:
-    """Sum over N positions of the cross-entropy of ``hidden @ weight.T``, with columns from
-    ``vocab_size`` on masked.
+    """Sum over N positions of the cross-entropy of ``hidden @ weight.T``, with columns from ``vocab_size`` on masked.
 
-    hidden (N, C), weight (rows >= vocab_size, C), targets (N,). Returns a float32 scalar in nats.
-    Gradients are found in the forward pass, chunk by chunk, so that no logits are kept. With a
-    shard every rank of its group returns the whole sum, and the gradient of ``hidden`` is this
-    rank's part of it. rows: positions whose logits exist at one time, ROWS_AT_ONCE if left out.
-    masked: some targets are UNCOUNTED, which is below 0, and add nothing. float8: multiply in it
-    where gradients are wanted; all sizes are then multiples of 16.
+    hidden (N, C), weight (rows >= vocab_size, C), targets (N,). Returns a float32 scalar in nats. Gradients are found
+    in the forward pass, chunk by chunk, so that no logits are kept. With a shard every rank of its group returns the
+    whole sum, and the gradient of ``hidden`` is this rank's part of it. rows: positions whose logits exist at one time,
+    ROWS_AT_ONCE if left out. masked: some targets are UNCOUNTED, which is below 0, and add nothing. float8: multiply in
+    it where gradients are wanted; all sizes are then multiples of 16.
     """
-    # Inside the function gradients are always off, and its needs_input_grad does not know of
-    # no_grad either.
+    # Inside the function gradients are always off, and its needs_input_grad does not know of no_grad either.
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     rows = rows or ROWS_AT_ONCE
     inputs = (hidden, weight, targets, vocab_size, wanted, shard, rows, masked, float8 and wanted)
@@ -151,8 +148,7 @@ class _CrossEntropySum(torch.autograd.Function):
             # a new tensor, or torch 2.11's compiler loses its gradient
             total = total + (loss if counted is None else loss * counted).sum()
             if hidden_grad is not None and weight_grad is not None:
-                # Not yet scaled by the loss scale or 1 / tokens, entries lie in [-1, 1]: float16
-                # does not lose them.
+                # Not yet scaled by the loss scale or 1 / tokens, entries lie in [-1, 1]: float16 does not lose them.
                 slope = _slope(logits, log_sum, target, here)
                 slope = slope if counted is None else slope * counted
                 hidden_grad[rows] = head.add_gradients(slope, rows, weight_grad)

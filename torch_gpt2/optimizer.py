@@ -79,9 +79,7 @@ class MasterWeights:
                 sum_in_float32(parameter)
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """The gradients of the float32 tensors by name, this rank's part of them, once all micro
-        batches are done.
-        """
+        """The gradients of the float32 tensors by name, this rank's part of them, once all micro batches are done."""
         for name, tensor in self.tensors.items():
             parameter = self.model[name]
             if tensor is not parameter and parameter.grad is not None:
@@ -112,9 +110,7 @@ def _is_split(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that ZeRO has split, in the same memory, and any other
-    tensor as it is.
-    """
+    """Return this rank's part of a tensor that ZeRO has split, in the same memory, and any other tensor as it is."""
     with torch.no_grad():
         return tensor.to_local() if _is_split(tensor) else tensor
 

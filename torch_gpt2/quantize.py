@@ -45,9 +45,7 @@ class FakeQuantize(torch.autograd.Function):
 
 
 class LinearQuantizer:
-    """Quantizer of the input of a linear layer and of its weight, of which a rank may hold a
-    part.
-    """
+    """Quantizer of the input of a linear layer and of its weight, of which a rank may hold a part."""
 
     def __init__(
         self,

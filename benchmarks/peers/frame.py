@@ -77,9 +77,7 @@ class Peer(engine.Engine):
 
     @abstractmethod
     def train_step(self, parts: list[dict[str, Tensor]]) -> tuple[float, float]:
-        """Make one optimizer step of micro batches; return their mean loss and the gradients' norm
-        before clipping.
-        """
+        """Make one optimizer step of micro batches; return their mean loss and the gradients' norm before clipping."""
 
     def begin(self, start: Start) -> TrainState:
         if start.resume is not None or start.weights is not None:

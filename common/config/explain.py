@@ -47,8 +47,7 @@ SECTIONS = {
 
 
 def explain_key(asked: str | None) -> str:
-    """Return the text for a key, a section, or another system's name for either; the sections for
-    None.
+    """Return the text for a key, a section, or another system's name for either; the sections for None.
 
     Raises ConfigError for any other name.
     """

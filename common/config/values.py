@@ -57,9 +57,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def check_weights(weights: Sequence[float]) -> tuple[float, float, float]:
-    """Return the weights. Raises DataError unless they are three finite numbers >= 0 with a
-    positive sum.
-    """
+    """Return the weights. Raises DataError unless they are three finite numbers >= 0 with a positive sum."""
     if len(weights) != 3 or not all(weight >= 0 for weight in weights) or not 0 < sum(weights) < math.inf:
         raise DataError(
             f"split weights {list(weights)}: expected three numbers >= 0, not all 0, for train,"

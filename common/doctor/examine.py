@@ -1,6 +1,4 @@
-"""List of the doctor's checks, in the order of its report: ``CHECKS``. A new check is one entry
-there.
-"""
+"""List of the doctor's checks, in the order of its report: ``CHECKS``. A new check is one entry there."""
 
 from __future__ import annotations
 

@@ -39,8 +39,7 @@ def open_task(
 ) -> ValidationTask | RowTask:
     """Open the windows of a validation in ``corpus``, or read the file of a task on text.
 
-    rank: data-parallel rank, which selects validation windows. Raises ConfigError and
-    TokenizerError.
+    rank: data-parallel rank, which selects validation windows. Raises ConfigError and TokenizerError.
     """
     _check_settings(config.evaluation)
     if corpus is not None:

@@ -108,11 +108,10 @@ def open_text(file: EvaluationFile, tokenizer: Tokenizer, config: Run) -> RowTas
 
 
 def detokenize_wikitext(text: str) -> str:
-    """Remove the spaces that WikiText puts around punctuation, and the marks @-@ @,@ @.@ inside
-    words and numbers.
+    """Remove the spaces that WikiText puts around punctuation, and the marks @-@ @,@ @.@ inside words and numbers.
 
-    Rules and order are those of Megatron-LM, tasks/zeroshot_gpt/detokenizer.py, and of lm-eval's
-    task wikitext. One rule is left out: it looks for ' between slashes, which no text has.
+    Rules and order are those of Megatron-LM, tasks/zeroshot_gpt/detokenizer.py, and of lm-eval's task wikitext. One
+    rule is left out: it looks for ' between slashes, which no text has.
     """
     text = text.replace("s '", "s'")
     for mark in "-,.":
@@ -138,13 +137,11 @@ DETOKENIZERS: dict[str, Callable[[str], str]] = {"none": str, "wikitext": detoke
 
 
 def open_lambada(file: EvaluationFile, tokenizer: Tokenizer, config: Run) -> RowTask:
-    """Return the task to predict the last word of each passage (Paperno et al. 2016), as lm-eval's
-    lambada_openai.
+    """Return the task to predict the last word of each passage (Paperno et al. 2016), as lm-eval's lambada_openai.
 
-    The word begins after the last space and is encoded together with its context. It is right when
-    each of its tokens is the most probable one after those before it. The perplexity is of words,
-    not of tokens. Raises DataError for a plain text, a passage of one word, and a last word that is
-    longer than the window.
+    The word begins after the last space and is encoded together with its context. It is right when each of its tokens
+    is the most probable one after those before it. The perplexity is of words, not of tokens. Raises DataError for a
+    plain text, a passage of one word, and a last word that is longer than the window.
     """
     if not file.is_json:
         raise DataError(

@@ -37,9 +37,8 @@ def search_beams(
 ) -> Iterator[Continuation]:
     """Yield the num_sequences best continuations of each prompt, the best one first.
 
-    vocab_size: ids from this one upwards are not chosen. unknown: an id that is not chosen.
-    biases, read: as in ``generate``. Raises RunError when logits are not finite, and when rules
-    leave too few sequences.
+    vocab_size: ids from this one upwards are not chosen. unknown: an id that is not chosen. biases, read: as in
+    ``generate``. Raises RunError when logits are not finite, and when rules leave too few sequences.
     """
     assert read is not None or not settings.stop
     rules = LogitRules(settings, ends=ends, unknown=unknown, biases=biases)

@@ -102,8 +102,7 @@ class Decoder(Protocol):
 class Continuation:
     """One sequence that grows. End-of-text is not among its tokens.
 
-    index: number of its prompt, from 0. number: its number among the continuations of this prompt,
-    from 0.
+    index: number of its prompt, from 0. number: its number among the continuations of this prompt, from 0.
     """
 
     prompt: Prompt
@@ -171,12 +170,11 @@ def generate(
 ) -> Iterator[Continuation]:
     """Yield the finished continuations, num_sequences of each prompt, in order.
 
-    Each draws from a generator of its own, keyed by seed, prompt and number, so that its text does
-    not depend on its batch. ends: ids that end it. vocab_size: ids from this one upwards are not
-    chosen. unknown: the id of text that the vocabulary lacks, not chosen either. window: once a
-    sequence is longer, its last window - 1 tokens are computed again for each new token; None if no
-    sequence is. stepwise: while a sequence is the only one at work, also yield it unfinished after
-    each token. done: index and number of those that are left out. biases: result of
+    Each draws from a generator of its own, keyed by seed, prompt and number, so that its text does not depend on its
+    batch. ends: ids that end it. vocab_size: ids from this one upwards are not chosen. unknown: the id of text that the
+    vocabulary lacks, not chosen either. window: once a sequence is longer, its last window - 1 tokens are computed
+    again for each new token; None if no sequence is. stepwise: while a sequence is the only one at work, also yield it
+    unfinished after each token. done: index and number of those that are left out. biases: result of
     ``sequence_biases``. read: makes the text of a continuation, which stop strings need.
     """
     assert read is not None or not settings.stop

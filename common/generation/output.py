@@ -49,8 +49,7 @@ class ArticleFolder:
     def __init__(self, folder: Path, prompts: Sequence[Prompt], config: Run) -> None:
         """Make the folder, or resume one that exists.
 
-        Raises StorageError, and ConfigError if its texts come from other weights, settings or
-        prompts.
+        Raises StorageError, and ConfigError if its texts come from other weights, settings or prompts.
         """
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"predict.output_folder={folder}: is a file; name a folder")
@@ -285,9 +284,8 @@ def continuations(
 ) -> Iterator[Continuation]:
     """Return the finished continuations, predict.num_sequences of each prompt, in order.
 
-    stepwise: as in ``generate``; beam search knows its sequences only at the end. done: index and
-    number of those that may be left out. Raises ConfigError if there are more beams than the
-    decoder has rows.
+    stepwise: as in ``generate``; beam search knows its sequences only at the end. done: index and number of those that
+    may be left out. Raises ConfigError if there are more beams than the decoder has rows.
     """
     settings = config.predict
     limits: dict[str, Any] = {

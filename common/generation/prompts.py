@@ -35,9 +35,8 @@ class Prompt:
 def encode_prompts(config: Run, tokenizer: Tokenizer, given: Sequence[Given] | None = None) -> list[Prompt]:
     """Return the prompts of predict.prompt, then those of predict.prompt_file, or only ``given``.
 
-    Each fits the model together with the tokens to be added, unless the window slides. logit_bias
-    and bad_words are checked here too, before weights are loaded. Raises ConfigError or DataError,
-    with the line of a file.
+    Each fits the model together with the tokens to be added, unless the window slides. logit_bias and bad_words are
+    checked here too, before weights are loaded. Raises ConfigError or DataError, with the line of a file.
     """
     sequence_biases(config.predict, tokenizer)
     places = given_prompts(config) if given is None else _in_config(given)
@@ -47,8 +46,7 @@ def encode_prompts(config: Run, tokenizer: Tokenizer, given: Sequence[Given] | N
 def sliding_window(config: Run) -> int | None:
     """Return predict.window, or the number of positions if max_new_tokens is above it.
 
-    None means that texts stay within the positions. Raises ConfigError with beam search, which
-    cannot slide.
+    None means that texts stay within the positions. Raises ConfigError with beam search, which cannot slide.
     """
     settings, positions = config.predict, config.model.max_positions
     if settings.window is None and (settings.max_new_tokens or 0) <= positions:

@@ -35,9 +35,7 @@ PROGRAM_RUNNERS = {
     "pt2": ("torch", "torch_gpt2.export", "open_program"),
     "mindir": ("mindspore", "mindformers_gpt2.export", "open_mindir"),
 }
-"""For each format of ``PROGRAMS``: the backend that runs it, the module and the function that
-opens it.
-"""
+"""For each format of ``PROGRAMS``: the backend that runs it, the module and the function that opens it."""
 
 
 def load_model(
@@ -54,11 +52,10 @@ def load_model(
     """Open a language model; its sizes and its tokenizer come from the folder.
 
     path: a run folder, a checkpoint, an export, a Hugging Face folder, or any other weights that
-    tools/convert_weight.py reads. backend: auto takes the one that the format needs, else that of
-    the run if it is installed, else torch or MindSpore. dtype: the section precision, such as
-    float32 or bf16; that of the run when left out. tokenizer: a tokenizer, or the folder of its
-    files if these are not beside the model. batch_size: sequences at once, unless a call sets
-    it. threads: number of CPU threads. verify: compare the SHA-256 of an export's files.
+    tools/convert_weight.py reads. backend: auto takes the one that the format needs, else that of the run if it is
+    installed, else torch or MindSpore. dtype: the section precision, such as float32 or bf16; that of the run when left
+    out. tokenizer: a tokenizer, or the folder of its files if these are not beside the model. batch_size: sequences at
+    once, unless a call sets it. threads: number of CPU threads. verify: compare the SHA-256 of an export's files.
 
     Raises CheckpointError, ConfigError, TokenizerError and DeviceError.
     """

@@ -29,9 +29,7 @@ class Runner:
     slots: Callable[[int], Slots] | None = None
     """Returns slots that serve so many sequences at once."""
     has_fixed_shapes: bool = False
-    """Whether each new shape of a batch costs a compilation, so that few shapes are better than
-    little padding.
-    """
+    """Whether each new shape of a batch costs a compilation, so that few shapes are better than little padding."""
 
 
 def program_runner(model: ExportedModel, positions: int, slots: Callable[[int], Slots] | None = None) -> Runner:

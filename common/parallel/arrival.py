@@ -107,8 +107,7 @@ _LATER = 30.0
 class TcpBarrier:
     """Star of connections around rank 0, kept until the process that opened it ends.
 
-    peers: connections by rank; rank 0 has one to every other rank, each other rank has one to rank
-    0.
+    peers: connections by rank; rank 0 has one to every other rank, each other rank has one to rank 0.
     """
 
     def __init__(self, rank: int, peers: dict[int, Channel]) -> None:

@@ -22,9 +22,7 @@ MAX_RANKS = 2**18
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """Samples per optimizer step. ``global_batch == micro_batch * data_parallel * accumulation``
-    holds.
-    """
+    """Samples per optimizer step. ``global_batch == micro_batch * data_parallel * accumulation`` holds."""
 
     global_batch: int
     micro_batch: int
@@ -92,8 +90,7 @@ def _quotient(whole: int, what: str, part: int, wanted: str) -> int:
 def plan_data_parallel(*, world_size: int, model_parallel: int, pipeline_stage: int, data_parallel: int | None) -> int:
     """Return the data-parallel ranks: those left after tensor and pipeline parallelism.
 
-    Raises ConfigError unless data x tensor x pipeline equals ``world_size`` exactly, and for more
-    ranks than MAX_RANKS.
+    Raises ConfigError unless data x tensor x pipeline equals ``world_size`` exactly, and for more ranks than MAX_RANKS.
     """
     split = model_parallel * pipeline_stage
     if world_size > MAX_RANKS:
@@ -116,9 +113,7 @@ def plan_data_parallel(*, world_size: int, model_parallel: int, pipeline_stage: 
 
 
 def check_divides(part_name: str, part: int, whole_name: str, whole: int) -> None:
-    """Raise ConfigError unless ``part`` divides ``whole``, naming both and the divisors to choose
-    from.
-    """
+    """Raise ConfigError unless ``part`` divides ``whole``, naming both and the divisors to choose from."""
     if whole % part:
         found = divisors(whole)
         several = len(found) > _DIVISORS_SHOWN
@@ -143,8 +138,7 @@ def divisors(number: int) -> tuple[int, ...]:
 def pad_vocabulary(vocab_size: int, multiple: int, model_parallel: int = 1) -> int:
     """Return the rows of the embedding table.
 
-    They are ``vocab_size`` rounded up to a multiple of ``multiple * model_parallel`` (Megatron's
-    rule).
+    They are ``vocab_size`` rounded up to a multiple of ``multiple * model_parallel`` (Megatron's rule).
     """
     step = multiple * model_parallel
     return -(-vocab_size // step) * step
@@ -162,9 +156,8 @@ Ramp = Sequence[int | Sequence[int]]
 class BatchSizes:
     """Size of the global batch by the samples consumed so far.
 
-    steps: pairs (first sample, size) from sample 0 on; the last size is the full one. A short ramp
-    jumps sizes, which begin with the same sample as the next one. increments: the three numbers of
-    a ramp that has them.
+    steps: pairs (first sample, size) from sample 0 on; the last size is the full one. A short ramp jumps sizes, which
+    begin with the same sample as the next one. increments: the three numbers of a ramp that has them.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -319,8 +312,7 @@ def check_ramp(batch: BatchPlan, ramp: Ramp | None) -> None:
 def epochs_done(step: int, batches: BatchSizes, samples_per_epoch: int) -> int:
     """Return how many epochs have ended after ``step``.
 
-    The last step of epoch n is the last one whose samples all lie in the first n epochs, as for
-    train.max_epochs=n.
+    The last step of epoch n is the last one whose samples all lie in the first n epochs, as for train.max_epochs=n.
     """
     return (batches.samples_after(step + 1) - 1) // samples_per_epoch
 
@@ -328,8 +320,7 @@ def epochs_done(step: int, batches: BatchSizes, samples_per_epoch: int) -> int:
 def place_in_epochs(step: int, batches: BatchSizes, samples_per_epoch: int) -> tuple[int, int, int]:
     """Return the epoch of a step, its place in it, both from 0, and how many steps the epoch has.
 
-    Epochs end as in epochs_done, so they differ in length by a step, and more while the batch
-    grows.
+    Epochs end as in epochs_done, so they differ in length by a step, and more while the batch grows.
     """
     epoch = epochs_done(step - 1, batches, samples_per_epoch)
     before = batches.steps_within(epoch * samples_per_epoch)

@@ -31,8 +31,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Sizes:
     """Sizes of a micro batch on one rank; number types are given as their bytes.
 
-    between: ranks that split activations between tensor-parallel regions, all with sequence
-    parallelism, else 1.
+    between: ranks that split activations between tensor-parallel regions, all with sequence parallelism, else 1.
     """
 
     def __init__(self, run: Run) -> None:
@@ -148,8 +147,7 @@ class Run(RunConfig):
 def topology_of(parallel: ParallelConfig, data: int) -> Topology:
     """Return the layout with this many data-parallel ranks.
 
-    Raises ConfigError where virtual stages and the schedule contradict each other, and for more
-    stages than MAX_STAGES.
+    Raises ConfigError where virtual stages and the schedule contradict each other, and for more stages than MAX_STAGES.
     """
     virtual = _virtual_stages(parallel)
     if parallel.pipeline_stage * virtual > MAX_STAGES:

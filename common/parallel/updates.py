@@ -95,11 +95,10 @@ def schedule_warnings(config: Run) -> list[str]:
 
 @dataclass
 class LossScale:
-    """Loss scale: ``value`` multiplies the loss, and ``update`` records whether gradients were
-    finite.
+    """Loss scale: ``value`` multiplies the loss, and ``update`` records whether gradients were finite.
 
-    Hysteresis is that of Megatron and DeepSpeed: once it is used up, each overflow shrinks the
-    scale, until the scale grows.
+    Hysteresis is that of Megatron and DeepSpeed: once it is used up, each overflow shrinks the scale, until the scale
+    grows.
     """
 
     config: LossScaleConfig
@@ -137,8 +136,7 @@ class LossScale:
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a saved state.
 
-        Only a dynamic scale is loaded. A config with another mode, or with a static scale, keeps
-        its own.
+        Only a dynamic scale is loaded. A config with another mode, or with a static scale, keeps its own.
         """
         if state["mode"] == self.config.mode == "dynamic":
             self.value = float(state["value"])
@@ -147,8 +145,7 @@ class LossScale:
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """Return the factor that brings the global norm down to ``limit``. A limit of 0 turns clipping
-    off.
+    """Return the factor that brings the global norm down to ``limit``. A limit of 0 turns clipping off.
 
     The 1e-6 is that of torch.nn.utils.clip_grad_norm_.
     """

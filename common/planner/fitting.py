@@ -1,7 +1,6 @@
 """Micro batch and recomputation that fit in memory by the plan, where a run has ``auto`` for them.
 
-The fastest recomputation is taken by the plan's time of a step, each with the largest micro batch
-that fits.
+The fastest recomputation is taken by the plan's time of a step, each with the largest micro batch that fits.
 """
 
 from __future__ import annotations
@@ -55,9 +54,7 @@ def resolve_on(config: RunConfig, device: Accelerator | None, *, world_size: int
 
 @dataclass(frozen=True)
 class Fitting:
-    """The search for a configuration. Each candidate is a configuration of its own, resolved for a
-    device.
-    """
+    """The search for a configuration. Each candidate is a configuration of its own, resolved for a device."""
 
     config: RunConfig
     world_size: int

@@ -39,9 +39,7 @@ class StagePlan:
     layers: tuple[range, ...]
     """Layers of each stage, in the order of ``stages``."""
     parameters: int
-    """Number of elements before ZeRO splits, with padding and the last stage's copy of the tied
-    embedding.
-    """
+    """Number of elements before ZeRO splits, with padding and the last stage's copy of the tied embedding."""
     memory: Memory
     traffic: Traffic
 

@@ -1,9 +1,8 @@
-"""Bytes that one rank sends in an optimizer step along each axis of the layout, and the time of the
-step, from a device's peak rates and five factors.
+"""Bytes that one rank sends in an optimizer step along each axis of the layout, and the time of the step, from a
+device's peak rates and five factors.
 
-Messages go along rings (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
-of workstations", 2009). Of B bytes over k ranks an all-reduce sends 2 (k - 1) / k B, and a
-reduce-scatter or an all-gather half of that.
+Messages go along rings (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+2009). Of B bytes over k ranks an all-reduce sends 2 (k - 1) / k B, and a reduce-scatter or an all-gather half of that.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ class Traffic:
     tensor: float = 0.0
     """All-reduces of activations within layers, vocabulary and loss."""
     sequence: float = 0.0
-    """Gathers and reduce-scatters of sequence parallelism, instead of all-reduces, and gradients of
-    whole parameters.
+    """Gathers and reduce-scatters of sequence parallelism, instead of all-reduces, and gradients of whole parameters.
     """
     data: float = 0.0
     """Gradients, and with ZeRO parameters."""
@@ -104,11 +102,10 @@ def _within_layers(config: Run, place: int) -> float:
 def _data(config: Run, place: int) -> float:
     """Return the bytes of gradients and parameters between data-parallel ranks.
 
-    Without ZeRO each step has an all-reduce of the gradients. With ZeRO it has both halves of one
-    (arXiv 1910.02054, section 7). The gradients are reduce-scattered once a step or a micro batch.
-    The parameters are gathered once a step; in stage 3 every micro batch gathers those of blocks
-    for the forward and for the backward pass. With hybrid sharding the reduced parts are summed
-    over the copies once a step.
+    Without ZeRO each step has an all-reduce of the gradients. With ZeRO it has both halves of one (arXiv 1910.02054,
+    section 7). The gradients are reduce-scattered once a step or a micro batch. The parameters are gathered once a
+    step; in stage 3 every micro batch gathers those of blocks for the forward and for the backward pass. With hybrid
+    sharding the reduced parts are summed over the copies once a step.
     """
     ranks, cut, zero = config.topology.data, shard_ranks(config), config.parallel.zero_stage
     if ranks == 1:
@@ -185,9 +182,7 @@ class StepTime:
     pipeline: float
     """Messages between stages, and the gradients of the tied embedding."""
     optimizer: float
-    """Reading and writing of weights, gradients and optimizer state, and the sums of gradients over
-    micro batches.
-    """
+    """Reading and writing of weights, gradients and optimizer state, and the sums of gradients over micro batches."""
 
     @property
     def total(self) -> float:

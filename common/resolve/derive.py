@@ -150,8 +150,7 @@ def _is_shared(config: RunConfig, run_mode: str, world_size: int) -> bool:
 def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Run:
     """Resolve a config for a run mode that may use one device, whatever the layout of the training.
 
-    An evaluation that several processes share keeps the splits that make the model fit: tensor,
-    pipeline and ZeRO-3.
+    An evaluation that several processes share keeps the splits that make the model fit: tensor, pipeline and ZeRO-3.
     """
     if run_mode not in ONE_DEVICE_MODES:
         return resolve_config(config, world_size=world_size)

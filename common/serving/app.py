@@ -153,9 +153,7 @@ class App:
         return partial(self._reply, completion, note, begun)
 
     async def _body(self, request: Request) -> bytes:
-        """Return the whole body. Raises Refusal if it is too large or slow, and
-        ClientDisconnect.
-        """
+        """Return the whole body. Raises Refusal if it is too large or slow, and ClientDisconnect."""
         limit, seconds = self._settings.max_body_bytes, self._settings.read_timeout
         too_large = Refusal(413, f"the body is larger than {limit} bytes, which is the limit")
         length = request.headers.get("content-length", "0")

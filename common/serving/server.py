@@ -82,9 +82,7 @@ def read_key(settings: ServeConfig, variable: str | None) -> str | None:
 
 
 def listen(settings: ServeConfig) -> socket.socket:
-    """Return a bound socket, which listens once the model is loaded. Raises ConfigError if it
-    cannot be bound.
-    """
+    """Return a bound socket, which listens once the model is loaded. Raises ConfigError if it cannot be bound."""
     where = f"serve.host={settings.host} serve.port={settings.port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -41,9 +41,7 @@ class Limits:
     grad_norm: float = math.inf
 
     def exceeded(self, loss: float, grad_norm: float) -> bool:
-        """Return whether a finite value is above its limit. Other values are left to the loss
-        scale.
-        """
+        """Return whether a finite value is above its limit. Other values are left to the loss scale."""
         return math.isfinite(loss) and math.isfinite(grad_norm) and (loss > self.loss or grad_norm > self.grad_norm)
 
 
@@ -140,8 +138,7 @@ class StepResult:
     """Rate of this update, or of the one that was skipped."""
     loss_scale: float
     skipped: bool
-    """Whether the weights did not change, because the gradient was not finite or beyond the limits.
-    """
+    """Whether the weights did not change, because the gradient was not finite or beyond the limits."""
     seconds: float | None = None
     """Time that the device took. Where it is None, the host sees when a step ends."""
 
@@ -163,9 +160,7 @@ class Engine(ABC):
         """
 
     def identity(self) -> dict[str, Any]:
-        """Return facts that must be equal on every rank, beyond the config, the data and the
-        state.
-        """
+        """Return facts that must be equal on every rank, beyond the config, the data and the state."""
         return {}
 
     def kernels(self) -> dict[str, str]:
@@ -207,9 +202,7 @@ class Engine(ABC):
 
     @abstractmethod
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        """Return the summed loss of all predicted tokens of all ranks, in nats, and their
-        number.
-        """
+        """Return the summed loss of all predicted tokens of all ranks, in nats, and their number."""
 
     @abstractmethod
     def snapshot(self, state: TrainState) -> Snapshot | None:
@@ -237,9 +230,7 @@ class QuantizedModel(ABC):
 
     @abstractmethod
     def _maximum(self, layer: str) -> float:
-        """Return the largest absolute input of a layer in this step; 0 for a layer of another
-        rank.
-        """
+        """Return the largest absolute input of a layer in this step; 0 for a layer of another rank."""
 
     @abstractmethod
     def _set_scales(self) -> None:

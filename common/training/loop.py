@@ -1,9 +1,8 @@
 """The training loop of both backends.
 
-It drives an engine by ``run(batches, n) -> results`` and never calls backward itself, so that
-pipeline schedules, DeepSpeed and MindSpore's data sink fit the same loop. Where a device computes
-on its own, the results of a step come while it computes the next one. Nothing is under way when the
-loop saves, validates, traces or ends.
+It drives an engine by ``run(batches, n) -> results`` and never calls backward itself, so that pipeline schedules,
+DeepSpeed and MindSpore's data sink fit the same loop. Where a device computes on its own, the results of a step come
+while it computes the next one. Nothing is under way when the loop saves, validates, traces or ends.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from common.training.saving import Saver
 from common.training.steps import Steps, TrainingParts, ends_epoch
 
 _EXIT = 1
-"""Answer of a rank that train.exit_interval or train.exit_minutes ends; numbers of signals that
-stop a run are larger.
+"""Answer of a rank that train.exit_interval or train.exit_minutes ends; numbers of signals that stop a run are larger.
 """
 
 
@@ -128,9 +126,7 @@ def train(run: TrainingParts, state: TrainState) -> dict[str, Any]:
 
 
 def _exit_wish(config: Run, step: int, seconds: float) -> int:
-    """Return _EXIT where the configuration ends this process, else 0. step: the last one, 0 where
-    it is not known yet.
-    """
+    """Return _EXIT where the configuration ends this process, else 0. step: the last one, 0 where it is not known yet."""
     limit = config.train.exit_minutes
     timed_out = limit is not None and seconds >= 60 * limit
     at_step = step > 0 and _due(config.train.exit_interval or 0, step)

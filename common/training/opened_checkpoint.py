@@ -125,9 +125,7 @@ class Checkpoint:
         return state, engine
 
     def load_scales(self, scales: ActivationScales) -> None:
-        """Load the scales of activations of the checkpoint, if any. Raises CheckpointError for
-        broken ones.
-        """
+        """Load the scales of activations of the checkpoint, if any. Raises CheckpointError for broken ones."""
         load_scales(self.path, self._own_manifest(), scales)
 
     def weights(self, model: ResolvedModel, pieces: Pieces | None = None) -> Iterator[tuple[str, Array]]:
@@ -165,9 +163,8 @@ class Checkpoint:
     ) -> Iterator[tuple[str, str, Array]]:
         """Yield parameter names, parts of the optimizer's state and values.
 
-        There are none before the first step, and for a rule with momentum where that is 0. Such a
-        rule may also start or stop to use it: an empty file is then valid, and a full one is not
-        read.
+        There are none before the first step, and for a rule with momentum where that is 0. Such a rule may also start
+        or stop to use it: an empty file is then valid, and a full one is not read.
         """
         shapes = parameter_shapes(config.model)
         parts = config.optimizer.state_parts

@@ -135,9 +135,7 @@ class RecorderBase(ABC):
         self._hooks.append(layer.register_forward_hook(hook))
 
     def _hook_for(self, name: str) -> Callable[[Any], None]:
-        """Return a function that takes an activation of the micro batch under way, and then its
-        gradient.
-        """
+        """Return a function that takes an activation of the micro batch under way, and then its gradient."""
 
         def hook(output: Any) -> None:
             number = self._micro_batch
@@ -148,9 +146,7 @@ class RecorderBase(ABC):
         return hook
 
     def _take(self, section: str, name: str, micro_batch: int, values: Any) -> None:
-        """Keep an activation (samples, tokens, channels), or its gradient, of the recorded samples
-        of a micro batch.
-        """
+        """Keep an activation (samples, tokens, channels), or its gradient, of the recorded samples of a micro batch."""
         size = self._config.train.micro_batch_size
         if values.shape[1] == self._config.model.seq_length and self._at.tensor:
             return  # the first rank of the group has the same

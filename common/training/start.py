@@ -47,9 +47,7 @@ class Start:
 
 
 def require_writable(checkpoints: Path) -> None:
-    """Raise ConfigError unless checkpoints can be written into this folder, which is created if
-    needed.
-    """
+    """Raise ConfigError unless checkpoints can be written into this folder, which is created if needed."""
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=checkpoints):
@@ -70,8 +68,7 @@ def require_writable(checkpoints: Path) -> None:
 def where_to_start(config: Run, data: TrainingData, named: Checkpoint | None = None) -> Start:
     """Apply checkpoint.resume and checkpoint.init_from. named: what one of them names, if open.
 
-    Raises CheckpointError or ConfigError if that is impossible, or if no checkpoint could be
-    written.
+    Raises CheckpointError or ConfigError if that is impossible, or if no checkpoint could be written.
     """
     start = _choose(config, data, named)
     require_writable(Path(config.output_dir) / "checkpoints")
@@ -126,8 +123,7 @@ def _refuse_integers(key: str, found: Checkpoint, config: Run) -> None:
 def _resume_setting(config: Run) -> str:
     """Return checkpoint.resume, or auto in a restart of a run that has saved.
 
-    A launcher that starts the ranks again counts its attempts in RESTART_COUNT, Slurm in its own
-    variable.
+    A launcher that starts the ranks again counts its attempts in RESTART_COUNT, Slurm in its own variable.
     """
     counts = (RESTART_COUNT, SLURM_RESTART_COUNT)
     is_restart = any(os.environ.get(name, "0") != "0" for name in counts)
@@ -172,8 +168,7 @@ def record_start(config: Run, start: Start, kernels: Mapping[str, str]) -> None:
 
 
 def checkpoint_to_use(config: Run) -> Checkpoint:
-    """Return the checkpoint to read: checkpoint.load, else the run folder's newest, else
-    checkpoint.init_from.
+    """Return the checkpoint to read: checkpoint.load, else the run folder's newest, else checkpoint.init_from.
 
     It is a checkpoint of ours, or weights of another system. Raises CheckpointError.
     """
@@ -266,9 +261,7 @@ _DECISIVE = (
     "vocab_size",
     "layer_norm_epsilon",
 )
-"""Keys that change shapes or the computed function. The window (seq_length) may be any up to
-max_positions.
-"""
+"""Keys that change shapes or the computed function. The window (seq_length) may be any up to max_positions."""
 
 
 def require_same_model(manifest: Mapping[str, Any], config: Run, checkpoint: Path, *, may_move: bool = False) -> None:

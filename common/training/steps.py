@@ -1,6 +1,4 @@
-"""Steps of a run: requests to the engine, rows of metrics, which may come one step later, and the
-trace of some steps.
-"""
+"""Steps of a run: requests to the engine, rows of metrics, which may come one step later, and the trace of some steps."""
 
 from __future__ import annotations
 
@@ -103,9 +101,7 @@ def _warning_only() -> Iterator[None]:
 
 
 def compress(trace: Path, path: Path) -> None:
-    """Move a trace to ``path`` as gzip, which Perfetto, TensorBoard and chrome://tracing open.
-    Raises StorageError.
-    """
+    """Move a trace to ``path`` as gzip, which Perfetto, TensorBoard and chrome://tracing open. Raises StorageError."""
     with (
         trace.open("rb") as plain,
         atomic_write(path) as file,

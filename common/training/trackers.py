@@ -1,11 +1,10 @@
 """Experiment trackers beside a run: W&B, MLflow and SwanLab, each called in a thread of its own.
 
-The store is ``trackers/NAME`` of the run folder. It is offline unless the tracker's own variable
-says otherwise. After a clean end, ``trackers/NAME.json`` records the tracker's run, and how many
-rows of ``metrics.jsonl`` it holds, up to which step. If the run resumes after exactly these, the
-tracker's run is continued. Otherwise steps are repeated or the end is unknown: the store is moved
-aside, and a new one gets every row (in MLflow's file, a new run).
-A tracker that fails, hangs or is slow costs only a warning.
+The store is ``trackers/NAME`` of the run folder. It is offline unless the tracker's own variable says otherwise. After
+a clean end, ``trackers/NAME.json`` records the tracker's run, and how many rows of ``metrics.jsonl`` it holds, up to
+which step. If the run resumes after exactly these, the tracker's run is continued. Otherwise steps are repeated or the
+end is unknown: the store is moved aside, and a new one gets every row (in MLflow's file, a new run). A tracker that
+fails, hangs or is slow costs only a warning.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The engine of several Ascends whose work MindSpore's compiler splits: one graph a step. Not run
-on an Ascend.
-"""
+"""The engine of several Ascends whose work MindSpore's compiler splits: one graph a step. Not run on an Ascend."""
 
 from __future__ import annotations
 
@@ -31,9 +29,8 @@ from mindformers_gpt2.semi_auto.network import TrainingGraph, build_network, bui
 class SemiAutoEngine(BaseEngine):
     """One rank of several. Made within the world, before anything else of the model.
 
-    Every rank reads the whole batch unless ``parallel.full_batch`` is false. After the graph is
-    compiled each parameter is this rank's part. It is filled, written to checkpoints and read from
-    them as such, in the project's own format.
+    Every rank reads the whole batch unless ``parallel.full_batch`` is false. After the graph is compiled each parameter
+    is this rank's part. It is filled, written to checkpoints and read from them as such, in the project's own format.
     """
 
     def __init__(

@@ -88,9 +88,7 @@ class DeepSpeedEngine(BaseEngine):
             give_tokens(self._model, self._waiting)
 
     def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
-        """Ignore ``limits``, which the config's checks refuse: DeepSpeed tells the norm too
-        late.
-        """
+        """Ignore ``limits``, which the config's checks refuse: DeepSpeed tells the norm too late."""
         return [self._train_step(next(batches)) for _ in range(steps)]
 
     @torch.no_grad()
@@ -251,9 +249,7 @@ class DeepSpeedEngine(BaseEngine):
         return self._state.scaled(loss_sum / predicted)
 
     def _make_moments(self) -> None:
-        """DeepSpeed has no place for moments before the first step: make one that changes no
-        weight.
-        """
+        """DeepSpeed has no place for moments before the first step: make one that changes no weight."""
         train = self.config.train
         shape = (train.micro_batch_size * train.accumulation_steps, self.config.model.seq_length + 1)
         self._update(np.zeros(shape, np.int32), rate=0.0, scale=1.0)

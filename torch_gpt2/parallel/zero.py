@@ -23,13 +23,11 @@ from torch_gpt2.parallel.world import World
 
 
 def shard_model(model: GPT2, config: Run, mesh: DeviceMesh) -> None:
-    """Apply ZeRO: each rank of the data axis keeps its rows of every parameter, gradient and
-    moment.
+    """Apply ZeRO: each rank of the data axis keeps its rows of every parameter, gradient and moment.
 
-    Stages 1 and 2 keep the gathered parameters until the last backward pass of a step. Stage 3
-    gathers a block for every pass. A pipeline keeps them in any stage: torch's schedules release
-    nothing between backward passes, so stage 3 would gather in vain. Weights below float32 are
-    gathered copies of float32 weights.
+    Stages 1 and 2 keep the gathered parameters until the last backward pass of a step. Stage 3 gathers a block for
+    every pass. A pipeline keeps them in any stage: torch's schedules release nothing between backward passes, so stage
+    3 would gather in vain. Weights below float32 are gathered copies of float32 weights.
     """
     precision = config.precision
     low = DTYPES[precision.parameters] if precision.parameters != "float32" else None
@@ -57,8 +55,7 @@ def _sum_tied_gradients_in_float32(model: nn.Module, _: Any) -> None:
 
 
 def data_mesh(config: Run, world: World, device: TorchDevice) -> DeviceMesh:
-    """Return the ranks of the data axis. With a smaller shard_size each row is one copy of the
-    model.
+    """Return the ranks of the data axis. With a smaller shard_size each row is one copy of the model.
 
     Call it once, on every rank.
     """
