@@ -36,10 +36,9 @@ from common.accelerators import GIB, GIGA, Accelerator, require_accelerator
 from common.flags import make_parser
 from common.parallel.run import Run
 from common.planner import timing
-from common.planner.fitting import resolve_on
+from common.planner.fitting import resolve_on, usable_memory
 from common.planner.memory import has_low_gradients, shard_ranks
 from common.planner.plan import Plan, StagePlan, make_plan, table, time_of
-from common.planner.room import usable_memory
 from common.program import command
 from common.resolve.derive import written_ranks
 from common.run_config import load_config

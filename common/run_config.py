@@ -1,4 +1,4 @@
-"""The configuration of a run: a file of any system, the command line, and the model of the checkpoint that these name."""
+"""The configuration of a run: a file of any system, the command line, and the model of the checkpoint named there."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ from functools import partial
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
+from common.backends import Inputs
 from common.cluster.environment import ALONE, Process
 from common.evaluation.corpus import report
 from common.evaluation.rows import RowBatch, Scorer, TokenScores
 from common.evaluation.task import open_task, run_task
-from common.inputs import Inputs
 from common.parallel.run import Run
 from common.training.start import weights_to_use
 from mindformers_gpt2.checkpoint import load_model

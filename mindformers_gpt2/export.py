@@ -27,13 +27,13 @@ from mindspore import Tensor, nn, ops
 from numpy.typing import NDArray
 
 from common import run_folder
+from common.backends import Inputs
 from common.cluster.environment import ALONE, Process
 from common.conversion.export import write_record
 from common.errors import CheckpointError, RunError
 from common.files import fsync_folder
 from common.inference.runner import Runner, score_by_logits
 from common.inference.source import Source, read_export
-from common.inputs import Inputs
 from common.log import LOG
 from common.parallel.run import Run
 from common.training.export import export_folder, put_tokenizer_files, refuse_to_replace

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from mindspore import profiler
 
+from common.backends import Inputs
 from common.cluster.environment import ALONE, Process
 from common.errors import ConfigError
-from common.inputs import Inputs
 from common.log import LOG
 from common.parallel.run import Run
 from common.resolve.engine_checks import compiled_mode

@@ -174,10 +174,10 @@ def _as_rank(rank: int, ranks: int, ports: list[int], jobs: list[Job], watched: 
 
 
 def go_through(ports: list[int], jobs: list[Job], watched: str = "", meet: Callable[[], int] = lambda: 0) -> None:
+    from common.backends import make_run
     from common.cluster.environment import find_process
     from common.config.load import build_config
     from common.errors import GPT2Error
-    from common.inputs import make_run
     from common.log import start_log
 
     package = {"mindspore": "mindformers_gpt2"}.get(jobs[0].get("backend", ""), "torch_gpt2")

@@ -39,7 +39,7 @@ LAYERS = (
     ("generation", "evaluation"),
     ("conversion", "serving"),
     ("inference",),
-    ("inputs", "run_config", "bundle"),
+    ("run_config", "bundle"),
     ("backends",),
     ("modelarts", "study", "program"),
     ("compare",),
@@ -158,13 +158,12 @@ for name in {modules}:
 
 _REWRITES = {
     "as_run": {
-        "common/inputs.py", "common/parallel/run.py", "common/planner/fitting.py",
+        "common/backends.py", "common/parallel/run.py", "common/planner/fitting.py",
         "common/planner/suggest.py", "common/resolve/derive.py",
     },
     "resolve_other": {
         "common/inference/language_model.py", "common/inference/load.py",
         "common/inference/run_modes.py", "common/planner/fitting.py", "common/planner/plan.py",
-        "common/planner/room.py",
     },
     "make_run": {"common/backends.py"},
     "model_copy": {"common/study/loading.py", "common/systems/direct.py"},

@@ -68,7 +68,7 @@ def main(args: Request) -> int:
 
 
 def docker_command(args: Request) -> list[str]:
-    """Return the words of ``docker run``. Raises ConfigError for a folder that is not there, or no Ascend of this host."""
+    """Return the words of ``docker run``. Raises ConfigError for a folder that is not there, or no Ascend here."""
     source = args.src.resolve()
     mounts = [(source, source, "")]
     for text in args.extra_mount:

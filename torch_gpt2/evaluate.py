@@ -8,12 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from common.backends import Inputs
 from common.cluster.environment import ALONE, Process
 from common.config.load import flatten
 from common.evaluation.corpus import report
 from common.evaluation.rows import RowBatch, Scorer, TokenScores
 from common.evaluation.task import open_task, run_task
-from common.inputs import Inputs
 from common.parallel.run import Run
 from common.parallel.sharding import slices_of_rank
 from common.training.opened_checkpoint import Checkpoint, check_everywhere

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional as F
 
+from common.backends import Inputs
 from common.cluster.environment import ALONE, Process
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig
@@ -29,7 +30,6 @@ from common.conversion.export import ProgramFormat, export_program
 from common.errors import ConfigError, RunError
 from common.inference.runner import Runner, program_runner, require_cpu
 from common.inference.source import Source
-from common.inputs import Inputs
 from common.interrupts import holding_signals
 from common.parallel.run import Run
 from common.systems.weights import Weights

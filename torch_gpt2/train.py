@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from common.backends import Inputs
 from common.cluster.environment import ALONE, Process
 from common.errors import ConfigError
-from common.inputs import Inputs
 from common.parallel.run import Run
 from common.run_folder import owned_folder
 from common.training.data import open_data

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measure import initial_weights
+from common.backends import make_run
 from common.checkpoint.state import TrainState
 from common.cluster.environment import ALONE, Process, find_process, torch_variables
 from common.command_line import parse_arguments
 from common.dataset import Batch, Tokens
 from common.errors import ConfigError, GPT2Error, report
-from common.inputs import make_run
 from common.log import start_log
 from common.parallel.run import Run
 from common.parallel.updates import learning_rate

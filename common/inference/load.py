@@ -20,7 +20,7 @@ from common.inference.source import Source, find_source, open_tokenizer
 from common.interrupts import ending_at_interrupts
 from common.parallel.run import Run
 from common.paths import install
-from common.planner.room import check_memory
+from common.planner.fitting import check_memory
 from common.resolve.derive import resolve_mode, resolve_other
 from common.tokenizer import Tokenizer
 from common.training.data import describe_tokenizer

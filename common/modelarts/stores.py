@@ -49,7 +49,7 @@ def join(url: str, name: str) -> str:
 
 
 def find_store(url: str) -> Any:
-    """Return what has the functions of ``moxing.file`` for a URL. Raises ConfigError if moxing is needed and not there."""
+    """Return what has the functions of ``moxing.file`` for a URL. Raises ConfigError if moxing is needed and absent."""
     if not is_url(url):
         raise ConfigError(f"{url}: expected a URL that starts with {', '.join(f'{name}://' for name in SCHEMES)}")
     if url.startswith("file://"):

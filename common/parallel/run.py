@@ -71,7 +71,7 @@ class Sizes:
 
 
 class Run(RunConfig):
-    """A run made by ``common.inputs.make_run``. It is written and read as a RunConfig."""
+    """A run made by ``common.backends.make_run``. It is written and read as a RunConfig."""
 
     model: ResolvedModel
     train: ResolvedTrain

@@ -19,8 +19,8 @@ from common.parallel.pipeline import bubble, schedule_error
 from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
 from common.parallel.updates import describe_schedule, schedule_warnings
+from common.planner.fitting import limit_name, memory_limit
 from common.planner.memory import Memory, has_low_gradients, memory_of, shard_ranks, units_of
-from common.planner.room import limit_name, memory_limit
 from common.planner.timing import RANGES, StepTime, Traffic, step_time, traffic_of
 from common.resolve.derive import resolve_other
 from common.weights.names import count_parameters, flops_per_token

@@ -21,9 +21,8 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
-from common.planner.fitting import resolve_on
+from common.planner.fitting import fits_machine, resolve_on
 from common.planner.plan import Likeness, describe_plan, make_plan, time_of
-from common.planner.room import fits_machine
 from common.planner.suggest import describe_next, describe_suggestions, suggest
 from common.processes.addresses import DEFAULT_PORT
 from common.resolve.derive import resolve_config, written_ranks

@@ -23,9 +23,8 @@ from common.parallel.batch import MAX_RANKS, divisors
 from common.parallel.pipeline import schedule_error
 from common.parallel.run import Run
 from common.parallel.topology import Topology
-from common.planner.fitting import RECOMPUTATIONS, Fitting
+from common.planner.fitting import RECOMPUTATIONS, Fitting, limit_name
 from common.planner.plan import Likeness, Plan, make_plan, mfu, table, three_digits, time_of
-from common.planner.room import limit_name
 from common.planner.timing import RANGES
 
 _SHOWN = 10

@@ -19,7 +19,7 @@ from common.flags import flag
 from common.launcher.host_list import parse_hosts
 from common.log import LOG
 from common.paths import ROOT, require_package
-from common.planner.room import machine_memory
+from common.planner.fitting import machine_memory
 from common.processes.process_tree import run_program
 from common.run_folder import owned_folder
 from common.study.cells import PlannedCell, expand

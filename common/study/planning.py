@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from common.accelerators import GIB, Accelerator
 from common.errors import ConfigError
-from common.planner.fitting import is_open, resolve_on
+from common.planner.fitting import is_open, memory_limit, resolve_on
 from common.planner.plan import make_plan, table, time_of
-from common.planner.room import memory_limit
 from common.study.cells import PlannedCell
 from common.study.definition import Definition
 from common.study.results import Prediction

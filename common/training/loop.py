@@ -126,7 +126,7 @@ def train(run: TrainingParts, state: TrainState) -> dict[str, Any]:
 
 
 def _exit_wish(config: Run, step: int, seconds: float) -> int:
-    """Return _EXIT where the configuration ends this process, else 0. step: the last one, 0 where it is not known yet."""
+    """Return _EXIT where the configuration ends this process, else 0. step: the last one, 0 while it is not known."""
     limit = config.train.exit_minutes
     timed_out = limit is not None and seconds >= 60 * limit
     at_step = step > 0 and _due(config.train.exit_interval or 0, step)

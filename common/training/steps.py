@@ -1,4 +1,4 @@
-"""Steps of a run: requests to the engine, rows of metrics, which may come one step later, and the trace of some steps."""
+"""Steps of a run: requests to the engine, rows of metrics, which may come a step later, and the trace of some steps."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.backends import make_run
 from common.dataset import Batch
 from common.evaluation.rows import ScoredRow, score_rows
-from common.inputs import make_run
 from common.parallel.run import Run
 from common.run_config import load_config
 from common.training.metrics import read_metrics
