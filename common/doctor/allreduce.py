@@ -35,7 +35,6 @@ class AllReduceTrial:
     """
 
     places: Placement
-    backend: str
     communication: str
     address: str
 

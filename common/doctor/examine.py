@@ -320,7 +320,6 @@ def try_ranks(facts: Facts, places: Placement) -> list[Check]:
     )
     trial = AllReduceTrial(
         places=places,
-        backend=backend,
         communication="mccl" if (backend, device) == ("mindspore", "cpu") else LIBRARIES[device],
         address=f"{places.master}:{rendezvous.port}",
     )
