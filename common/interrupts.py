@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-EXIT_CODE = 130
 _raised: list[int] = []
 
 
@@ -103,7 +102,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     with suppress(OSError):  # standard error may be closed
         os.write(2, b"stopped by Ctrl-C\n")
-    os._exit(EXIT_CODE)
+    os._exit(130)
 
 
 class StopSignal:

@@ -18,7 +18,7 @@ TokenizerKind = Literal[
     "HuggingFaceTokenizer",
 ]
 
-ALIASES: dict[str, TokenizerKind | None] = {
+TOKENIZER_ALIASES: dict[str, TokenizerKind | None] = {
     "GPT2Tokenizer": "GPT2BPETokenizer",
     "GPT2TokenizerFast": "GPT2BPETokenizer",
     "BertTokenizerFast": "BertWordPieceLowerCase",
@@ -31,12 +31,12 @@ ALIASES: dict[str, TokenizerKind | None] = {
     "AutoTokenizer": None,
 }
 """Other name -> kind; None means that the files decide."""
-NAMES = (*get_args(TokenizerKind), *ALIASES)
+TOKENIZER_NAMES = (*get_args(TokenizerKind), *TOKENIZER_ALIASES)
 
 
 def kind_named(value: Any) -> Any:
     """Return the kind that a name stands for; any other value is returned unchanged."""
-    return ALIASES.get(value, value) if isinstance(value, str) else value
+    return TOKENIZER_ALIASES.get(value, value) if isinstance(value, str) else value
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
