@@ -8,8 +8,6 @@
 python run_gpt2.py --explain optimizer.learning_rate. Exit code: 0, and 2 for an argument.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":
     import as_script  # noqa: F401
 
