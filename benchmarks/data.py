@@ -94,13 +94,13 @@ def preprocessing_rows(corpus: Path, vocab: Path, merges: Path, repeats: int) ->
             yield what, described(own), described(peer), ratio, ""
 
 
-def loader_rows(repeats: int, tokens: float = 64e6) -> Iterator[Row]:
+def loader_rows(repeats: int) -> Iterator[Row]:
     from common.dataset import GPTDataset, IndexedWriter
 
     for length in (1000, 100):
         with tempfile.TemporaryDirectory() as folder:
             random, prefix = np.random.default_rng(0), Path(folder) / "data"
-            sizes = random.integers(length // 2, length * 3 // 2, size=int(tokens / length))
+            sizes = random.integers(length // 2, length * 3 // 2, size=64_000_000 // length)
             with IndexedWriter(prefix, np.uint16) as writer:
                 ids = random.integers(0, 50257, size=int(sizes.sum()), dtype=np.uint16)
                 writer.append(ids, sizes)

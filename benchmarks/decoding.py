@@ -89,7 +89,7 @@ def int8(task: Task, prompts: Any) -> Turn:
 
 def onnx(dtype: str) -> Callable[..., Turn]:
     def prepare(task: Task, prompts: Any) -> Turn:
-        from common.generation.exported import ExportedDecoder
+        from common.generation.generate import ExportedDecoder
         from common.systems.onnx.folder import GRAPH_FILE, OnnxModel
 
         model = OnnxModel(Path(task.folder) / f"onnx-{dtype}" / GRAPH_FILE, task.threads or 1)
@@ -177,9 +177,7 @@ ALONE = tuple(system for system in SYSTEMS if system.startswith("llama.cpp"))
 
 
 def write_files(folder: Path, systems: Sequence[str]) -> None:
-    """Write a folder FORMAT-DTYPE for each system that reads one, of the weights that the others
-    begin with.
-    """
+    """Write a folder FORMAT-DTYPE for each system that reads one, of the weights that the others begin with."""
     from common.systems.table import FORMATS
 
     weights = initial_weights(resolve())

@@ -29,8 +29,7 @@ Answer = dict[str, Any]
 def _turn(name: str, child: subprocess.Popen[str]) -> Answer:
     """Let a child do its piece of work once, for a line on its standard input.
 
-    It answers with one line of JSON. Raises RunError when it has ended; its message is on standard
-    error.
+    It answers with one line of JSON. Raises RunError when it has ended; its message is on standard error.
     """
     assert child.stdin is not None and child.stdout is not None
     try:
@@ -49,9 +48,7 @@ def answer_turns(work: Callable[[], Answer]) -> None:
 
 
 def take_turns(commands: dict[str, list[str]], repeats: int) -> tuple[dict[str, Answer], dict[str, list[Answer]]]:
-    """The answers of each system's first turn, and of ``repeats`` turns after warming up, all
-    systems in turn.
-    """
+    """The answers of each system's first turn, and of ``repeats`` turns after warming up, all systems in turn."""
     with ExitStack() as stack:
         children: dict[str, subprocess.Popen[str]] = {}
         for name, command in commands.items():

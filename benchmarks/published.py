@@ -28,6 +28,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -36,10 +37,9 @@ from common.accelerators import GIB, GIGA, Accelerator, require_accelerator
 from common.flags import make_parser
 from common.parallel.run import Run
 from common.planner import timing
-from common.planner.fitting import resolve_on
+from common.planner.fitting import resolve_on, usable_memory
 from common.planner.memory import has_low_gradients, shard_ranks
 from common.planner.plan import Plan, StagePlan, make_plan, table, time_of
-from common.planner.room import usable_memory
 from common.program import command
 from common.resolve.derive import written_ranks
 from common.run_config import load_config
@@ -147,16 +147,10 @@ def overrides(row: dict[str, str]) -> list[str]:
     return [*words, f"train.compile={compiled}", *row["more"].split()]
 
 
-def device_of(row: dict[str, str]) -> Accelerator:
-    device = require_accelerator(row["accelerator"])
-    given = {name: float(row[name]) * GIGA for name in ("link", "network") if row[name]}
-    if row["server"]:
-        return replace(device, **given, server_devices=int(row["server"]))
-    return replace(device, **given)
-
-
 def plan_row(row: dict[str, str]) -> Figure:
-    device = device_of(row)
+    given: dict[str, Any] = {name: float(row[name]) * GIGA for name in ("link", "network") if row[name]}
+    given |= {"server_devices": int(row["server"])} if row["server"] else {}
+    device = replace(require_accelerator(row["accelerator"]), **given)
     path = ROOT / "configs/gpt2" / f"run_gpt2_{row['config'] or '175b'}.yaml"
     written = load_config(path, overrides(row))
     config = resolve_on(written, device, world_size=written_ranks(written))

@@ -32,9 +32,8 @@ PREDICTED = {
     "1558m_b4-bf16-torch-eager": 34_700,
     "1558m_b16-bf16-torch-compiled": 46_500,
 }
-"""Tokens a second on one H100 SXM, by cell, by the count of kernels in ``docs/compilation.md``.
-One H100 made 1.01 (124M), 1.08 (345M) and 1.00 (1558M) of the compiled ones. Eager figures are from
-operators counted one by one.
+"""Tokens a second on one H100 SXM, by cell, by the count of kernels in ``docs/compilation.md``. One H100 made 1.01
+(124M), 1.08 (345M) and 1.00 (1558M) of the compiled ones. Eager figures are from operators counted one by one.
 """
 _DOCUMENTS, _TOKENS, _VOCABULARY = 64, 1 << 17, 50257
 

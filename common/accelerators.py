@@ -49,8 +49,7 @@ class Accelerator:
 
     name: str
     pattern: str
-    """Regular expression for the device name in frameworks; the first match of ACCELERATORS counts.
-    """
+    """Regular expression for the device name in frameworks; the first match of ACCELERATORS counts."""
     half_flops: float
     """Peak FLOP/s of bf16 and fp16 matrix products (only fp16 on V100 and Ascend 910A)."""
     single_flops: float
@@ -155,9 +154,7 @@ def require_accelerator(name: str) -> Accelerator:
 
 
 def accelerator_flops(device_name: str, float_name: str) -> float:
-    """Return the peak FLOP/s of matrix products in this type by the table; 0 for an unknown
-    device.
-    """
+    """Return the peak FLOP/s of matrix products in this type by the table; 0 for an unknown device."""
     accelerator = find_accelerator(device_name)
     if accelerator is None:
         return 0.0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common.doctor.software import installed_versions
 from common.errors import ConfigError, DataError
-from common.failures.explain import explain_log, read_ends
+from common.failures import explain_log, read_ends
 from common.files import atomic_write
 from common.launcher.rank_process import SHOWN_VARIABLES
 

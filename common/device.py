@@ -1,4 +1,4 @@
-"""Interface of any device, and facts about this machine's processor and memory."""
+"""Interface of any device, its number, and facts about this machine's devices, processor and memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import resource
 import shutil
 import sys
 import sysconfig
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from common.cluster.environment import Process
 from common.config.schema import RunConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, DeviceError
 
 
 class Device(Protocol):
@@ -38,9 +39,7 @@ class Device(Protocol):
 
     def supports(self, float_name: str) -> bool: ...
     def peak_flops(self, float_name: str) -> float:
-        """Return the peak FLOP/s of matrix products in this type; 0 if unknown, as for every
-        CPU.
-        """
+        """Return the peak FLOP/s of matrix products in this type; 0 if unknown, as for every CPU."""
         ...
 
     def synchronize(self) -> None: ...
@@ -49,9 +48,7 @@ class Device(Protocol):
         ...
 
     def total_memory(self) -> int | None:
-        """Bytes of the device's own memory; None on a CPU, and if the framework does not report
-        it.
-        """
+        """Bytes of the device's own memory; None on a CPU, and if the framework does not report it."""
         ...
 
     def seed(self, seed: int) -> None: ...
@@ -126,3 +123,43 @@ def keep_freed_memory() -> None:
 
 # from malloc.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+
+
+def sees_ascend(root: Path = Path("/")) -> bool:
+    """Tell whether this host has an Ascend, by its device files."""
+    return any((root / "dev").glob("davinci[0-9]*"))
+
+
+def sees_accelerator(root: Path = Path("/")) -> bool:
+    """Tell whether this host has an Ascend or a GPU, by its device files."""
+    return sees_ascend(root) or any((root / "dev").glob("nvidia[0-9]*"))
+
+
+@contextmanager
+def naming_auto(config: RunConfig, kind: str, missing: str) -> Iterator[None]:
+    """Explain an error that follows from ``auto`` having chosen ``cpu``.
+
+    missing: the device that was not found, such as "Ascend".
+    """
+    try:
+        yield
+    except (ConfigError, DeviceError) as error:
+        if config.device != "auto" or kind != "cpu":
+            raise
+        raise type(error)(
+            f"device=auto chose cpu because no {missing} was found (if this host has one,"
+            f" device={_WANTED[config.backend]} reports why), and the CPU does not support this:"
+            f" {error}"
+        ) from None
+
+
+_WANTED = {"torch": "cuda or device=npu", "mindspore": "npu"}
+
+
+def check_device_id(config: RunConfig, kind: str) -> None:
+    """Reject the number of a device that has no numbers. Raises ConfigError.
+
+    kind: kind of the run's device.
+    """
+    if kind == "cpu" and config.context.device_id:
+        raise ConfigError(f"context.device_id={config.context.device_id}: there is one CPU, number 0; leave it out")

@@ -1,20 +1,22 @@
-"""Input files, and what they are if no reader takes them; output that is complete or absent."""
+"""Input files, and what they are if no reader takes them; output that is complete or absent; locks
+between processes, which end with the process that holds them.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
 from common.errors import ConfigError, StorageError, UserError
-from common.locks import take_lock
 from common.paths import looked_in
 
 
@@ -114,8 +116,7 @@ def temporary_folder(path: Path) -> Iterator[Path]:
 def remove_leftovers(path: Path) -> None:
     """Remove the files and folders .NAME.PID.tmp of processes killed while they wrote ``path``.
 
-    Active writers hold a lock on them, also on another host. If the file system has no locks,
-    nothing is removed.
+    Active writers hold a lock on them, also on another host. If the file system has no locks, nothing is removed.
     """
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9]+\.tmp")
     with os.scandir(path.parent) as entries:
@@ -156,8 +157,7 @@ def _create_locked(path: Path, *, is_folder: bool = False) -> int:
 def refuse_to_overwrite(inputs: Iterable[Path | None], outputs: Iterable[Path], remedy: str) -> None:
     """Raise ConfigError if an output is the same file as an input: by name, link, or hard link.
 
-    remedy: advice, such as "choose another --output". None among the inputs stands for one that was
-    not given.
+    remedy: advice, such as "choose another --output". None among the inputs stands for one that was not given.
     """
     there = [path for path in outputs if path.exists()]
     for source in inputs:
@@ -173,8 +173,7 @@ _REPLACED = ".replaced.tmp"
 
 
 def put_in_place(folder: Path, target: Path) -> None:
-    """Rename ``folder``, whose files are durable, to ``target``; an existing target is removed
-    last.
+    """Rename ``folder``, whose files are durable, to ``target``; an existing target is removed last.
 
     Raises OSError, nothing lost.
     """
@@ -195,8 +194,7 @@ def put_in_place(folder: Path, target: Path) -> None:
 def clean_up(parent: Path, names: str) -> None:
     """Clean up after a killed writer of files and folders with these names (a glob).
 
-    A folder whose replacement is missing is restored. .NAME.tmp and the files .NAME.*.tmp are
-    removed.
+    A folder whose replacement is missing is restored. .NAME.tmp and the files .NAME.*.tmp are removed.
     """
     _put_back(parent, names)
     # the name may be longer and belong to another folder
@@ -223,8 +221,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def whole_folder(folder: Path, *, what: str, remedy: str) -> Iterator[Path]:
-    """Yield a folder to fill, which is renamed to ``folder`` at the end; an older one stays until
-    then.
+    """Yield a folder to fill, which is renamed to ``folder`` at the end; an older one stays until then.
 
     Raises StorageError with ``remedy`` if the disk fails.
     """
@@ -294,3 +291,36 @@ def foreign_kind(head: bytes) -> str | None:
         if head.startswith(magic, place):
             return f"is {kind}; {remedy}"
     return None
+
+
+@contextmanager
+def held_lock(path: Path, seconds: float, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Hold a lock file for the block. The file stays, and nobody needs to remove it.
+
+    on_wait: called once, where another process holds it. Raises TimeoutError after ``seconds``, and
+    OSError if the file cannot be written.
+    """
+    from filelock import FileLock, Timeout  # --help of run_gpt2.py loads no library
+
+    lock = FileLock(path, mode=0o666)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        on_wait()
+        lock.acquire(timeout=seconds)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def take_lock(file: IO[bytes] | IO[str] | int, *, shared: bool = False, wait: bool = False) -> bool:
+    """Lock an open file or folder until it is closed or this process ends.
+
+    Returns False where another process holds it. Raises OSError if the file system has no locks.
+    """
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True

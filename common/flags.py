@@ -1,8 +1,7 @@
 """Options of a program, declared as the fields of a dataclass.
 
-The type of a field says how its words are read. bool is a switch, Literal has choices, and a tuple
-takes several values. An option that is left out is the field's default; without one it is None, off
-or empty.
+The type of a field says how its words are read. bool is a switch, Literal has choices, and a tuple takes several
+values. An option that is left out is the field's default; without one it is None, off or empty.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ def flag(
 ) -> Any:
     """Return a field for an option.
 
-    text: its help, behind ``METAVAR: ``; a default is added to it. names: in place of the field's
-    own name. group: title under which this option and those that follow are listed. settings:
-    argparse's, of what the type does not say.
+    text: its help, behind ``METAVAR: ``; a default is added to it. names: in place of the field's own name. group:
+    title under which this option and those that follow are listed. settings: argparse's, of what the type does not say.
     """
     if "metavar" not in settings and (found := re.match(r"([^a-z\s]\S*): ", text)):
         settings["metavar"], text = found[1], text[found.end() :]

@@ -46,14 +46,13 @@ inherit it, so that they read the same commit without asking again.
 
 
 def located(path: Path, *, weights: bool = True) -> Path:
-    """Return the folder of a model that ``path`` names on the hub, after fetching what is missing
-    there, and any other path as it is.
+    """Return the folder of a model that ``path`` names on the hub, after fetching what is missing there, and any other
+    path as it is.
 
-    A name is hf://..., or a folder in huggingface_hub's cache that is no longer there, or with
-    ``weights`` OWNER/NAME where neither this path nor OWNER exists. weights: fetch these too, else
-    only the tokenizer's files, and return a lost folder that cannot be fetched again as it is.
-    Processes of one host that fetch the same file wait for each other. Raises ConfigError for a
-    malformed name, and CheckpointError for a model that cannot be fetched.
+    A name is hf://..., or a folder in huggingface_hub's cache that is no longer there, or with ``weights`` OWNER/NAME
+    where neither this path nor OWNER exists. weights: fetch these too, else only the tokenizer's files, and return a
+    lost folder that cannot be fetched again as it is. Processes of one host that fetch the same file wait for each
+    other. Raises ConfigError for a malformed name, and CheckpointError for a model that cannot be fetched.
     """
     name = _parse(path, weights)
     if name is None:
@@ -80,9 +79,7 @@ def located(path: Path, *, weights: bool = True) -> Path:
 
 
 def _parse(path: Path, bare: bool) -> tuple[str, str, str] | None:
-    """Return repository, revision and the beginning of an error, None for a path. bare: take
-    OWNER/NAME too.
-    """
+    """Return repository, revision and the beginning of an error, None for a path. bare: take OWNER/NAME too."""
     text = path.as_posix()
     if text.startswith("hf:"):
         found = _EXPLICIT.fullmatch(text)

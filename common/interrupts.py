@@ -1,11 +1,12 @@
-"""Ctrl-C: exit code 130 and one line.
+"""Ctrl-C and SIGTERM: exit code 130 and one line, or a stop at the next step boundary; end of a process.
 
-While there is nothing to clean up, and while a framework is imported, the process ends at once.
-Later Python raises KeyboardInterrupt. This module loads no library.
+While there is nothing to clean up, and while a framework is imported, Ctrl-C ends the process at
+once. Later Python raises KeyboardInterrupt. This module loads no library.
 """
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
@@ -13,9 +14,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
-EXIT_CODE = 130
 _raised: list[int] = []
 
 
@@ -48,9 +48,7 @@ def ending_at_interrupts() -> Iterator[None]:
 
 @contextmanager
 def exiting_at_sigterm() -> Iterator[None]:
-    """Turn SIGTERM, from a scheduler, into SystemExit within the block, so that partial files can
-    be removed.
-    """
+    """Turn SIGTERM, from a scheduler, into SystemExit within the block, so that partial files can be removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -63,8 +61,7 @@ def exiting_at_sigterm() -> Iterator[None]:
 
 @contextmanager
 def holding_signals() -> Iterator[list[int]]:
-    """Hold back SIGINT and SIGTERM within code that would abort at an exception of a signal
-    handler.
+    """Hold back SIGINT and SIGTERM within code that would abort at an exception of a signal handler.
 
     Their numbers are added to the list, and raised at its end.
     """
@@ -87,8 +84,7 @@ def holding_signals() -> Iterator[list[int]]:
 
 
 def _is_ours_to_set() -> bool:
-    """Tell whether this code may set handlers: only in the main thread, and if SIGINT is not
-    ignored.
+    """Tell whether this code may set handlers: only in the main thread, and if SIGINT is not ignored.
 
     A program in the background of a shell ignores SIGINT, and must continue to.
     """
@@ -96,11 +92,6 @@ def _is_ours_to_set() -> bool:
         signal.SIG_IGN,
         None,
     )
-
-
-def was_interrupted() -> bool:
-    """Tell whether Ctrl-C has raised KeyboardInterrupt, which C++ code may have dropped."""
-    return bool(_raised)
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
@@ -111,4 +102,93 @@ def _raise(number: int, frame: FrameType | None) -> None:
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     with suppress(OSError):  # standard error may be closed
         os.write(2, b"stopped by Ctrl-C\n")
-    os._exit(EXIT_CODE)
+    os._exit(130)
+
+
+class StopSignal:
+    """Context in which the first SIGTERM or SIGINT sets ``number``; a second one ends the process at once.
+
+    In a rank of our launcher a second signal is ignored: it may be the launcher's SIGTERM beside that of a scheduler.
+    The launcher kills with SIGKILL. A shell script starts a background job with SIGINT ignored; it stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+                continue
+            self._previous[number] = signal.signal(number, self._note)
+        if _raised:  # as KeyboardInterrupt, which C++ code may have dropped
+            self.number = signal.SIGINT
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.number is not None and "GPT2_LAUNCHER_PID" not in os.environ:
+            signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+            signal.raise_signal(number)
+        self.number = number
+
+
+def receive_interrupts() -> None:
+    """Receive SIGINT in a thread that passes it to Python's handler, for a framework that replaces this handler.
+
+    MindSpore replaces it at every call of a compiled function, and turns Ctrl-C into SIGTERM. The handler runs when the
+    main thread is back in Python. A second SIGINT ends the process at once, wherever it is. Call this before the
+    framework starts threads, which must inherit the mask.
+    """
+    if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+    def wait() -> None:
+        _thread.interrupt_main(signal.Signals(signal.sigwait({signal.SIGINT})))
+        os._exit(128 + signal.sigwait({signal.SIGINT}))
+
+    threading.Thread(target=wait, name="interrupts", daemon=True).start()
+
+
+def end_process(code: int) -> NoReturn:
+    """End the process like ``sys.exit``, with two exceptions.
+
+    A MindSpore rank on a CPU that our launcher has started leaves without MindSpore's exit
+    handlers. They sign off from its scheduler, and ended three of about twenty starts of four ranks
+    with signal 11 after all work was done. Our launcher ends the scheduler after the ranks; msrun's
+    scheduler would wait for the ranks to sign off.
+    A torch rank that ends after an error, while its group is open, leaves without destructors.
+    Those of gloo could abort the process when another rank has gone.
+    """
+    mindspore = sys.modules.get("mindspore")
+    on_cpu = mindspore is not None and mindspore.get_context("device_target") == "CPU"
+    _flush()
+    end_at_interrupts()
+    if on_cpu and os.environ.get("MS_ROLE") == "MS_WORKER" and "GPT2_LAUNCHER_PID" in os.environ:
+        leave_now(code)
+    distributed = sys.modules.get("torch.distributed")
+    is_open = distributed and distributed.is_available() and distributed.is_initialized()
+    if code and is_open:
+        leave_now(code)
+    sys.exit(code)
+
+
+def leave_now(code: int) -> NoReturn:
+    """Flush the output, and end the process without exit handlers and destructors."""
+    import logging  # which takes longer to load than the rest here
+
+    logging.shutdown()
+    _flush()
+    os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # the output has no reader, is closed or does not exist
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()

@@ -37,9 +37,7 @@ def start_log(*, rank: int = 0) -> None:
 
 
 def show(text: str) -> None:
-    """Print the result of a program, or what it does now, to standard output at once. Raises
-    OSError.
-    """
+    """Print the result of a program, or what it does now, to standard output at once. Raises OSError."""
     sys.stdout.write(text)
     sys.stdout.flush()
 

@@ -30,8 +30,7 @@ def install(extra: str) -> str:
 def require_package(name: str, *, extra: str, purpose: str) -> None:
     """Raise ConfigError unless the package is installed.
 
-    extra: the extra of this project that installs it. purpose: a clause such as "which writes
-    ONNX".
+    extra: the extra of this project that installs it. purpose: a clause such as "which writes ONNX".
     """
     if importlib.util.find_spec(name) is None:
         raise ConfigError(f"the package {name}, {purpose}, is not installed; {install(extra)}")

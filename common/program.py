@@ -1,7 +1,6 @@
 """Programs of the project: how they start, report errors, obey signals and end.
 
-``gpt2 --help`` lists them. Most imports are inside the functions: Ctrl-C in them must not show a
-traceback.
+``gpt2 --help`` lists them. Most imports are inside the functions: Ctrl-C in them must not show a traceback.
 """
 
 from __future__ import annotations
@@ -51,12 +50,11 @@ def gpt2() -> NoReturn:
 def start(file: str, *words: Any, **options: Any) -> NoReturn:
     """Load a script of the project, call its ``main``, and end the process with its exit code.
 
-    file: absolute, or relative to the folder of the project. While it is loaded, Ctrl-C ends the
-    process at once.
+    file: absolute, or relative to the folder of the project. While it is loaded, Ctrl-C ends the process at once.
     """
     end_at_interrupts()
     from common.errors import report
-    from common.training.stop import end_process
+    from common.interrupts import end_process
 
     path = (ROOT / file).resolve()
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -80,13 +78,11 @@ def start(file: str, *words: Any, **options: Any) -> NoReturn:
 def command(
     request: type | None = None, *, stopped: str | None = None, **settings: Any
 ) -> Callable[[Callable[[Any], int | None]], Callable[..., int]]:
-    """Make the ``main`` of a script: it takes the words of a command line, and returns the exit
-    code.
+    """Make the ``main`` of a script: it takes the words of a command line, and returns the exit code.
 
-    The decorated function gets the request that the words make, or the words if request is None.
-    It returns None for 0. Its errors are printed, and become an exit code. stopped: for a program
-    that cleans up after SIGTERM too; continues the sentence "stopped by SIGTERM". settings: those
-    of ``flags.parse``.
+    The decorated function gets the request that the words make, or the words if request is None. It returns None for 0.
+    Its errors are printed, and become an exit code. stopped: for a program that cleans up after SIGTERM too; continues
+    the sentence "stopped by SIGTERM". settings: those of ``flags.parse``.
     """
 
     def decorate(work: Callable[[Any], int | None]) -> Callable[..., int]:

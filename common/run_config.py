@@ -1,6 +1,4 @@
-"""The configuration of a run: a file of any system, the command line, and the model of the
-checkpoint that these name.
-"""
+"""The configuration of a run: a file of any system, the command line, and the model of the checkpoint named there."""
 
 from __future__ import annotations
 
@@ -12,9 +10,9 @@ from common.checkpoint.folders import find_checkpoint
 from common.config.aliases import Sources
 from common.config.schema import RunConfig
 from common.errors import ConfigError
-from common.inference.source import Source, find_source, tokenizer_files
+from common.inference.source import find_source, tokenizer_files
 from common.systems.config import ConfigFile
-from common.training.model_match import multiple_for
+from common.training.start import multiple_for
 
 _DROPOUTS = ("embedding_dropout", "attention_dropout", "hidden_dropout")
 
@@ -43,7 +41,9 @@ def fill_model(tree: dict[str, Any], sources: Sources) -> None:
     for key in section.keys() - given.keys():
         sources[("model", key)] = str(source.path)
     tree["model"] = section | given
-    _fill_tokenizer(tree, source)
+    data = tree.setdefault("data", {})
+    if isinstance(data, dict) and not data.get("tokenizer"):
+        data["tokenizer"] = tokenizer_files(source)
 
 
 def _checkpoint(tree: Mapping[str, Any]) -> Path | None:
@@ -61,12 +61,6 @@ def _checkpoint(tree: Mapping[str, Any]) -> Path | None:
     if isinstance(folder, str) and find_checkpoint(Path(folder)) is not None:
         return Path(folder)
     return Path(init_from) if isinstance(init_from, str) else None
-
-
-def _fill_tokenizer(tree: dict[str, Any], source: Source) -> None:
-    data = tree.setdefault("data", {})
-    if isinstance(data, dict) and not data.get("tokenizer"):
-        data["tokenizer"] = tokenizer_files(source)
 
 
 def read_config(path: str | Path) -> ConfigFile:

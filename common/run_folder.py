@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, StorageError, UserError
-from common.locks import take_lock
+from common.files import take_lock
 from common.log import LOG
 
 LOCK = ".lock"
@@ -27,17 +27,14 @@ A job that was queued once does not have it. Source: sbatch(1).
 
 
 class LostFolderError(StorageError):
-    """Another process removed or replaced the run folder, so nothing more is written or removed
-    there.
-    """
+    """Another process removed or replaced the run folder, so nothing more is written or removed there."""
 
 
 @contextmanager
 def owned_folder(folder: Path, *, active: bool = True) -> Iterator[None]:
     """Create the run folder and lock it against a second run, for all ranks.
 
-    The lock ends with the process, however it ends. A refusal (UserError) before anything is
-    written leaves no folder.
+    The lock ends with the process, however it ends. A refusal (UserError) before anything is written leaves no folder.
     """
     if not active:
         yield
@@ -140,8 +137,7 @@ def append_attempt(folder: Path, line: Mapping[str, Any]) -> None:
 def require_free_folder(folder: Path) -> None:
     """Raise ConfigError if a run holds ``folder``, without writing anything.
 
-    Rank 0 does the same in ``owned_folder``. A file system without locks prevents nothing here;
-    rank 0 decides there.
+    Rank 0 does the same in ``owned_folder``. A file system without locks prevents nothing here; rank 0 decides there.
     """
     with suppress(OSError), (folder / LOCK).open("rb") as lock:
         # shared: two processes that check do not see each other

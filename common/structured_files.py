@@ -1,8 +1,7 @@
 """Readers of files and JSON from outside, within limits; ``yaml_files`` reads YAML.
 
-Every fault of a text is one exception, ``MalformedError``. The ``read_`` functions add the path and
-raise the caller's own error. Results are plain data: dict with str keys, list, str, int, float,
-bool, None.
+Every fault of a text is one exception, ``MalformedError``. The ``read_`` functions add the path and raise the caller's
+own error. Results are plain data: dict with str keys, list, str, int, float, bool, None.
 """
 
 from __future__ import annotations
@@ -62,22 +61,18 @@ def read_text(path: Path, *, limit: int, error: type[UserError] = ConfigError) -
         raise error(f"{path}: byte {reason.start} is not UTF-8; convert the file to UTF-8") from None
 
 
-def read_json(
-    path: Path, *, error: type[UserError] = ConfigError, limit: int = MAX_JSON_BYTES, unique: bool = True
-) -> Any:
+def read_json(path: Path, *, error: type[UserError] = ConfigError, limit: int = MAX_JSON_BYTES) -> Any:
     """Return the content of a JSON file. Raises ``error`` with path, line and reason."""
     text = read_text(path, limit=limit, error=error)
     try:
-        return parse_json(text, unique=unique)
+        return parse_json(text)
     except MalformedError as reason:
         raise error(f"{path}: not valid JSON: {reason}; the file is damaged or of another kind") from None
 
 
-def read_json_mapping(
-    path: Path, *, error: type[UserError] = ConfigError, limit: int = MAX_JSON_BYTES
-) -> dict[str, Any]:
+def read_json_mapping(path: Path, *, error: type[UserError] = ConfigError) -> dict[str, Any]:
     """Return the content of a JSON file with an object at its top. Raises ``error``."""
-    return require_mapping(read_json(path, error=error, limit=limit), str(path), error=error)
+    return require_mapping(read_json(path, error=error), str(path), error=error)
 
 
 def require_mapping(value: Any, where: str, *, error: type[UserError] = ConfigError) -> dict[str, Any]:

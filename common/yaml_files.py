@@ -1,10 +1,9 @@
 """Reader of YAML from outside, within limits.
 
-It is separate from ``structured_files`` because PyYAML takes 50 ms to load. Results are plain data
-without shared parts. Merge keys (``<<: *anchor``) are those of yaml.org/type/merge.
+It is separate from ``structured_files`` because PyYAML takes 50 ms to load. Results are plain data without shared
+parts. Merge keys (``<<: *anchor``) are those of yaml.org/type/merge.
 
-Limits that no honest file reaches: size, nesting (64 levels), values (100,000, with aliases
-followed).
+Limits that no honest file reaches: size, nesting (64 levels), values (100,000, with aliases followed).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from common.errors import ConfigError, UserError
+from common.errors import ConfigError
 from common.structured_files import (
     MAX_DEPTH,
     MalformedError,
@@ -37,19 +36,17 @@ IsText = Callable[[KeyPath, str], bool]
 """Tells whether a word without quotation marks is text there, even one such as 42 or true."""
 
 
-def read_yaml_mapping(
-    path: Path, text: str | None = None, *, error: type[UserError] = ConfigError, **wishes: Any
-) -> dict[str, Any]:
+def read_yaml_mapping(path: Path, text: str | None = None, **wishes: Any) -> dict[str, Any]:
     """Return the content of a YAML file with keys at its top; an empty file has none.
 
-    text: the file's, if it has been read. wishes: of ``parse_yaml``. Raises ``error``.
+    text: the file's, if it has been read. wishes: of ``parse_yaml``. Raises ConfigError.
     """
-    text = read_text(path, limit=MAX_YAML_BYTES, error=error) if text is None else text
+    text = read_text(path, limit=MAX_YAML_BYTES) if text is None else text
     try:
         found = parse_yaml(text, **wishes)
     except MalformedError as reason:
-        raise error(f"{reason.at(path)}: not valid YAML: {reason.problem}") from None
-    return require_mapping({} if found is None else found, str(path), error=error)
+        raise ConfigError(f"{reason.at(path)}: not valid YAML: {reason.problem}") from None
+    return require_mapping({} if found is None else found, str(path))
 
 
 class YamlLoader(yaml.SafeLoader):

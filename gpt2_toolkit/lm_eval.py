@@ -40,10 +40,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness may not be 
         device: str = "auto",
         **options: Any,
     ) -> None:
-        """path, backend: as ``load_model`` takes them. options: dtype, tokenizer, threads,
-        likewise. max_length: tokens that the model sees at once, at most and by default its
-        positions. max_gen_toks: where a task does not say. device: too; cuda:0 is what the harness
-        says where the user says nothing. Raises what ``load_model`` does.
+        """path, backend: as ``load_model`` takes them. options: dtype, tokenizer, threads, likewise. max_length: tokens
+        that the model sees at once, at most and by default its positions. max_gen_toks: where a task does not say.
+        device: too; cuda:0 is what the harness says where the user says nothing. Raises what ``load_model`` does.
         """
         super().__init__()
         rows = ROWS if str(batch_size).startswith("auto") else int(batch_size)

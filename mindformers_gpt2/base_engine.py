@@ -18,8 +18,7 @@ from common.parallel.run import Run
 from common.parallel.sharding import initial_values
 from common.systems.mindformers.write import epoch_and_step, write_rank_file
 from common.training import engine
-from common.training.engine import StepResult
-from common.training.outliers import NO_LIMITS, Limits
+from common.training.engine import NO_LIMITS, Limits, StepResult
 from common.training.start import Start
 from common.weights.pieces import TensorSlice, to_rectangle
 from mindformers_gpt2.checkpoint import fill_moments, fill_weights, moments_on_host, weights_on_host
@@ -165,9 +164,7 @@ class BaseEngine(engine.Engine):
         return {name: piece for name, piece in pieces.items() if piece.rows[0] < piece.rows[1]}
 
     def snapshot(self, state: TrainState) -> Snapshot | None:
-        """Copy weights, optimizer state and counters to the host: all of them, or this rank's
-        part.
-        """
+        """Copy weights, optimizer state and counters to the host: all of them, or this rank's part."""
         if self.world.rank and not self.is_sharded:
             return None
         config, rank = self.config, self.world.rank

@@ -1,19 +1,23 @@
-"""Conversion by name between MindSpore's tensors and the arrays of checkpoint folders."""
+"""Conversion by name between MindSpore's tensors and arrays: of checkpoint folders, and of the record of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor, nn, ops
 from numpy.typing import NDArray
 
 from common.checkpoint.snapshot import padded_rows
+from common.errors import ConfigError
 from common.parallel.run import Run
 from common.training.opened_checkpoint import Checkpoint
+from common.training.recording import LAST_NORM, VARIABLE, RecorderBase
 from common.weights.pieces import TensorSlice
 from mindformers_gpt2.device import MindSporeDevice
-from mindformers_gpt2.model import GPT2, build_model
+from mindformers_gpt2.model import GPT2, LayerNorm, build_model
 from mindformers_gpt2.optimizer import Optimizer
 
 Array = NDArray[np.float32]
@@ -66,3 +70,31 @@ def _cut(tensor: Parameter, piece: TensorSlice) -> Array:
 def _fill(tensor: Parameter, values: Array) -> None:
     # set_data between compiled steps gives a silently wrong trajectory; assign does not
     ops.assign(tensor, ops.cast(Tensor(padded_rows(values, tensor.shape[0])), tensor.dtype))
+
+
+class Recorder(RecorderBase):
+    """Record of a step for tools/compare_runs.py --layers, by hooks on the Cells. Outside of the step the
+    model is as it was. Hooks run in PyNative mode, where Python computes every layer.
+    """
+
+    pieces_on_host = staticmethod(weights_on_host)
+
+    def __init__(self, *given: Any) -> None:
+        """Raises ConfigError outside of PyNative mode."""
+        if ms.get_context("mode") != ms.PYNATIVE_MODE:
+            raise ConfigError(
+                f"{VARIABLE}: a step can be recorded with context.mode=pynative, where Python"
+                " computes every layer; set it"
+            )
+        super().__init__(*given)
+
+    def layers(self, part: GPT2) -> Iterator[tuple[str, nn.Cell]]:
+        for block in part.h:  # parameters keep the number of the layer in the whole model
+            yield block.ln_1.weight.name.removesuffix(".ln_1.weight"), block
+        if isinstance(part.ln_f, LayerNorm):
+            yield LAST_NORM, part.ln_f
+
+    @staticmethod
+    def on_host(values: Tensor) -> Array:
+        found: Array = values.astype(ms.float32).asnumpy()
+        return found

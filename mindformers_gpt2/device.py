@@ -14,11 +14,17 @@ import numpy as np
 
 from common.accelerators import accelerator_flops, find_accelerator
 from common.cluster.environment import ALONE, Process
-from common.device import device_index, keep_freed_memory, peak_resident_bytes, processor_name
+from common.device import (
+    check_device_id,
+    device_index,
+    keep_freed_memory,
+    naming_auto,
+    peak_resident_bytes,
+    processor_name,
+)
 from common.errors import ConfigError, DeviceError
 from common.parallel.kernels import FIRST_ASCEND, has_attention_kernel
 from common.parallel.run import Run
-from common.resolve.auto_device import check_device_id, naming_auto
 from common.resolve.engine_checks import check_mindspore
 from common.resolve.vendor_settings import mindspore_context
 
@@ -61,9 +67,7 @@ class MindSporeDevice:
 
     @property
     def native_collectives(self) -> bool:
-        """Whether groups have all of MindSpore's collective primitives; a CPU's have only
-        AllReduce.
-        """
+        """Whether groups have all of MindSpore's collective primitives; a CPU's have only AllReduce."""
         return self.kind != "cpu"
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +123,13 @@ def open_device(config: Run, process: Process = ALONE, *, lengths_vary: bool = F
     _refuse_cached_graphs()
     settings = mindspore_context(config)
     if "save_graphs_path" in settings:
-        _make_folder(settings["save_graphs_path"])
+        path = Path(settings["save_graphs_path"])
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"context.save_graphs_path={path}: cannot be made: {error.strerror}; choose another folder"
+            ) from None
     ms.set_recursion_limit(settings.pop("max_call_depth"))  # set_context warns of it
     ms.set_context(**settings)
     if config.context.max_device_memory:
@@ -131,8 +141,7 @@ def open_device(config: Run, process: Process = ALONE, *, lengths_vary: bool = F
 
 
 def select_device(kind: str, *, index: int = 0, threads: int | None = None) -> MindSporeDevice:
-    """The device asked for; ``auto`` takes an Ascend if this MindSpore is built for one and sees
-    it.
+    """The device asked for; ``auto`` takes an Ascend if this MindSpore is built for one and sees it.
 
     Raises DeviceError when it is not there, saying why as far as MindSpore tells.
     """
@@ -194,15 +203,6 @@ def _refuse_cached_graphs() -> None:
             "MS_COMPILER_CACHE_ENABLE=1: MindSpore takes cached graphs by their number, not by what"
             " they compute, so results may be of another function; unset it"
         )
-
-
-def _make_folder(path: str) -> None:
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"context.save_graphs_path={path}: cannot be made: {error.strerror}; choose another folder"
-        ) from None
 
 
 def _available(kind: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from common.parallel.run import Run
 from common.parallel.sharding import slices_of_rank
 from common.quantization import frozen_parameters
 from mindformers_gpt2.base_engine import BaseEngine, QueuedStep
+from mindformers_gpt2.checkpoint import Recorder
 from mindformers_gpt2.data import inputs_and_targets
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.gradients import LossGradients, varies
@@ -22,8 +23,7 @@ from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, add_gradi
 from mindformers_gpt2.parallel.layout import GradientSync, build_parts, own_dropout_keys
 from mindformers_gpt2.parallel.pipeline_parallel import Pipeline
 from mindformers_gpt2.parallel.world import World
-from mindformers_gpt2.quantize import quantize_model
-from mindformers_gpt2.recording import Recorder
+from mindformers_gpt2.quantize import Quantization
 
 
 class Engine(BaseEngine):
@@ -43,7 +43,7 @@ class Engine(BaseEngine):
         [self.model] = build_parts(config, device, self.world)
         self.loss_scale = DeviceLossScale(config.loss_scale)
         parameters = {parameter.name: parameter for parameter in self.model.get_parameters()}
-        self.quantization = quantize_model(config, self.model, self.world)
+        self.quantization = Quantization(config, self.model, self.world) if config.quantization else None
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         several = self.world.size > 1
         self._gradient_sync = GradientSync(config, self.world, shapes, has_loss=self._has_loss) if several else None
@@ -81,9 +81,7 @@ class Engine(BaseEngine):
 
     @property
     def _has_loss(self) -> bool:
-        """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks
-        have the same.
-        """
+        """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks have the same."""
         return self.world.at.tensor == 0 and self.world.topology.holds_head(self.world.rank)
 
     @property
@@ -117,23 +115,18 @@ class Engine(BaseEngine):
             self.world.meet()  # after compiling
             self._has_met = True
         if recorder is not None:
-            whole, summed = self._reduced(loss, gradients)
-            recorder.end(whole, self.master.tensors, summed, self.owned_pieces())
+            whole, summed = loss, tuple(gradients)  # those that the update will find
+            if self._gradient_sync is not None:
+                whole, _, summed = self._gradient_sync(loss, summed)
+            named = dict(zip(self.master.tensors, summed, strict=True))
+            recorder.end(whole, self.master.tensors, named, self.owned_pieces())
         result: QueuedStep = self._update(self._limits, loss, *gradients)
         if self.quantization is not None and bool(result[2].asnumpy()):
             self.quantization.end_step()
         return result
 
-    def _reduced(self, loss: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and the gradients that the update will find."""
-        if self._gradient_sync is not None:
-            loss, _, gradients = self._gradient_sync(loss, tuple(gradients))
-        return loss, dict(zip(self.master.tensors, gradients, strict=True))
-
     def _accumulate_gradients(self, tokens: Tokens) -> tuple[Tensor, ...]:
-        """This rank's part of the mean loss of the global batch, and of its gradients times the
-        loss scale.
-        """
+        """This rank's part of the mean loss of the global batch, and of its gradients times the loss scale."""
         micro, packing = self.config.train.micro_batch_size, self.config.packing
         batch = [
             inputs_and_targets(tokens[start : start + micro], packing) for start in range(0, tokens.shape[0], micro)

@@ -7,11 +7,11 @@ from functools import partial
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
+from common.backends import Inputs
 from common.cluster.environment import ALONE, Process
 from common.evaluation.corpus import report
 from common.evaluation.rows import RowBatch, Scorer, TokenScores
 from common.evaluation.task import open_task, run_task
-from common.inputs import Inputs
 from common.parallel.run import Run
 from common.training.start import weights_to_use
 from mindformers_gpt2.checkpoint import load_model
@@ -20,7 +20,7 @@ from mindformers_gpt2.engine import sum_losses
 from mindformers_gpt2.loss import ROWS_AT_ONCE
 from mindformers_gpt2.model import GPT2
 from mindformers_gpt2.parallel.world import World
-from mindformers_gpt2.quantize import quantize_model
+from mindformers_gpt2.quantize import Quantization
 
 
 def evaluate(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
@@ -29,7 +29,7 @@ def evaluate(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
     task = open_task(config, corpus=inputs.corpus, tokenizer=inputs.tokenizer)
     checkpoint = weights_to_use(config, inputs.checkpoint, task.tokenizer_record)
     model = load_model(config, device, checkpoint)
-    quantization = quantize_model(config, model, World())
+    quantization = Quantization(config, model, World()) if config.quantization else None
     if quantization is not None:
         quantization.load(checkpoint)
     measure = partial(sum_losses, device.compile(model.loss_sum), world=World(), packing=config.packing)

@@ -7,9 +7,8 @@ export/vocab.json, ... the existing files of data.tokenizer
 export/export.json     inputs and outputs, origin of the weights, result of the check,
                        SHA-256 of each file
 
-MindSpore puts weights above 1 GB beside their graph: model_graph.mindir and model_variables/. Each
-file is loaded again and compared with the model before the folder is published. The folder is
-complete or absent.
+MindSpore puts weights above 1 GB beside their graph: model_graph.mindir and model_variables/. Each file is loaded again
+and compared with the model before the folder is published. The folder is complete or absent.
 """
 
 from __future__ import annotations
@@ -18,26 +17,106 @@ import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
+from numpy.typing import NDArray
 
 from common import run_folder
+from common.backends import Inputs
 from common.cluster.environment import ALONE, Process
 from common.conversion.export import write_record
-from common.errors import RunError
+from common.errors import CheckpointError, RunError
 from common.files import fsync_folder
-from common.inputs import Inputs
+from common.inference.runner import Runner, score_by_logits
+from common.inference.source import Source, read_export
 from common.log import LOG
 from common.parallel.run import Run
 from common.training.export import export_folder, put_tokenizer_files, refuse_to_replace
 from common.training.start import weights_to_use
 from mindformers_gpt2.checkpoint import load_model
-from mindformers_gpt2.device import MindSporeDevice
+from mindformers_gpt2.device import DTYPES, MindSporeDevice, open_device
 from mindformers_gpt2.model import GPT2
+from mindformers_gpt2.predict import Decoder
+
+_LENGTHS = 32
+"""Multiple to which lengths are padded."""
+
+
+class MindIRModel:
+    def __init__(self, folder: Path, config: Run) -> None:
+        """Open the graphs. config: with the model's sizes and the precision of the export."""
+        graphs = read_export(folder)["graphs"]
+        self._logits, self._decode = (_load(folder / graphs[name]["file"]) for name in ("model", "decode"))
+        self._config = config
+        batch = graphs["model"]["inputs"][0]["shape"][0]
+        self._batch = batch if isinstance(batch, int) else None
+
+    def decoder(self, rows: int) -> Decoder:
+        return _Decoder(self, self._batch or rows, self._config)
+
+    def logits(self, ids: NDArray[Any]) -> NDArray[np.float32]:
+        """Return logits (B, T, vocab_size) of ids (B, T).
+
+        The ids are padded on the right, which does not change the result, because each new length costs MindSpore time.
+        """
+        rows, length = ids.shape
+        width = min(self._config.model.max_positions, -(-length // _LENGTHS) * _LENGTHS)
+        padded = np.zeros((self._batch or rows, width), np.int32)
+        padded[:rows, :length] = ids
+        found: NDArray[np.float32] = self._logits(Tensor(padded)).asnumpy()
+        return found[:rows, :length]
+
+    def decode(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Compute one more token of each row, like ``GPT2.decode``."""
+        outputs: tuple[Tensor, ...] = self._decode(*inputs)
+        return outputs
+
+    def follow(self, ids: Tensor, last: Tensor) -> Tensor:
+        """Return logits (B, vocab_size) for the tokens that follow those at ``last`` among all B T."""
+        found = self.logits(ids.asnumpy())
+        return Tensor(found.reshape((-1, found.shape[-1]))[last.asnumpy()])
+
+
+class _Decoder(Decoder):
+    """Decoder that runs the graphs in place of the model's own."""
+
+    def __init__(self, runner: MindIRModel, rows: int, config: Run) -> None:
+        self.rows = rows
+        self._decode, self._follow = runner.decode, runner.follow
+        self._config = config
+        self._last = config.model.max_positions - 1
+        self._width = 0
+
+    def _new_caches(self) -> tuple[Tensor, Tensor]:
+        model = self._config.model
+        head_size = model.hidden_size // model.num_heads
+        shape = (model.num_layers, self.rows, model.num_heads, model.max_positions, head_size)
+        dtype = DTYPES[self._config.precision.compute]
+        return ops.zeros(shape, dtype), ops.zeros(shape, dtype)
+
+
+def _load(file: Path) -> Any:
+    try:
+        return nn.GraphCell(ms.load(str(file)))
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"{file}: MindSpore {ms.__version__} cannot open it ({reason}); export.json names the"
+            " version that wrote it: export again with this one"
+        ) from None
+
+
+def open_mindir(source: Source, config: Run) -> Runner:
+    """Open a folder of MindIR. Raises CheckpointError, ConfigError and DeviceError."""
+    open_device(config)
+    model = MindIRModel(source.path, config)
+    return Runner(decoder=model.decoder, scorer=partial(score_by_logits, model.logits), has_fixed_shapes=True)
+
 
 TOLERANCE = 1e-6
 """Largest allowed difference between a file and the model. On a CPU the difference is 0."""

@@ -33,12 +33,11 @@ class _Gradients(nn.Cell):
 
 
 class LossGradients(_Gradients):
-    """Map (ids, targets, dropout keys) of a micro batch to its part of the mean loss and the
-    gradients.
+    """Map (ids, targets, dropout keys) of a micro batch to its part of the mean loss and the gradients.
 
-    The gradients are multiplied by the loss scale. ``of_input``: on the last stage of a pipeline it
-    takes hidden states (B, T, C), and the ids as tokens if documents are kept apart, and returns
-    the gradient of its input before the others.
+    The gradients are multiplied by the loss scale. ``of_input``: on the last stage of a pipeline it takes hidden states
+    (B, T, C), and the ids as tokens if documents are kept apart, and returns the gradient of its input before the
+    others.
     """
 
     def __init__(self, model: GPT2, config: Run, loss_scale: DeviceLossScale, *, of_input: bool = False) -> None:
@@ -86,9 +85,7 @@ class StageGradients(_Gradients):
         return self.cast(gradients)
 
     def along_slope(self, x: Tensor, slope: Tensor, keys: Tensor = None, tokens: Tensor = None) -> Tensor:
-        """Return a number whose gradients are those of x, given the gradient ``slope`` of the
-        output.
-        """
+        """Return a number whose gradients are those of x, given the gradient ``slope`` of the output."""
         return ops.ReduceSum()(self.model(x, keys, tokens) * slope)
 
 

@@ -63,9 +63,8 @@ class Dropout(nn.Cell):
 def dropout_keys(config: Run, step: int, micro_batch: int, tensor_rank: int = 0) -> NDArray[np.uint32]:
     """Return a key for each dropout of the model, (1 + 3 num_layers, 2).
 
-    The order is the embedding, then attention, its output and the MLP's output of each block.
-    micro_batch: its number in the global batch. tensor_rank: changes the keys of attention, since
-    the heads are split.
+    The order is the embedding, then attention, its output and the MLP's output of each block. micro_batch: its number
+    in the global batch. tensor_rank: changes the keys of attention, since the heads are split.
     """
     places = 1 + 3 * config.model.num_layers
 

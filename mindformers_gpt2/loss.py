@@ -23,12 +23,11 @@ class VocabularyShard:
 
 
 class CrossEntropySum(nn.Cell):
-    """Sum over N positions of the cross-entropy of ``hidden @ weight.T``, with columns from
-    ``vocab_size`` on left out.
+    """Sum over N positions of the cross-entropy of ``hidden @ weight.T``, with columns from ``vocab_size`` on left out.
 
-    Gradients are found in the forward pass, chunk by chunk, so that no logits are kept; a graph
-    that needs none drops them. With a shard every rank of its group returns the whole sum, and the
-    gradient of ``hidden`` is this rank's part of it.
+    Gradients are found in the forward pass, chunk by chunk, so that no logits are kept; a graph that needs none drops
+    them. With a shard every rank of its group returns the whole sum, and the gradient of ``hidden`` is this rank's part
+    of it.
     """
 
     def __init__(self, vocab_size: int, shard: VocabularyShard | None = None) -> None:

@@ -27,8 +27,7 @@ _FORBIDDEN = set("\\:*?\"<>|`&';")  # FileWriter's
 class WrittenMindRecord:
     """A written set.
 
-    files: the shards in order. rows: number in all shards. left_over: tokens at the end of the data
-    that fill no row.
+    files: the shards in order. rows: number in all shards. left_over: tokens at the end of the data that fill no row.
     """
 
     files: tuple[Path, ...]
@@ -48,13 +47,12 @@ def check_mindrecord(target: Path, shards: int) -> None:
 
 
 def write_mindrecord(prefix: Path, target: Path, seq_length: int, shards: int = 1) -> WrittenMindRecord:
-    """Write the windows of a .bin/.idx pair in file order, as rows ``input_ids`` of seq_length + 1
-    tokens.
+    """Write the windows of a .bin/.idx pair in file order, as rows ``input_ids`` of seq_length + 1 tokens.
 
-    Neighbours share one token. target: the name for FileWriter. Its folder is created if absent,
-    and an older set of this name is replaced. After a failure nothing appears under it. shards:
-    files of consecutive rows, as equal as possible. Memory does not grow with the data.
-    Raises DataError (too few tokens), ConfigError (shards, name), StorageError (output).
+    Neighbours share one token. target: the name for FileWriter. Its folder is created if absent, and an older set of
+    this name is replaced. After a failure nothing appears under it. shards: files of consecutive rows, as equal as
+    possible. Memory does not grow with the data. Raises DataError (too few tokens), ConfigError (shards, name),
+    StorageError (output).
     """
     check_mindrecord(target, shards)
     windows = GPTDataset(prefix, split="train", split_weights=(1, 0, 0), seq_length=seq_length, seed=0, shuffle=False)

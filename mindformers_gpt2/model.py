@@ -1,8 +1,6 @@
-"""GPT-2 (Radford et al. 2019): learned positions, pre-norm blocks, gelu (tanh form), head tied to
-the token embedding.
+"""GPT-2 (Radford et al. 2019): learned positions, pre-norm blocks, gelu (tanh form), head tied to the token embedding.
 
-Shapes: B sequences, T tokens, C hidden_size, nh heads, hs = C / nh. Parallelism is applied from
-outside.
+Shapes: B sequences, T tokens, C hidden_size, nh heads, hs = C / nh. Parallelism is applied from outside.
 """
 
 from __future__ import annotations
@@ -20,16 +18,14 @@ from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig, TrainConfig
 from common.parallel.kernels import suits_attention_kernel
 from common.parallel.run import Run
+from mindformers_gpt2.data import document_numbers, document_positions
 from mindformers_gpt2.device import DTYPES, MindSporeDevice
 from mindformers_gpt2.layers import GELU, Dropout, Embedding, empty
 from mindformers_gpt2.loss import CrossEntropySum
-from mindformers_gpt2.packing import document_numbers, document_positions
 
 
 class Linear(nn.Cell):
-    """Computes in the type of its input, whatever type the weights are held in. weight: (out,
-    in).
-    """
+    """Computes in the type of its input, whatever type the weights are held in. weight: (out, in)."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -296,11 +292,10 @@ class GPT2(nn.Cell):
         return x
 
     def decode(self, token: Tensor, position: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """One more token of each row: (B, 1) int32 at ``position`` (B,) int32, with caches (L, B,
-        nh, K, hs).
+        """One more token of each row: (B, 1) int32 at ``position`` (B,) int32, with caches (L, B, nh, K, hs).
 
-        Returns its logits (B, vocab_size) float32 and the caches with it. All shapes are fixed: one
-        graph serves every length.
+        Returns its logits (B, vocab_size) float32 and the caches with it. All shapes are fixed: one graph serves every
+        length.
         """
         places = ops.arange(keys.shape[3], dtype=ms.int32)
         position = position.reshape((-1, 1))
@@ -312,8 +307,7 @@ class GPT2(nn.Cell):
             x, k, v = block(x, mask, None, keys[index], values[index], at)
             new_keys.append(ops.expand_dims(k, 0))
             new_values.append(ops.expand_dims(v, 0))
-        # ops.stack of a dynamic batch in an exported graph always returns the shape of its first
-        # call (MindSpore 2.10).
+        # ops.stack of a dynamic batch in an exported graph always returns the shape of its first call (MindSpore 2.10).
         return self.logits(self.ln_f(x)[:, -1]), ops.concat(new_keys), ops.concat(new_values)
 
     def _mask(self, later: Tensor) -> Tensor:

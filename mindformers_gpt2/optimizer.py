@@ -16,7 +16,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from common.config.schema import LossScaleConfig, OptimizerConfig
-from common.training.loss_scale import LossScale
+from common.parallel.updates import LossScale
 from common.weights.names import decays
 
 
@@ -61,9 +61,7 @@ class MasterWeights:
 
 
 class DeviceLossScale(nn.Cell):
-    """``common.training.loss_scale.LossScale`` on the device, where the graph moves it without
-    asking the host.
-    """
+    """``common.parallel.updates.LossScale`` on the device, where the graph moves it without asking the host."""
 
     def __init__(self, config: LossScaleConfig) -> None:
         super().__init__(auto_prefix=False)
@@ -192,7 +190,7 @@ class Optimizer(nn.Cell):
         if applied:
             factor = 1.0 / scale
             if self.settings.clip_grad:
-                # what common.training.loss_scale.clip_factor says
+                # what common.parallel.updates.clip_factor says
                 factor = factor * ops.minimum(self.settings.clip_grad / (norm + 1e-6), Tensor(1.0, ms.float32))
             rate = ops.gather(self.rates, self.place, 0)
             self._update(rate, factor, gradients)
@@ -204,12 +202,10 @@ class Optimizer(nn.Cell):
         config = self.settings
         steps = ops.cast(self.steps + 1, ms.float32)
         ops.assign(self.steps, self.steps + 1)
-        # Adam's bias corrections; 1 - beta^steps in float32 would lose its digits in the first
-        # steps
+        # Adam's bias corrections; 1 - beta^steps in float32 would lose its digits in the first steps
         first = -ops.expm1(steps * self.log_betas[0])
         root = ops.sqrt(-ops.expm1(steps * self.log_betas[1]))
-        # The kernel corrects by powers of beta, which are zero here, and adds epsilon to the
-        # uncorrected root.
+        # The kernel corrects by powers of beta, which are zero here, and adds epsilon to the uncorrected root.
         step_size, epsilon, decayed = (rate * root / first, config.epsilon * root, rate * config.weight_decay)
         # HyperMap instead of a loop: each round of a loop is a graph of its own to the compiler
         ops.HyperMap()(
@@ -241,9 +237,7 @@ class Optimizer(nn.Cell):
         decays: bool,
         has_copy: bool,
     ) -> bool:
-        """Update a parameter, its moments and its copy in the model. Return True, since HyperMap
-        needs a result.
-        """
+        """Update a parameter, its moments and its copy in the model. Return True, since HyperMap needs a result."""
         config = self.settings
         gradient = self.cast(gradient, ms.float32)
         if self.scales or config.clip_grad:
@@ -288,8 +282,7 @@ def global_norm(*gradients: Tensor) -> Tensor:
 
 def squares(gradient: Tensor) -> Tensor:
     """The sum of the squares of its elements, float32 scalar."""
-    # summed along the last axis first: over all axes at once the CPU's kernel takes eight times as
-    # long
+    # summed along the last axis first: over all axes at once the CPU's kernel takes eight times as long
     return _sum(_sum(_square(_cast(gradient, ms.float32)), -1))
 
 

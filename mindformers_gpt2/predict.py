@@ -28,8 +28,7 @@ from mindformers_gpt2.model import GPT2
 def open_runner(config: Run, device: MindSporeDevice, checkpoint: Checkpoint, tokenizer: dict[str, Any]) -> Runner:
     """Load the weights of a checkpoint onto a device.
 
-    tokenizer: record of the tokenizer to be used. Raises CheckpointError unless it and the model
-    fit.
+    tokenizer: record of the tokenizer to be used. Raises CheckpointError unless it and the model fit.
     """
     weights_to_use(config, checkpoint, tokenizer)
     model = load_model(config, device, checkpoint)
@@ -62,8 +61,7 @@ class Decoder:
             return self._after(prompts)
         self._keys, self._values = self._new_caches()
         last = np.array([len(prompt) - 1 for prompt in prompts])
-        # A row at the end of its prompt takes its last token again at the same position, which
-        # changes nothing.
+        # A row at the end of its prompt takes its last token again at the same position, which changes nothing.
         for column in range(last.max() + 1):
             self._positions = np.minimum(last, column)
             logits = self._add([prompt[place] for prompt, place in zip(prompts, self._positions, strict=True)])
@@ -103,12 +101,11 @@ class Decoder:
 
 
 class Slots:
-    """Implementation of ``common.serving.engine.Slots`` with one graph, which takes a token of each
-    row.
+    """Implementation of ``common.serving.engine.Slots`` with one graph, which takes a token of each row.
 
-    A prompt is processed step by step, beside the tokens of other rows. A pass over the whole
-    prompt would be another graph for each length. A row that is not requested takes its last token
-    again at the same position, which changes nothing.
+    A prompt is processed step by step, beside the tokens of other rows. A pass over the whole prompt would be another
+    graph for each length. A row that is not requested takes its last token again at the same position, which changes
+    nothing.
     """
 
     takes_prompts = False

@@ -10,7 +10,7 @@ from common.parallel.run import Run
 from common.parallel.sharding import Role, role_of
 from common.parallel.topology import GroupKind
 from common.quantization import Levels, activation_levels, weight_levels
-from common.training.quantized_model import QuantizedModel
+from common.training.engine import QuantizedModel
 from mindformers_gpt2.model import GPT2, Linear
 from mindformers_gpt2.parallel.collectives import AllGather, Group
 from mindformers_gpt2.parallel.world import World
@@ -52,9 +52,7 @@ class _GroupMaximum(nn.Cell):
 
 
 class LinearQuantizer(nn.Cell):
-    """Quantizer of the input of a linear layer and of its weight, of which a rank may hold a
-    part.
-    """
+    """Quantizer of the input of a linear layer and of its weight, of which a rank may hold a part."""
 
     def __init__(
         self, config: QuantizationConfig, weight_group: Group | None = None, input_group: Group | None = None
@@ -116,7 +114,9 @@ def forget_maxima(model: GPT2) -> None:
 
 
 class Quantization(QuantizedModel):
-    """Quantizers of a rank's part of the model, and the scales that all ranks share."""
+    """Quantizers of a rank's part of the model, as the section ``quantization`` says, and the scales
+    that all ranks share.
+    """
 
     def __init__(self, config: Run, model: GPT2, world: World) -> None:
         super().__init__(config, world)
@@ -149,10 +149,3 @@ class Quantization(QuantizedModel):
     def _set_scales(self) -> None:
         for name, quantizer in self.quantizers.items():
             ops.assign(quantizer.scale, Tensor(self.scales.scale(name), ms.float32))
-
-
-def quantize_model(config: Run, model: GPT2, world: World) -> Quantization | None:
-    """Add rounding to the linear layers as the section ``quantization`` says. Returns None without
-    it.
-    """
-    return Quantization(config, model, world) if config.quantization is not None else None

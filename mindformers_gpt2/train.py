@@ -9,22 +9,22 @@ from pathlib import Path
 
 from mindspore import profiler
 
+from common.backends import Inputs
 from common.cluster.environment import ALONE, Process
 from common.errors import ConfigError
-from common.inputs import Inputs
 from common.log import LOG
 from common.parallel.run import Run
-from common.resolve.parallel_mode import compiled_mode
+from common.resolve.engine_checks import compiled_mode
 from common.run_folder import owned_folder
 from common.training.data import open_data
-from common.training.profile import Trace, compress
 from common.training.recording import open_recorder
 from common.training.session import agree_on_start
+from common.training.steps import Trace, compress
 from mindformers_gpt2.base_engine import BaseEngine
+from mindformers_gpt2.checkpoint import Recorder
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.engine import Engine
 from mindformers_gpt2.parallel.world import open_world
-from mindformers_gpt2.recording import Recorder
 from mindformers_gpt2.semi_auto.engine import SemiAutoEngine
 
 

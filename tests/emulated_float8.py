@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import PropertyMock, patch
 
-from torch_gpt2 import float8
+from torch_gpt2 import quantize
 from torch_gpt2.device import TorchDevice
 
 
@@ -13,7 +13,7 @@ from torch_gpt2.device import TorchDevice
 def watch(note: Path | None = None) -> Iterator[None]:
     """Emulate them in this context, such as a rank's run. Writes nothing."""
     with (
-        patch.object(float8, "EMULATED", True),
+        patch.object(quantize, "EMULATED_FLOAT8", True),
         patch.object(TorchDevice, "capability", PropertyMock(return_value=(9, 0))),
     ):
         yield

@@ -143,7 +143,7 @@ def main() -> None:
     ports, jobs, *several = json.loads(sys.argv[1])
     if not several:
         go_through(ports, jobs)
-        import_module("common.training.stop").end_process(0)
+        import_module("common.interrupts").end_process(0)
     # imported once, and not by each rank, whose first optimizer asks for the second of these
     for name in ("torch_gpt2.train", "torch._dynamo"):
         import_module(name)
@@ -174,10 +174,10 @@ def main() -> None:
 
 
 def go_through(ports: list[int], jobs: list[Job], watched: str = "", meet: Callable[[], int] = lambda: 0) -> None:
+    from common.backends import make_run
     from common.cluster.environment import find_process
     from common.config.load import build_config
     from common.errors import GPT2Error
-    from common.inputs import make_run
     from common.log import start_log
 
     package = {"mindspore": "mindformers_gpt2"}.get(jobs[0].get("backend", ""), "torch_gpt2")
@@ -197,7 +197,7 @@ def go_through(ports: list[int], jobs: list[Job], watched: str = "", meet: Calla
                 getattr(import_module(f"{package}.{run}"), run)(*made, process)
         except GPT2Error as error:
             print(f"error: {error}")
-            import_module("common.training.stop").end_process(error.exit_code)
+            import_module("common.interrupts").end_process(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from common.config.update_rules import RULES
+from common.config.values import RULES
 
 ROOT = Path(__file__).resolve().parents[1]
 FRAMEWORKS = {"torch", "mindspore", "deepspeed", "torch_npu"}
@@ -20,10 +20,10 @@ BACKENDS = {"torch_gpt2", "mindformers_gpt2"}
 PRODUCT = ("common", *sorted(BACKENDS))
 
 LAYERS = (
-    ("errors", "interrupts", "locks", "log", "dialects"),
-    ("accelerators", "flags", "paths", "whole_numbers", "run_folder"),
+    ("errors", "interrupts", "log", "dialects"),
+    ("accelerators", "flags", "paths", "whole_numbers"),
     ("files",),
-    ("structured_files", "hub"),
+    ("structured_files", "hub", "run_folder"),
     ("yaml_files", "processes"),
     ("config", "tensor_files", "failures"),
     ("cluster", "command_line", "tokenizer", "weights"),
@@ -37,7 +37,7 @@ LAYERS = (
     ("generation", "evaluation"),
     ("conversion", "serving"),
     ("inference",),
-    ("inputs", "run_config", "bundle"),
+    ("run_config", "bundle"),
     ("backends",),
     ("modelarts", "study", "program"),
     ("compare",),
@@ -152,6 +152,35 @@ for name in {modules}:
 """
     said = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, timeout=120)
     assert b"section.key=value" in said
+
+
+_REWRITES = {
+    "as_run": {
+        "common/backends.py", "common/parallel/run.py", "common/planner/fitting.py",
+        "common/planner/suggest.py", "common/resolve/derive.py",
+    },
+    "resolve_other": {
+        "common/inference/language_model.py", "common/inference/load.py",
+        "common/inference/run_modes.py", "common/planner/fitting.py", "common/planner/plan.py",
+    },
+    "make_run": {"common/backends.py"},
+    "model_copy": {"common/study/loading.py", "common/systems/direct.py"},
+    "model_construct": {"common/config/resolved.py"},
+}  # fmt: skip
+"""Files that call what makes a configuration from another one: the places where a run is made, and
+those that ask what another one would be. The copies are not of configurations.
+"""
+
+
+def test_nobody_changes_a_run_that_is_made() -> None:
+    def rewrites(path: Path) -> set[str]:
+        """Names that a file calls or hands on, as functions or as methods."""
+        return {getattr(node, "id", getattr(node, "attr", "")) for node in nodes_of(path)}
+
+    programs = ("run_gpt2.py", "run_mindformer.py", "gpt2_toolkit", "tools", "compat")
+    found = told(rewrites, *PRODUCT, *programs)
+    callers = {name: {path for path in found if name in found[path]} for name in _REWRITES}
+    assert callers == _REWRITES
 
 
 def direct_readers(path: Path) -> set[str]:

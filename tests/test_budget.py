@@ -79,7 +79,7 @@ USERS = {
         "common/processes/process_tree.py": "ranks, cells of a study, their guard, and programs",
     },
     "fcntl": {
-        "common/locks.py": "locks between processes",
+        "common/files.py": "locks between processes",
         "common/tensor_files/checksummed.py": "O_DIRECT, switched while writing",
     },
     "threading.Thread": {
@@ -92,7 +92,7 @@ USERS = {
         "common/processes/heartbeat.py": "signs of life while a step computes",
         "common/processes/process_tree.py": "waits for a child",
         "common/serving/server.py": "the HTTP server",
-        "common/training/stop.py": "Ctrl-C beside MindSpore",
+        "common/interrupts.py": "Ctrl-C beside MindSpore",
         "common/training/trackers.py": "trackers, which may hang",
     },
 }

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.backends import make_run
 from common.checkpoint.folders import read_manifest, require_checkpoint
 from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE
 from common.config.load import build_config
-from common.inputs import make_run
 from common.parallel.run import Run
 from common.parallel.sharding import slice_of
 from common.resolve.derive import resolve_config

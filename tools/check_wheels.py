@@ -35,9 +35,7 @@ class OfflineError(RunError):
 
 
 def missing_wheels(machine: str, requirements: list[str]) -> str:
-    """Return pip's message about what has no wheel; empty where all are there. Raises
-    OfflineError.
-    """
+    """Return pip's message about what has no wheel; empty where all are there. Raises OfflineError."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),

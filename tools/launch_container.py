@@ -68,9 +68,7 @@ def main(args: Request) -> int:
 
 
 def docker_command(args: Request) -> list[str]:
-    """Return the words of ``docker run``. Raises ConfigError for a folder that is not there, or no
-    Ascend of this host.
-    """
+    """Return the words of ``docker run``. Raises ConfigError for a folder that is not there, or no Ascend here."""
     source = args.src.resolve()
     mounts = [(source, source, "")]
     for text in args.extra_mount:
@@ -98,9 +96,7 @@ def docker_command(args: Request) -> list[str]:
 
 
 def _devices(kind: str, mounts: list[tuple[Path, Path, str]]) -> list[str]:
-    """Return the words that give the container the host's accelerators; an Ascend's driver is added
-    to ``mounts``.
-    """
+    """Return the words that give the container the host's accelerators; an Ascend's driver is added to ``mounts``."""
     if kind == "none":
         return []
     if kind == "nvidia":

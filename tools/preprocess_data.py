@@ -209,9 +209,7 @@ def _counts(done: Progress) -> str:
 
 
 def _how_split(options: PreprocessOptions, prefix: Path) -> str:
-    """Return what separated the documents of plain text where nobody chose it: a count of documents
-    does not tell.
-    """
+    """Return what separated the documents of plain text where nobody chose it: a count of documents does not tell."""
     metadata = read_metadata(with_extension(prefix, METADATA_EXTENSION))
     usual = DocumentRule.BLANK_LINE
     if metadata is None or options.documents is not usual:

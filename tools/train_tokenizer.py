@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.config.tokenizer_kinds import kind_named
+from common.config.values import kind_named
 from common.dataset.blocks import DocumentRule
 from common.dataset.documents import read_texts
 from common.dataset.encodings import checked_encoding

@@ -15,9 +15,9 @@ from common.cluster.environment import ALONE, Process
 from common.dataset import Tokens
 from common.errors import CheckpointError
 from common.parallel.run import Run
+from common.parallel.updates import LossScale
 from common.tensor_files.safetensors_file import Tensors
 from common.training import engine
-from common.training.loss_scale import LossScale
 from common.training.opened_checkpoint import Checkpoint
 from common.training.start import Start
 from torch_gpt2.device import TorchDevice

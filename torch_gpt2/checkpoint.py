@@ -1,17 +1,19 @@
-"""Conversion by name between torch's tensors and the arrays of checkpoint folders."""
+"""Conversion by name between torch's tensors and arrays: of checkpoint folders, and of the record of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.checkpoint.snapshot import padded_rows
 from common.log import LOG
+from common.training.recording import LAST_NORM, RecorderBase
 from common.weights.pieces import TensorSlice
+from torch_gpt2.model import GPT2
 from torch_gpt2.optimizer import local_shard
 
 Array = NDArray[np.float32]
@@ -115,3 +117,21 @@ def fill_moments(
 def _cut(tensor: Tensor, piece: TensorSlice) -> Tensor:
     """Return this rank's part of a tensor, without the rows that pad the vocabulary."""
     return local_shard(tensor.detach()).detach()[: piece.rows[1] - piece.rows[0]]
+
+
+class Recorder(RecorderBase):
+    """Record of a step for tools/compare_runs.py --layers, by hooks on the modules. Outside of the step the
+    model is as it was.
+    """
+
+    pieces_on_host = staticmethod(weights_on_host)
+
+    def layers(self, part: GPT2) -> Iterator[tuple[str, nn.Module]]:
+        yield from ((f"h.{name}", block) for name, block in part.h.named_children())
+        if not isinstance(part.ln_f, nn.Identity):
+            yield LAST_NORM, part.ln_f
+
+    @staticmethod
+    def on_host(values: Tensor) -> Array:
+        found: Array = values.detach().to("cpu", torch.float32).numpy()
+        return found

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from common.log import LOG
+from common.parallel.kernels import compile_error, in_regions
 from common.parallel.run import Run
-from common.resolve.compilation import compile_error, in_regions
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.model import GPT2
 from torch_gpt2.parallel.data_parallel import LossSum

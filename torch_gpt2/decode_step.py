@@ -77,10 +77,9 @@ class Layers:
 class DecodeStep:
     """A step of all rows with fixed shapes, which a GPU's graph holds.
 
-    The launch of each kernel costs more than a small model's kernels take. A graph is one launch.
-    It needs no compiler, and its first text waits for none. Attention covers a power of two of
-    columns, with a graph for each: transformers' StaticCache and gpt-fast always cover all. The
-    host waits once, for the logits.
+    The launch of each kernel costs more than a small model's kernels take. A graph is one launch. It needs no compiler,
+    and its first text waits for none. Attention covers a power of two of columns, with a graph for each: transformers'
+    StaticCache and gpt-fast always cover all. The host waits once, for the logits.
     """
 
     def __init__(self, layers: Layers, rows: int) -> None:

@@ -19,12 +19,19 @@ from torch import Tensor
 from common.accelerators import accelerator_flops
 from common.cluster.environment import ALONE, Process
 from common.config.schema import PrecisionConfig
-from common.device import device_index, keep_freed_memory, missing_for_kernels, peak_resident_bytes, processor_name
+from common.device import (
+    check_device_id,
+    device_index,
+    keep_freed_memory,
+    missing_for_kernels,
+    naming_auto,
+    peak_resident_bytes,
+    processor_name,
+)
 from common.errors import ConfigError, DeviceError
 from common.log import LOG
 from common.parallel.run import Run
 from common.paths import require_package
-from common.resolve.auto_device import check_device_id, naming_auto
 from torch_gpt2.private_api import has_adam_kernel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -145,9 +152,7 @@ class TorchDevice:
         return wait
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that waits for what the device has been given so far. Any thread may
-        call it.
-        """
+        """Return a function that waits for what the device has been given so far. Any thread may call it."""
         if self.kind == "cpu":
             return lambda: None
         event = self.module.Event()
@@ -250,9 +255,7 @@ class TorchDevice:
         return {kind: base64.b64encode(state.numpy().tobytes()).decode() for kind, state in states.items()}
 
     def set_rng_state(self, state: dict[str, Any]) -> None:
-        """Restore what is there for this kind of device; a run that moved to another kind starts
-        new dropout masks.
-        """
+        """Restore what is there for this kind of device; a run that moved to another kind starts new dropout masks."""
         for kind, text in state.items():
             content = bytearray(base64.b64decode(text, validate=True))
             tensor = torch.frombuffer(content, dtype=torch.uint8)

@@ -27,10 +27,9 @@ def takes_adam_kernel(config: OptimizerConfig) -> bool:
 class DeviceStep:
     """Steps of an optimizer that ``build_optimizer`` made, whose state it reads and writes.
 
-    torch's fused Adam can be skipped by the device. For the others this class computes the same
-    sums, and a skipped step multiplies every change by 0. Adam's kernel of an Ascend cannot be
-    skipped by the device, so the host asks once a step. It moves 36 bytes a parameter instead of
-    112.
+    torch's fused Adam can be skipped by the device. For the others this class computes the same sums, and a skipped
+    step multiplies every change by 0. Adam's kernel of an Ascend cannot be skipped by the device, so the host asks once
+    a step. It moves 36 bytes a parameter instead of 112.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, *, adam_kernel: bool) -> None:
@@ -47,8 +46,7 @@ class DeviceStep:
     def __call__(self, applied: Tensor, factor: Tensor) -> None:
         """Update with the gradients times ``factor`` if ``applied``, both scalars of the device.
 
-        Otherwise weights, moments and the number of updates stay as they are. The gradients are
-        overwritten.
+        Otherwise weights, moments and the number of updates stay as they are. The gradients are overwritten.
         """
         optimizer = self._optimizer
         if optimizer.defaults.get("fused"):

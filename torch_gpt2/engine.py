@@ -1,6 +1,4 @@
-"""Forward, backward, accumulate, clip, step: one device, or one of several that sum their
-gradients.
-"""
+"""Forward, backward, accumulate, clip, step: one device, or one of several that sum their gradients."""
 
 from __future__ import annotations
 
@@ -22,18 +20,24 @@ from common.parallel.packing import Packing
 from common.parallel.run import Run
 from common.parallel.sharding import initial_values, slices_of_rank
 from common.quantization import frozen_parameters
-from common.training.engine import StepResult
+from common.training.engine import NO_LIMITS, Limits, StepResult
 from common.training.opened_checkpoint import Checkpoint
-from common.training.outliers import NO_LIMITS, Limits
 from common.training.start import Start
 from common.weights.pieces import TensorSlice, to_rectangle
 from torch_gpt2.base_engine import BaseEngine
-from torch_gpt2.checkpoint import Staging, copy_at_once, fill_moments, fill_weights, moments_on_host, weights_on_host
+from torch_gpt2.checkpoint import (
+    Recorder,
+    Staging,
+    copy_at_once,
+    fill_moments,
+    fill_weights,
+    moments_on_host,
+    weights_on_host,
+)
 from torch_gpt2.compilation import compile_model, in_graphs, is_compiled
 from torch_gpt2.data import inputs_and_targets, pin_batch, split, to_device
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.device_step import DeviceStep, takes_adam_kernel
-from torch_gpt2.float8 import convert_linear_layers
 from torch_gpt2.model import GPT2, round_linear_layers
 from torch_gpt2.optimizer import (
     DeviceLossScale,
@@ -50,8 +54,7 @@ from torch_gpt2.parallel.layout import GradientSync, build_parts
 from torch_gpt2.parallel.pipeline_parallel import Pipeline
 from torch_gpt2.parallel.replica_strategies import replicate
 from torch_gpt2.parallel.world import World
-from torch_gpt2.quantize import quantize_model
-from torch_gpt2.recording import Recorder
+from torch_gpt2.quantize import Quantization, convert_linear_layers
 
 
 class Engine(BaseEngine):
@@ -75,7 +78,7 @@ class Engine(BaseEngine):
         if config.rounds_weights_once:
             for part in self.parts:
                 round_linear_layers(part)
-        self.quantization = quantize_model(config, self.parts, self.world)
+        self.quantization = Quantization(config, self.parts, self.world) if config.quantization else None
         for part in self.parts:
             convert_linear_layers(part, config)
         parameters = {name: parameter for part in self.parts for name, parameter in part.named_parameters()}
@@ -134,9 +137,7 @@ class Engine(BaseEngine):
 
     @property
     def _has_loss(self) -> bool:
-        """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks
-        have the same.
-        """
+        """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks have the same."""
         return self.world.at.tensor == 0 and (self._pipeline is None or self._pipeline.has_loss)
 
     @property
@@ -348,9 +349,8 @@ def sum_losses(
 ) -> tuple[float, int]:
     """Return the sum of the losses over all predicted tokens of all ranks, and their number.
 
-    has_loss: whether this rank's losses count; others may have the same, or none. rows: those of a
-    full batch, if a graph of the model is made for it. packing: the model's, which may leave out
-    tokens.
+    has_loss: whether this rank's losses count; others may have the same, or none. rows: those of a full batch, if a
+    graph of the model is made for it. packing: the model's, which may leave out tokens.
     """
     for part in parts:
         part.eval()

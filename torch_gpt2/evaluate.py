@@ -8,16 +8,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from common.backends import Inputs
 from common.cluster.environment import ALONE, Process
 from common.config.load import flatten
 from common.evaluation.corpus import report
 from common.evaluation.rows import RowBatch, Scorer, TokenScores
 from common.evaluation.task import open_task, run_task
-from common.inputs import Inputs
 from common.parallel.run import Run
 from common.parallel.sharding import slices_of_rank
-from common.training.agreement import check_everywhere
-from common.training.opened_checkpoint import Checkpoint
+from common.training.opened_checkpoint import Checkpoint, check_everywhere
 from common.training.start import weights_to_use
 from torch_gpt2.checkpoint import fill_weights
 from torch_gpt2.device import TorchDevice
@@ -29,7 +28,7 @@ from torch_gpt2.parallel.layout import build_parts
 from torch_gpt2.parallel.pipeline_parallel import Pipeline
 from torch_gpt2.parallel.world import World, open_world
 from torch_gpt2.products import use_fastest_products
-from torch_gpt2.quantize import quantize_model
+from torch_gpt2.quantize import Quantization
 
 
 def evaluate(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
@@ -47,7 +46,7 @@ def evaluate(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
         check_everywhere(world, checkpoint, "checkpoint")
         integer = load_integer_model(config, device, checkpoint)
         parts = [integer] if integer else _load_parts(config, device, world, checkpoint)
-        quantization = None if integer else quantize_model(config, parts, world)
+        quantization = None if integer or not config.quantization else Quantization(config, parts, world)
         if quantization is not None:
             quantization.load(checkpoint)
         pipeline = Pipeline(parts, config, world, device) if topology.pipeline > 1 else None

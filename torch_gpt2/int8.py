@@ -41,9 +41,7 @@ class Int8Linear(nn.Module):
     """
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None, input_scale: float | None) -> None:
-        """Create a layer. weight: int8 (out, in). scales: float32 (out,). input_scale: see
-        QuantizedWeight.
-        """
+        """Create a layer. weight: int8 (out, in). scales: float32 (out,). input_scale: see QuantizedWeight."""
         super().__init__()
         self.weight = weight if multiplies_integers() else weight.float()
         self.scales = scales
@@ -68,9 +66,7 @@ class Int8Linear(nn.Module):
         return y.view(*x.shape[:-1], -1).to(x.dtype)
 
     def sums(self, integers: Tensor) -> Tensor:
-        """Return the integer products with the weights, summed: float32 (rows, in) -> (rows,
-        out).
-        """
+        """Return the integer products with the weights, summed: float32 (rows, in) -> (rows, out)."""
         if self.weight.dtype == torch.int8:
             return self._packed.product(integers)
         return F.linear(integers, self.weight)
@@ -149,8 +145,7 @@ def load_model(config: Run, device: TorchDevice, checkpoint: Checkpoint) -> GPT2
 def load_integer_model(config: Run, device: TorchDevice, checkpoint: Checkpoint) -> GPT2 | None:
     """Return the model of a folder with 8-bit weights. Raises CheckpointError.
 
-    None for float32 weights, and for devices and layouts without integer products, which load the
-    weights as float32.
+    None for float32 weights, and for devices and layouts without integer products, which load the weights as float32.
     """
     if device.kind != "cpu" or config.topology.world_size > 1:
         return None

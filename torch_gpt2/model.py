@@ -1,8 +1,6 @@
-"""GPT-2 (Radford et al. 2019): learned positions, pre-norm blocks, gelu (tanh form), head tied to
-the token embedding.
+"""GPT-2 (Radford et al. 2019): learned positions, pre-norm blocks, gelu (tanh form), head tied to the token embedding.
 
-Shapes: B sequences, T tokens, C hidden_size, nh heads, hs = C / nh. Parallelism is applied from
-outside.
+Shapes: B sequences, T tokens, C hidden_size, nh heads, hs = C / nh. Parallelism is applied from outside.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ from common.config.schema import PrecisionConfig
 from common.parallel.kernels import keeps_no_scores
 from common.parallel.packing import Packing
 from common.parallel.run import Run
+from torch_gpt2.data import BlockAttention, document_mask, document_numbers, document_positions
 from torch_gpt2.device import DTYPES, TorchDevice, attention_mask
 from torch_gpt2.loss import ROWS_AT_ONCE, cross_entropy_sum
 from torch_gpt2.offload import HostMemory
-from torch_gpt2.packing import BlockAttention, document_mask, document_numbers, document_positions
 
 
 class _Quantizer(Protocol):
@@ -281,11 +279,10 @@ def set_packing(model: GPT2, config: Run, device: TorchDevice) -> None:
 
 
 def set_recompute(model: GPT2, mode: str, layers: int | None = None) -> None:
-    """Recompute whole blocks in the backward pass (full), or attention and the MLP's wide part
-    (selective), or nothing (none).
+    """Recompute whole blocks in the backward pass (full), or attention and the MLP's wide part (selective), or nothing
+    (none).
 
-    layers: number of blocks of this part of the model that recompute, from its first one; all of
-    them if None.
+    layers: number of blocks of this part of the model that recompute, from its first one; all of them if None.
     """
     for number, block in enumerate(model.h):
         chosen = mode if layers is None or number < layers else "none"

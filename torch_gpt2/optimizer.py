@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from common.config.schema import LossScaleConfig, OptimizerConfig
-from common.training.loss_scale import LossScale
+from common.parallel.updates import LossScale
 from common.weights.names import decays
 from torch_gpt2.device import wide_type
 from torch_gpt2.private_api import foreach_copy, foreach_multiply, foreach_norm
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DeviceLossScale:
-    """``common.training.loss_scale.LossScale`` on the device, which updates it without the host.
+    """``common.parallel.updates.LossScale`` on the device, which updates it without the host.
     ``value`` is a scalar of ``wide_type``.
     """
 
@@ -79,9 +79,7 @@ class MasterWeights:
                 sum_in_float32(parameter)
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """The gradients of the float32 tensors by name, this rank's part of them, once all micro
-        batches are done.
-        """
+        """The gradients of the float32 tensors by name, this rank's part of them, once all micro batches are done."""
         for name, tensor in self.tensors.items():
             parameter = self.model[name]
             if tensor is not parameter and parameter.grad is not None:
@@ -112,9 +110,7 @@ def _is_split(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that ZeRO has split, in the same memory, and any other
-    tensor as it is.
-    """
+    """Return this rank's part of a tensor that ZeRO has split, in the same memory, and any other tensor as it is."""
     with torch.no_grad():
         return tensor.to_local() if _is_split(tensor) else tensor
 
@@ -192,7 +188,7 @@ def scale_gradients(gradients: list[Tensor], factor: float) -> None:
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """``common.training.loss_scale.clip_factor`` on the device."""
+    """``common.parallel.updates.clip_factor`` on the device."""
     if not limit:
         return torch.ones_like(norm)
     # a number over a tensor would be the tensor's reciprocal times the number

@@ -32,8 +32,7 @@ from torch_gpt2.model import GPT2, build_model
 def open_runner(config: Run, device: TorchDevice, checkpoint: Checkpoint, tokenizer: dict[str, Any]) -> Runner:
     """Load the weights of a checkpoint onto a device.
 
-    tokenizer: record of the tokenizer to be used. Raises CheckpointError unless it and the model
-    fit.
+    tokenizer: record of the tokenizer to be used. Raises CheckpointError unless it and the model fit.
     """
     weights_to_use(config, checkpoint, tokenizer)
     model = load_model(config, device, checkpoint)
@@ -74,8 +73,7 @@ class Decoder:
             seen = torch.arange(longest + room)[None] >= torch.tensor(begins)[:, None]
             mask = attention_mask(self._device.send(seen), self._layers.dtype)
             self._mask = mask[:, None, None]  # (B, 1, 1, K)
-        # Prompts are padded on the right, where a causal mask hides the padding from all tokens
-        # that count.
+        # Prompts are padded on the right, where a causal mask hides the padding from all tokens that count.
         ids = torch.zeros(len(prompts), longest, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
@@ -109,8 +107,7 @@ class Decoder:
         self._mask = None if self._mask is None else self._mask[rows]
 
     def _forward(self, ids: Tensor, positions: Tensor, keep: Sequence[int] = ()) -> Tensor:
-        """Return hidden states (B, T, C) before the last layer norm. The caches grow by T
-        columns.
+        """Return hidden states (B, T, C) before the last layer norm. The caches grow by T columns.
 
         keep: columns from which they take prompts; empty where nothing comes after them.
         """
@@ -132,9 +129,8 @@ class Decoder:
 class Slots:
     """Implementation of ``common.serving.engine.Slots``.
 
-    Each row writes at its own column, and a mask hides later columns from it. A step computes all
-    rows from the first to the last requested one. Rows in between write into an extra column, which
-    nothing reads.
+    Each row writes at its own column, and a mask hides later columns from it. A step computes all rows from the first
+    to the last requested one. Rows in between write into an extra column, which nothing reads.
     """
 
     takes_prompts = True

@@ -1,9 +1,8 @@
 """Private interfaces of torch's kernels and process groups that this backend uses.
 
-Those of pipelining are in ``torch_gpt2/parallel/private_api.py``, since importing that package
-takes half a second. They were read in torch 2.13.0. The package accepts 2.11 to 2.13, and a test
-names an interface that is gone. ``PRIVATE`` gives the purpose of each, and the public way that
-would replace it.
+Those of pipelining are in ``torch_gpt2/parallel/private_api.py``, since importing that package takes half a second.
+They were read in torch 2.13.0. The package accepts 2.11 to 2.13, and a test names an interface that is gone.
+``PRIVATE`` gives the purpose of each, and the public way that would replace it.
 """
 
 from __future__ import annotations
@@ -102,11 +101,10 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def scaled_product(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, *, fast: bool = False
 ) -> Tensor:
-    """Compute a product of float8 matrices (rows, n) and (n, columns), times both scales, in
-    bfloat16.
+    """Compute a product of float8 matrices (rows, n) and (n, columns), times both scales, in bfloat16.
 
-    The left one has its rows in memory one after the other, the right one its columns. Scales are
-    float32 scalars. fast: let tensor cores sum in fewer digits, for short sums.
+    The left one has its rows in memory one after the other, the right one its columns. Scales are float32 scalars.
+    fast: let tensor cores sum in fewer digits, for short sums.
     """
     return torch._scaled_mm(left, right, left_scale, right_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
@@ -276,8 +274,7 @@ _PROBE_TOLERANCE = 5e-5
 def has_adam_kernel(device: torch.device) -> bool:
     """Return whether ``fused_adam`` runs on an accelerator that came with a package of its own.
 
-    Three small updates must be those of the formula. An operator that this package lacks would be
-    computed on the host.
+    Three small updates must be those of the formula. An operator that this package lacks would be computed on the host.
     """
     if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", "PrivateUse1"):
         return False

@@ -1,6 +1,4 @@
-"""Products of a CPU, and products and layer norms of few rows with weights that are converted
-once, for generation.
-"""
+"""Products of a CPU, and products and layer norms of few rows with weights that are converted once, for generation."""
 
 from __future__ import annotations
 
@@ -27,9 +25,8 @@ Multiply = Callable[[Tensor], Tensor]
 class Product:
     """Product x W^T + b with weights that are converted once. Several weights are stacked.
 
-    On a CPU they are in oneDNN's own order. Without kernels for a type below float32, the rounded
-    weights are held and multiplied in float32, and the result is rounded. Such a kernel does the
-    same inside.
+    On a CPU they are in oneDNN's own order. Without kernels for a type below float32, the rounded weights are held and
+    multiplied in float32, and the result is rounded. Such a kernel does the same inside.
     """
 
     def __init__(self, weights: list[Tensor], biases: list[Tensor], dtype: torch.dtype) -> None:
@@ -63,9 +60,7 @@ class Norm:
 
 
 def joined(parts: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """Stack parts along the first axis, in ``dtype`` if given. A single part of that type is not
-    copied.
-    """
+    """Stack parts along the first axis, in ``dtype`` if given. A single part of that type is not copied."""
     cast = [part.detach().to(dtype or part.dtype) for part in parts]
     return cast[0] if len(cast) == 1 else torch.cat(cast)
 

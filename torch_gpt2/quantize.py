@@ -1,8 +1,14 @@
-"""Fake quantization of linear layers, by the rules of ``common.quantization``."""
+"""Linear layers that round: fake quantization, by the rules of ``common.quantization``, and float8, by torchao's
+training with dynamic scales.
+
+A product in float8 takes its inputs divided by their largest value: of the tensor (tensorwise) or of each row
+(rowwise). Weights keep their names and types, and so do checkpoints.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +20,7 @@ from common.parallel.run import Run
 from common.parallel.sharding import Role, role_of
 from common.parallel.topology import GroupKind
 from common.quantization import Levels, activation_levels, weight_levels
-from common.training.quantized_model import QuantizedModel
+from common.training.engine import QuantizedModel
 from torch_gpt2.model import GPT2, Linear
 from torch_gpt2.parallel.world import World
 
@@ -39,9 +45,7 @@ class FakeQuantize(torch.autograd.Function):
 
 
 class LinearQuantizer:
-    """Quantizer of the input of a linear layer and of its weight, of which a rank may hold a
-    part.
-    """
+    """Quantizer of the input of a linear layer and of its weight, of which a rank may hold a part."""
 
     def __init__(
         self,
@@ -112,7 +116,9 @@ def forget_maxima(model: nn.Module) -> None:
 
 
 class Quantization(QuantizedModel):
-    """Quantizers of a rank's parts of the model, and the scales that all ranks share."""
+    """Quantizers of a rank's parts of the model, as the section ``quantization`` says, and the scales
+    that all ranks share.
+    """
 
     def __init__(self, config: Run, parts: Sequence[GPT2], world: World) -> None:
         super().__init__(config, world)
@@ -148,8 +154,22 @@ class Quantization(QuantizedModel):
             quantizer.scale.fill_(float(self.scales.scale(name)))
 
 
-def quantize_model(config: Run, parts: Sequence[GPT2], world: World) -> Quantization | None:
-    """Add rounding to the linear layers as the section ``quantization`` says. Returns None without
-    it.
+EMULATED_FLOAT8 = False
+"""Compute with the numbers of float8 and kernels of float32, for tests without a GPU."""
+
+
+def convert_linear_layers(model: GPT2, config: Run) -> None:
+    """Replace the linear layers of a part of the model, if the run asks for float8.
+
+    The head is not a linear layer: it is the token table, in the type of the computation.
     """
-    return Quantization(config, parts, world) if config.quantization is not None else None
+    if config.precision.float8 == "none":
+        return
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    recipe = Float8LinearConfig.from_recipe_name(config.precision.float8)
+
+    def is_of_block(module: Any, name: str) -> bool:
+        return isinstance(module, Linear)
+
+    convert_to_float8_training(model, config=replace(recipe, emulate=EMULATED_FLOAT8), module_filter_fn=is_of_block)

@@ -8,23 +8,23 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from common.backends import Inputs
 from common.cluster.environment import ALONE, Process
 from common.errors import ConfigError
-from common.inputs import Inputs
 from common.parallel.run import Run
 from common.run_folder import owned_folder
 from common.training.data import open_data
 from common.training.engine import Engine
-from common.training.profile import Trace, compress
 from common.training.recording import open_recorder
 from common.training.session import agree_on_start
+from common.training.steps import Trace, compress
 from torch_gpt2.base_engine import BaseEngine
+from torch_gpt2.checkpoint import Recorder
 from torch_gpt2.deepspeed.engine import DeepSpeedEngine
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.engine import Engine as NativeEngine
 from torch_gpt2.parallel.world import open_world
 from torch_gpt2.products import use_fastest_products
-from torch_gpt2.recording import Recorder
 
 
 def make_trace(config: Run, device: TorchDevice) -> Trace:

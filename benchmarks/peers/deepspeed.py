@@ -55,6 +55,6 @@ class DeepSpeed(Peer):
 
 
 if __name__ == "__main__":
-    from common.training.stop import end_process
+    from common.interrupts import end_process
 
     end_process(main(DeepSpeed))

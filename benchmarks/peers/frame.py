@@ -18,22 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measure import initial_weights
+from common.backends import make_run
 from common.checkpoint.snapshot import TrainState
 from common.cluster.environment import ALONE, Process, find_process, torch_variables
 from common.command_line import parse_arguments
 from common.dataset import Batch, Tokens
 from common.errors import ConfigError, GPT2Error, report
-from common.inputs import make_run
 from common.log import start_log
-from common.parallel.learning_rate import learning_rate
 from common.parallel.run import Run
+from common.parallel.updates import learning_rate
 from common.processes.heartbeat import start_heartbeat
 from common.run_config import load_config
 from common.systems.hugging_face.weights import NAME_MAPS, write_config
 from common.systems.weights import export_names
 from common.training import engine
-from common.training.engine import StepResult
-from common.training.outliers import NO_LIMITS, Limits
+from common.training.engine import NO_LIMITS, Limits, StepResult
 from common.training.start import Start
 from torch_gpt2.compilation import is_compiled
 from torch_gpt2.data import inputs_and_targets
@@ -78,9 +77,7 @@ class Peer(engine.Engine):
 
     @abstractmethod
     def train_step(self, parts: list[dict[str, Tensor]]) -> tuple[float, float]:
-        """Make one optimizer step of micro batches; return their mean loss and the gradients' norm
-        before clipping.
-        """
+        """Make one optimizer step of micro batches; return their mean loss and the gradients' norm before clipping."""
 
     def begin(self, start: Start) -> TrainState:
         if start.resume is not None or start.weights is not None:

@@ -46,6 +46,6 @@ class NanoGPTStyle(Peer):
 
 
 if __name__ == "__main__":
-    from common.training.stop import end_process
+    from common.interrupts import end_process
 
     end_process(main(NanoGPTStyle))

@@ -62,6 +62,6 @@ class TransformersTrainer(Peer):
 
 
 if __name__ == "__main__":
-    from common.training.stop import end_process
+    from common.interrupts import end_process
 
     end_process(main(TransformersTrainer))

@@ -32,8 +32,7 @@ _TAKEN: Table = {
 def rename(path: Path_, value: Any, where: str) -> tuple[Path_, Any] | None:
     """Return our path and value for a MindFormers key, and any other key unchanged.
 
-    Returns None for a key whose only supported value is the default, and raises ConfigError for any
-    other value of it.
+    Returns None for a key whose only supported value is the default, and raises ConfigError for any other value of it.
     """
     match _TAKEN.get(_dotted(path)):
         case MapTo(key, change):
@@ -92,9 +91,7 @@ class Alias:
 
     ours: str
     merge: Callable[[Any, Any], Any]
-    """Function of their value and ours (None if left out) that returns ours. Raises ValueError for
-    a contradiction.
-    """
+    """Function of their value and ours (None if left out) that returns ours. Raises ValueError for a contradiction."""
     values: tuple[Any, ...] = ()
     """Accepted values; empty where the checks of our key apply."""
     meaning: str = ""

@@ -47,8 +47,7 @@ SECTIONS = {
 
 
 def explain_key(asked: str | None) -> str:
-    """Return the text for a key, a section, or another system's name for either; the sections for
-    None.
+    """Return the text for a key, a section, or another system's name for either; the sections for None.
 
     Raises ConfigError for any other name.
     """
@@ -82,9 +81,9 @@ def key_facts(key: str) -> dict[str, str]:
 
     ``parallel_mode`` names the modes of a key that only some have.
     """
-    root, node = _schema(), _node(key)
-    facts = _facts(node, root)
-    if not facts["meaning"] and (section := _section_of(node, root)):
+    node = _node(key)
+    facts = _facts(node)
+    if not facts["meaning"] and (section := _section_of(node)):
         facts["meaning"] = _text(section.get("description", ""))
     parts = key.split(".")
     for n in range(1, len(parts) + 1):
@@ -99,15 +98,15 @@ def _schema() -> dict[str, Any]:
 
 
 def _explained(key: str) -> str:
-    node, root = _node(key), _schema()
-    section = _section_of(node, root)
+    node = _node(key)
+    section = _section_of(node)
     if section is None:
-        return _of_key(key, _facts(node, root))
+        return _of_key(key, _facts(node))
     lines = [
         f"{key} (a section)",
         *textwrap.wrap(_text(node.get("description") or section.get("description", "")), _WIDTH),
     ]
-    forms = [form for form in _types(node, root) if form != "section"]
+    forms = [form for form in _types(node) if form != "section"]
     if forms:
         lines.append(f"also written as: {' or '.join(forms)}")
     width = max(map(len, section["properties"])) + 2
@@ -121,29 +120,28 @@ def _explained(key: str) -> str:
 
 def _node(key: str) -> dict[str, Any]:
     """Return the JSON Schema of a key, with the description that stands beside it."""
-    root = _schema()
-    node: dict[str, Any] = root
+    node = _schema()
     for part in key.split("."):
-        section = _section_of(node, root)
+        section = _section_of(node)
         assert section is not None, key
         node = section["properties"][part]
     return node
 
 
-def _section_of(node: dict[str, Any], root: dict[str, Any]) -> dict[str, Any] | None:
-    for option in _options(node, root):
+def _section_of(node: dict[str, Any]) -> dict[str, Any] | None:
+    for option in _options(node):
         if "properties" in option:
             return option
     return None
 
 
-def _options(node: dict[str, Any], root: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _options(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the alternatives of a value, with references resolved."""
     if "$ref" in node:
-        yield from _options(root["$defs"][node["$ref"].rpartition("/")[2]], root)
+        yield from _options(_schema()["$defs"][node["$ref"].rpartition("/")[2]])
     elif "anyOf" in node:
         for option in node["anyOf"]:
-            yield from _options(option, root)
+            yield from _options(option)
     else:
         yield node
 
@@ -155,10 +153,10 @@ def _of_key(key: str, facts: dict[str, str]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _facts(node: dict[str, Any], root: dict[str, Any]) -> dict[str, str]:
-    allowed = [text for option in _options(node, root) if (text := _allowed(option))]
+def _facts(node: dict[str, Any]) -> dict[str, str]:
+    allowed = [text for option in _options(node) if (text := _allowed(option))]
     default = "none; the key is required" if "default" not in node else _literal(node["default"])
-    facts = {"type": " or ".join(_types(node, root)), "default": "left out" if default == "null" else default}
+    facts = {"type": " or ".join(_types(node)), "default": "left out" if default == "null" else default}
     if allowed:
         facts["allowed"] = "; ".join(allowed)
     if "backend" in node:
@@ -169,20 +167,20 @@ def _facts(node: dict[str, Any], root: dict[str, Any]) -> dict[str, str]:
 _NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false", "array": "list"}
 
 
-def _types(node: dict[str, Any], root: dict[str, Any]) -> list[str]:
+def _types(node: dict[str, Any]) -> list[str]:
     """Return the names of types, without null, which means that the key is left out."""
     found = []
-    for option in _options(node, root):
+    for option in _options(node):
         if "enum" in option or "const" in option:
             found.append("one of a few values")
         elif "properties" in option:
             found.append("section")
         elif option.get("type") == "array":
-            items = " or ".join(_types(option.get("items", {}), root))
+            items = " or ".join(_types(option.get("items", {})))
             items = f"({items})" if "list of" in items else items
             found.append(f"list of {items}" if items else "list")
         elif "additionalProperties" in option:
-            found.append(f"mapping to {' or '.join(_types(option['additionalProperties'], root))}")
+            found.append(f"mapping to {' or '.join(_types(option['additionalProperties']))}")
         elif option.get("type") != "null":
             found.append(_NAMES.get(str(option.get("type")), "any value"))
     return list(dict.fromkeys(found))

@@ -53,9 +53,7 @@ def _key_of(fault: Any) -> Path_:
 
 
 def explain(fault: Any, sources: Sources) -> str:
-    """Return one line for a fault found by pydantic: where, which key, what was expected, what was
-    found.
-    """
+    """Return one line for a fault found by pydantic: where, which key, what was expected, what was found."""
     path: Path_ = tuple(fault["loc"])
     dotted = ".".join(map(str, path))
     where = next((sources[path[:n]] for n in range(len(path), 0, -1) if path[:n] in sources), None)
@@ -90,8 +88,7 @@ def key_of_others(dotted: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def _names_of_others() -> tuple[dict[str, str], dict[str, str]]:
-    """Return names of other systems with what they are here, and names without a key here with
-    advice.
+    """Return names of other systems with what they are here, and names without a key here with advice.
 
     A name is a key of theirs, or its last part where no key of ours ends so.
     """
@@ -115,9 +112,7 @@ def _names_of_others() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def key_for_flag(name: str, value: str) -> str | None:
-    """Return the override that ``--name value`` may mean, or None. Example:
-    ``train.max_steps=5``.
-    """
+    """Return the override that ``--name value`` may mean, or None. Example: ``train.max_steps=5``."""
     name = name.replace("-", "_")
     here = key_of_others(name)
     if here is None:
@@ -149,9 +144,7 @@ def unknown_arguments(unknown: Sequence[str], argv: Sequence[str]) -> str:
 
 
 def nearest_keys(dotted: str) -> list[str]:
-    """Return similar keys: in the same section, else with the same name elsewhere, else nearly
-    equal.
-    """
+    """Return similar keys: in the same section, else with the same name elsewhere, else nearly equal."""
     keys = schema_keys() | dict.fromkeys(ALIASES, False)
     section, _, name = dotted.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
@@ -186,9 +179,7 @@ def _fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section that a field with this annotation holds, even if optional or in short
-    form.
-    """
+    """Return the section that a field with this annotation holds, even if optional or in short form."""
     for option in (annotation, *typing.get_args(annotation)):
         if isinstance(option, type) and issubclass(option, BaseModel):
             return option

@@ -26,8 +26,7 @@ from common.paths import ROOT, looked_in
 from common.structured_files import MAX_DEPTH, MalformedError, read_text
 from common.yaml_files import MAX_YAML_BYTES, IsText, KeyPath, dump_yaml, parse_yaml, read_yaml_mapping
 
-# Text that stands for a mapping, so that ``precision.softmax=...`` refines ``precision: bf16``
-# instead of replacing it.
+# Text that stands for a mapping, so that ``precision.softmax=...`` refines ``precision: bf16`` instead of replacing it.
 _SHORTHANDS: dict[Path_, Callable[[Any], Any]] = {
     ("precision",): expand_precision,
     ("data", "tokenizer"): expand_tokenizer,

@@ -53,9 +53,7 @@ class ResolvedOptimizer(OptimizerConfig):
 
     @property
     def warmup(self) -> float:
-        """Return the length of the warm-up. A fraction need not give a whole number, as in
-        Megatron.
-        """
+        """Return the length of the warm-up. A fraction need not give a whole number, as in Megatron."""
         if self.warmup_fraction is not None:
             return self.warmup_fraction * self.decay
         given = self.warmup_samples if self.schedule_unit == "samples" else self.warmup_steps

@@ -14,9 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from common.accelerators import GIB
-from common.config.split import parse_split
-from common.config.tokenizer_kinds import NAMES, TokenizerKind, kind_named
-from common.config.update_rules import RULES, RuleName, UpdateRule
+from common.config.values import RULES, TOKENIZER_NAMES, RuleName, TokenizerKind, UpdateRule, kind_named, parse_split
 from common.errors import DataError
 
 Float = Literal["float32", "bfloat16", "float16"]
@@ -343,7 +341,7 @@ class OptimizerConfig(Section):
 
 class TokenizerConfig(Section):
     type: Annotated[
-        TokenizerKind | None, BeforeValidator(kind_named, json_schema_input_type=Literal[*NAMES] | None)  # type: ignore[valid-type]
+        TokenizerKind | None, BeforeValidator(kind_named, json_schema_input_type=Literal[*TOKENIZER_NAMES] | None)  # type: ignore[valid-type]
     ] = None
     """Kind of tokenizer, or the name that Megatron or transformers has for it; detected from the
     files when left out. BertWordLevel splits Chinese into words and is never detected.

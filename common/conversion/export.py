@@ -27,8 +27,8 @@ from common.config.resolved import ResolvedModel
 from common.conversion.logits import installed_runners, run_logits
 from common.errors import CheckpointError, ConfigError, RunError
 from common.files import atomic_write, reading
-from common.generation.exported import ExportedModel
-from common.generation.transformers_config import generation_config
+from common.generation.generate import ExportedModel
+from common.generation.logit_rules import bad_words_ids, logit_biases
 from common.log import LOG, progress_bar
 from common.parallel.run import Run
 from common.paths import require_package
@@ -38,6 +38,7 @@ from common.systems.hugging_face.weights import CONFIG, write_config
 from common.systems.onnx.folder import GRAPH_FILE, OnnxModel, write_onnx
 from common.systems.table import FORMATS, detect
 from common.systems.weights import Weights
+from common.training.data import load_given_tokenizer
 from common.training.export import describe_files, export_folder, refuse_to_replace
 from common.training.opened_checkpoint import Checkpoint
 from common.training.start import weights_to_use
@@ -278,3 +279,44 @@ def _write_generation(folder: Path, weights: Weights, fields: dict[str, Any]) ->
     fields |= ids
     with atomic_write(folder / "generation_config.json", "w") as file:
         json.dump(fields, file, indent=1)
+
+
+def generation_config(config: Run) -> dict[str, Any]:
+    """Return all fields but the ids of special tokens. Warns of settings without a name there.
+
+    Raises ConfigError and TokenizerError where texts of bad_words or logit_bias have no ids.
+    """
+    settings = config.predict
+    fields: dict[str, Any] = {
+        "do_sample": settings.method == "sampling",
+        "max_new_tokens": settings.max_new_tokens,
+        "min_new_tokens": settings.min_new_tokens or None,
+        "num_return_sequences": settings.num_sequences,
+        "repetition_penalty": settings.repetition_penalty,
+        "no_repeat_ngram_size": settings.no_repeat_ngram_size or None,
+        "stop_strings": settings.stop or None,
+    }
+    if settings.bad_words or settings.logit_bias:
+        tokenizer, _ = load_given_tokenizer(config)
+        words, biases = bad_words_ids(settings, tokenizer), logit_biases(settings, tokenizer)
+        fields |= {
+            "bad_words_ids": [list(ids) for ids in words] or None,
+            "sequence_bias": [[list(ids), value] for ids, value in biases.items()] or None,
+        }
+    if settings.method == "sampling":
+        fields |= {
+            "temperature": settings.temperature,
+            "top_k": settings.top_k,
+            "top_p": settings.top_p,
+            "min_p": settings.min_p or None,
+        }
+    if settings.method == "beam_search":
+        fields |= {
+            "num_beams": settings.num_beams,
+            "length_penalty": settings.length_penalty,
+            "early_stopping": settings.early_stopping,
+        }
+    for name in ("presence_penalty", "frequency_penalty"):
+        if value := getattr(settings, name):
+            LOG.warning(f"predict.{name}={value} has no name in generation_config.json; left out")
+    return {key: value for key, value in fields.items() if value is not None}

@@ -24,8 +24,7 @@ from common.dataset.workers import TokenizerChoice
 from common.dialects.gpt2_chinese import OF_SAMPLES, OF_TITLES, SINCE_2021
 from common.dialects.rules import Ignored, MapTo
 from common.errors import ConfigError, DataError
-from common.files import atomic_write
-from common.locks import held_lock
+from common.files import atomic_write, held_lock
 from common.log import LOG, show, start_log
 from common.paths import looked_in
 from common.structured_files import read_json_mapping

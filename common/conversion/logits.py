@@ -30,7 +30,7 @@ _PROGRAMS = {
     "hf": (("torch", "transformers"), "torch_gpt2.predict", "hugging_face_logits"),
     "torch_gpt2": (("torch",), "torch_gpt2.predict", "logits"),
     "mindspore": (("mindspore",), "mindformers_gpt2.predict", "logits"),
-    "pt2": (("torch",), "torch_gpt2.program", "logits"),
+    "pt2": (("torch",), "torch_gpt2.export", "logits"),
     "onnx": (("onnxruntime",), "common.systems.onnx.folder", "logits"),
 }
 """Format -> the packages that compute its logits, and the module and function that call them."""

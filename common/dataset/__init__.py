@@ -2,7 +2,7 @@
 tensors.
 """
 
-from common.config.split import parse_split
+from common.config.values import parse_split
 from common.dataset.blend import Blend, open_samples, parse_blend, part_names, require_data, windows_by_part
 from common.dataset.indexed import IndexedDataset, IndexedWriter, token_dtype
 from common.dataset.metadata import Metadata

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol, Required, TypedDict, Unpack, get_args
 import numpy as np
 import numpy.typing as npt
 
-from common.config.split import check_weights
+from common.config.values import check_weights
 from common.dataset.indexed import IndexedDataset
 from common.dataset.token_files import TokenFiles
 from common.errors import DataError

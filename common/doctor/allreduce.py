@@ -1,7 +1,6 @@
 """Trial of a real all-reduce: started by the launcher as any job, and judged by what it reports.
 
-The ranks exchange the facts of their hosts over the network that is tried, so every host's doctor
-has the same report.
+The ranks exchange the facts of their hosts over the network that is tried, so every host's doctor has the same report.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ from common.launcher.supervisor import Job, Outcome, run_attempts
 from common.structured_files import MalformedError, parse_json
 
 STAGES = ("", "started", "imported", "connected", "group made", "reduced")
-"""Stages of a rank, in order; "" means that its program has not started. MindSpore has no
-"connected".
-"""
+"""Stages of a rank, in order; "" means that its program has not started. MindSpore has no "connected"."""
 MARK = "doctor: "
 """Start of a line for the doctor in a rank's log: MARK, then a JSON object with "stage"."""
 FACTS = "GPT2_DOCTOR_FACTS"
@@ -38,7 +35,6 @@ class AllReduceTrial:
     """
 
     places: Placement
-    backend: str
     communication: str
     address: str
 
@@ -122,8 +118,7 @@ def _remedy(stage: str, trial: AllReduceTrial) -> str:
 def _speed(facts: Sequence[Mapping[str, Any]]) -> str:
     """Return the speed of the slowest rank.
 
-    In a ring all-reduce each rank sends and receives 2 (n - 1) / n of the bytes; other algorithms
-    are counted alike.
+    In a ring all-reduce each rank sends and receives 2 (n - 1) / n of the bytes; other algorithms are counted alike.
     """
     first, seconds, ready = (max(float(fact["speed"][key]) for fact in facts) for key in ("first", "seconds", "ready"))
     size, ring = float(facts[0]["speed"]["bytes"]), 2 * (len(facts) - 1) / len(facts)

@@ -1,6 +1,4 @@
-"""List of the doctor's checks, in the order of its report: ``CHECKS``. A new check is one entry
-there.
-"""
+"""The doctor's checks, in the order of its report: ``examine``. A new check is one entry there."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,15 +32,6 @@ from common.whole_numbers import MAX_RANKS, argument, whole_number
 IMPORT_SECONDS = 120.0
 LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 """Communication library of each kind of device."""
-
-
-def device_range(words: str) -> range:
-    """The devices that ``--ranks`` names: ``8`` or ``[4,8)``. Raises ConfigError."""
-    found = whole_number(words)
-    devices = parse_range(words, "--ranks", "") if found is None else range(found)
-    if not 0 < len(devices) <= MAX_RANKS:
-        raise ConfigError(f"--ranks {words}: expected 1 or more, {MAX_RANKS} at most")
-    return devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +73,14 @@ class DoctorRequest:
 
     @property
     def devices(self) -> range | None:
-        return device_range(self.ranks) if self.ranks else None
+        """The devices that ``--ranks`` names: ``8`` or ``[4,8)``."""
+        if not self.ranks:
+            return None
+        found = whole_number(self.ranks)
+        devices = parse_range(self.ranks, "--ranks", "") if found is None else range(found)
+        if not 0 < len(devices) <= MAX_RANKS:
+            raise ConfigError(f"--ranks {self.ranks}: expected 1 or more, {MAX_RANKS} at most")
+        return devices
 
     @property
     def address(self) -> str | None:
@@ -170,18 +165,6 @@ class Facts:
             return reason
 
 
-def check_packages(facts: Facts) -> list[Check]:
-    return [
-        *software.check_versions(facts.versions, software.wanted_ranges(), facts.asked.backend),
-        *software.check_device_package(facts.versions, facts.backend, facts.asked.device),
-    ]
-
-
-def check_cann(facts: Facts) -> list[Check]:
-    check, version = facts.cann
-    return [check, *software.check_pairs(facts.versions, os.environ, version)]
-
-
 def check_usable_devices(facts: Facts) -> list[Check]:
     """Check whether the backend can use the devices of this machine."""
     backend, asked, seen = facts.backend, facts.asked.device, facts.devices[1]
@@ -246,28 +229,26 @@ def check_all_reduce(facts: Facts) -> list[Check]:
     return try_ranks(facts, places)
 
 
-CHECKS: tuple[tuple[str, Callable[[Facts], list[Check]]], ...] = (
-    ("system", lambda facts: [machine.check_system()]),
-    ("packages", check_packages),
-    ("CANN", check_cann),
-    ("imports", lambda facts: facts.imports[0]),
-    ("devices", lambda facts: facts.devices[0]),
-    ("usable devices", check_usable_devices),
-    ("rank table", check_rank_table),
-    ("network", check_network),
-    ("variables", lambda facts: machine.check_variables(os.environ)),
-    ("storage", lambda facts: machine.check_storage(facts.asked.output_dir)),
-    ("memory", lambda facts: [machine.check_memory()]),
-    ("limits", lambda facts: [machine.check_limits()]),
-    ("all-reduce", check_all_reduce),
-)
-"""Name, and the function that returns lines of the report; empty if there is nothing to report."""
-
-
 def examine(asked: DoctorRequest) -> list[Check]:
     """Run all checks. Raises ConfigError for a MASTER_PORT that is not a port."""
     facts = Facts(asked)
-    return [found for _, check in CHECKS for found in check(facts)]
+    return [
+        machine.check_system(),
+        *software.check_versions(facts.versions, software.wanted_ranges(), asked.backend),
+        *software.check_device_package(facts.versions, facts.backend, asked.device),
+        facts.cann[0],
+        *software.check_pairs(facts.versions, os.environ, facts.cann[1]),
+        *facts.imports[0],
+        *facts.devices[0],
+        *check_usable_devices(facts),
+        *check_rank_table(facts),
+        *check_network(facts),
+        *machine.check_variables(os.environ),
+        *machine.check_storage(asked.output_dir),
+        machine.check_memory(),
+        machine.check_limits(),
+        *check_all_reduce(facts),
+    ]
 
 
 def _team_of_table(table: RankTable, asked: DoctorRequest) -> Placement:
@@ -324,7 +305,6 @@ def try_ranks(facts: Facts, places: Placement) -> list[Check]:
     )
     trial = AllReduceTrial(
         places=places,
-        backend=backend,
         communication="mccl" if (backend, device) == ("mindspore", "cpu") else LIBRARIES[device],
         address=f"{places.master}:{rendezvous.port}",
     )

@@ -171,9 +171,7 @@ def check_names(server: str | None, *, several_hosts: bool) -> list[Check]:
 
 
 def check_variables(environ: Mapping[str, str]) -> list[Check]:
-    """Report variables of this shell that affect a run: those of a rank, and those of the
-    network.
-    """
+    """Report variables of this shell that affect a run: those of a rank, and those of the network."""
     names = ("RANK", "WORLD_SIZE", "RANK_ID", "RANK_SIZE", "RANK_TABLE_FILE", "MS_ROLE")
     rank = [name for name in names if environ.get(name)]
     pattern = r"(HCCL|NCCL|GLOO)_|(CUDA|ASCEND_RT)_VISIBLE_DEVICES$|MASTER_|OMP_NUM_"
@@ -187,9 +185,7 @@ def check_variables(environ: Mapping[str, str]) -> list[Check]:
 
 
 def check_storage(folder: Path) -> list[Check]:
-    """Check free space where the run writes, and in /dev/shm, which connects processes of one
-    host.
-    """
+    """Check free space where the run writes, and in /dev/shm, which connects processes of one host."""
     existing = next(place for place in [folder.absolute(), *folder.absolute().parents] if place.exists())
     free = shutil.disk_usage(existing).free / GIB
     found = f"{free:.1f} GiB free at {existing}"
@@ -228,9 +224,7 @@ def check_memory(root: Path = Path("/")) -> Check:
 
 
 def check_limits(root: Path = Path("/")) -> Check:
-    """Check how many open files and processes this user (ulimit -n, -u) and the control group
-    allow.
-    """
+    """Check how many open files and processes this user (ulimit -n, -u) and the control group allow."""
     group = int(_found(root / "sys/fs/cgroup/pids.max", r"^(\d+)$") or -1)
     limits = (
         (resource.getrlimit(resource.RLIMIT_NOFILE)[0], "open files", "ulimit -n 65535"),

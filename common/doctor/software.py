@@ -37,9 +37,7 @@ _WITHOUT_NPU = "to run without the NPU: export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
 
 
 def installed_versions(names: Sequence[str] = PACKAGES) -> dict[str, str | None]:
-    """Return the version of each package by its metadata, without an import; None if not
-    installed.
-    """
+    """Return the version of each package by its metadata, without an import; None if not installed."""
     found: dict[str, str | None] = {}
     for name in names:
         try:
@@ -94,9 +92,7 @@ def check_versions(versions: Mapping[str, str | None], ranges: Mapping[str, str]
 
 
 def check_device_package(versions: Mapping[str, str | None], backend: str, device: str) -> list[Check]:
-    """Check whether ``backend`` can compute on the requested ``device``, by the installed
-    packages.
-    """
+    """Check whether ``backend`` can compute on the requested ``device``, by the installed packages."""
     if backend == "torch" and device == "npu" and not versions.get("torch_npu"):
         torch = versions.get("torch")
         same = f"torch_npu=={_minor(torch)}.*" if torch else "torch and the torch_npu of its version"
@@ -109,9 +105,7 @@ def check_device_package(versions: Mapping[str, str | None], backend: str, devic
 
 
 def check_pairs(versions: Mapping[str, str | None], environ: Mapping[str, str], cann: str | None) -> list[Check]:
-    """Report versions that install together and fail together. cann: its version; None if
-    absent.
-    """
+    """Report versions that install together and fail together. cann: its version; None if absent."""
     torch, npu, mindspore, numpy = (versions.get(name) or "" for name in ("torch", "torch_npu", "mindspore", "numpy"))
     found = []
     if mindspore and numpy and Version(numpy).major >= 2:
@@ -155,9 +149,7 @@ def check_cann(environ: Mapping[str, str], *, needed: bool, root: Path = Path("/
 
 
 def check_imports(names: Sequence[str], limit: float) -> tuple[list[Check], dict[str, int]]:
-    """Check in child processes whether each package imports, and count the devices of torch: cuda,
-    npu.
-    """
+    """Check in child processes whether each package imports, and count the devices of torch: cuda, npu."""
     checks, counts = [], dict[str, int]()
     for name in names:
         program = (

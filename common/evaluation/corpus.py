@@ -53,8 +53,7 @@ def find_evaluation_file(config: EvaluationConfig) -> Path:
 def read_evaluation_file(config: EvaluationConfig) -> EvaluationFile:
     """Read evaluation.file whole.
 
-    Raises as ``find_evaluation_file`` does, and DataError, with line and column, if it cannot be
-    read or holds no text.
+    Raises as ``find_evaluation_file`` does, and DataError, with line and column, if it cannot be read or holds no text.
     """
     path = find_evaluation_file(config)
     texts: list[str] = []

@@ -54,8 +54,7 @@ class TokenScores:
 
 
 Scorer = Callable[[RowBatch], TokenScores]
-"""A model that scores batches. All batches of one ``score_rows`` have the same shape, so that a
-graph is compiled once.
+"""A model that scores batches. All batches of one ``score_rows`` have the same shape, so that a graph is compiled once.
 """
 
 
@@ -73,11 +72,10 @@ class RowScores:
 def sliding_windows(tokens: Ids, window: int, stride: int) -> list[ScoredRow]:
     """Cut windows of ``window`` inputs, ``stride`` apart, that score each token but the first once.
 
-    Each token has ``window - stride + 1`` or more tokens before it, unless it is nearer to the
-    beginning. The windows are those of Megatron's tasks/zeroshot_gpt (seq_length,
-    overlapping_eval). They are also those of Hugging Face's guide on the perplexity of fixed-length
-    models, with max_length = window + 1, since it also feeds the last target. Without overlap that
-    guide leaves out the first token of each window. Here windows share that token, and no token is
+    Each token has ``window - stride + 1`` or more tokens before it, unless it is nearer to the beginning. The windows
+    are those of Megatron's tasks/zeroshot_gpt (seq_length, overlapping_eval). They are also those of Hugging Face's
+    guide on the perplexity of fixed-length models, with max_length = window + 1, since it also feeds the last target.
+    Without overlap that guide leaves out the first token of each window. Here windows share that token, and no token is
     left out.
     """
     last = len(tokens) - 1

@@ -11,16 +11,15 @@ from common.config.schema import EvaluationConfig
 from common.dataset import Tokens
 from common.errors import ConfigError
 from common.evaluation.corpus import EvaluationResult, RowTask, read_evaluation_file
-from common.evaluation.lambada import open_lambada
 from common.evaluation.rows import Scorer, score_rows
-from common.evaluation.text import open_text
+from common.evaluation.text import open_lambada, open_text
 from common.parallel.run import Run
 from common.processes.heartbeat import beat
 from common.quantization import CALIBRATION_BATCHES
 from common.tokenizer import Tokenizer
 from common.training.data import Corpus, TrainingData, open_data
+from common.training.engine import QuantizedModel
 from common.training.loop import validation_figures
-from common.training.quantized_model import QuantizedModel
 from common.training.report import bits_a_byte, part_lines
 
 Measure: TypeAlias = Callable[[Iterable[Tokens]], tuple[float, int]]
@@ -40,8 +39,7 @@ def open_task(
 ) -> ValidationTask | RowTask:
     """Open the windows of a validation in ``corpus``, or read the file of a task on text.
 
-    rank: data-parallel rank, which selects validation windows. Raises ConfigError and
-    TokenizerError.
+    rank: data-parallel rank, which selects validation windows. Raises ConfigError and TokenizerError.
     """
     _check_settings(config.evaluation)
     if corpus is not None:

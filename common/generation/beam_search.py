@@ -14,11 +14,10 @@ import numpy as np
 
 from common.config.schema import PredictConfig
 from common.errors import RunError
-from common.generation.generate import Continuation, Decoder
+from common.generation.generate import Continuation, Decoder, GrowingText
 from common.generation.logit_rules import Biases, LogitRules
 from common.generation.prompts import Prompt
 from common.generation.sampling import NOTHING_LEFT, Logits, ScoredToken, largest_ids, score_token
-from common.generation.stop_strings import GrowingText
 from common.processes.heartbeat import beat
 
 _NEVER = np.float32(-1e9)
@@ -38,9 +37,8 @@ def search_beams(
 ) -> Iterator[Continuation]:
     """Yield the num_sequences best continuations of each prompt, the best one first.
 
-    vocab_size: ids from this one upwards are not chosen. unknown: an id that is not chosen.
-    biases, read: as in ``generate``. Raises RunError when logits are not finite, and when rules
-    leave too few sequences.
+    vocab_size: ids from this one upwards are not chosen. unknown: an id that is not chosen. biases, read: as in
+    ``generate``. Raises RunError when logits are not finite, and when rules leave too few sequences.
     """
     assert read is not None or not settings.stop
     rules = LogitRules(settings, ends=ends, unknown=unknown, biases=biases)

@@ -1,6 +1,6 @@
-"""Continue prompts in batches with any decoder.
+"""Continue prompts in batches with any decoder, a backend's or that of an exported program.
 
-Both backends share the loop and the random draws.
+All share the loop and the random draws.
 """
 
 from __future__ import annotations
@@ -10,13 +10,70 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.config.schema import PredictConfig
 from common.generation.logit_rules import Biases, LogitRules
 from common.generation.prompts import Prompt
 from common.generation.sampling import Logits, ScoredToken, choose_token, score_token
-from common.generation.stop_strings import GrowingText
 from common.processes.heartbeat import beat
+from common.tokenizer.base import TextStream
+
+
+class StopText:
+    """Passes text through, up to the first stop string.
+
+    The stop string that is complete first counts. If several end at the same character, the
+    longest one counts. So it does not matter into which pieces the text is cut.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        """stop: strings of at least one character."""
+        self.found: str | None = None
+        """The stop string that has ended the text."""
+        self._stop = stop
+        self._held = ""
+
+    def push(self, text: str, final: bool = False) -> str:
+        """Add ``text`` and return what can be shown now. The possible beginning of a stop string is
+        held back. final: nothing follows.
+        """
+        if self.found is not None:
+            return ""
+        text = self._held + text
+        matches = [(place + len(stop), place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
+        if matches:
+            _, place, self.found = min(matches)
+            self._held = ""
+            return text[:place]
+        held = 0  # characters at the end that may begin a stop string
+        for stop in () if final else self._stop:
+            most = min(len(text), len(stop) - 1)
+            held = max(held, next((size for size in range(most, 0, -1) if stop.startswith(text[-size:])), 0))
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+class GrowingText:
+    """The text of a sequence of tokens that grows, up to the first stop string."""
+
+    def __init__(self, stream: TextStream, stop: Sequence[str] = ()) -> None:
+        """stream: decodes the sequence."""
+        self.text = ""
+        """Whole characters, and no part of a stop string."""
+        self._stream = stream
+        self._stop = StopText(stop)
+        self._read = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stop.found is not None
+
+    def advance(self, tokens: Sequence[int], final: bool = False) -> None:
+        """Read the new part of ``tokens``, the whole sequence. final: it will not grow."""
+        new = self._stream.push(tokens[self._read :], final)
+        self._read = len(tokens)
+        self.text += self._stop.push(new, final)
 
 
 class Decoder(Protocol):
@@ -45,8 +102,7 @@ class Decoder(Protocol):
 class Continuation:
     """One sequence that grows. End-of-text is not among its tokens.
 
-    index: number of its prompt, from 0. number: its number among the continuations of this prompt,
-    from 0.
+    index: number of its prompt, from 0. number: its number among the continuations of this prompt, from 0.
     """
 
     prompt: Prompt
@@ -114,12 +170,11 @@ def generate(
 ) -> Iterator[Continuation]:
     """Yield the finished continuations, num_sequences of each prompt, in order.
 
-    Each draws from a generator of its own, keyed by seed, prompt and number, so that its text does
-    not depend on its batch. ends: ids that end it. vocab_size: ids from this one upwards are not
-    chosen. unknown: the id of text that the vocabulary lacks, not chosen either. window: once a
-    sequence is longer, its last window - 1 tokens are computed again for each new token; None if no
-    sequence is. stepwise: while a sequence is the only one at work, also yield it unfinished after
-    each token. done: index and number of those that are left out. biases: result of
+    Each draws from a generator of its own, keyed by seed, prompt and number, so that its text does not depend on its
+    batch. ends: ids that end it. vocab_size: ids from this one upwards are not chosen. unknown: the id of text that the
+    vocabulary lacks, not chosen either. window: once a sequence is longer, its last window - 1 tokens are computed
+    again for each new token; None if no sequence is. stepwise: while a sequence is the only one at work, also yield it
+    unfinished after each token. done: index and number of those that are left out. biases: result of
     ``sequence_biases``. read: makes the text of a continuation, which stop strings need.
     """
     assert read is not None or not settings.stop
@@ -179,3 +234,60 @@ def grow(
             return
     if len(tokens) == prompt.new_tokens:
         sequence.finish_reason = "length"
+
+
+class ExportedModel(Protocol):
+    """A program that computes logits. It may have been exported with a cache of keys and values."""
+
+    @property
+    def has_cache(self) -> bool: ...
+    def forget(self) -> None:
+        """Forget the sequences, so that new ones can begin."""
+
+    def reorder(self, rows: list[int]) -> None:
+        """Put into row i the sequence that row ``rows[i]`` remembers."""
+
+    def run(self, ids: NDArray[np.int64], mask: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Add tokens (B, T) to what is remembered; return logits (B, T, vocab_size).
+
+        mask: (B, all tokens so far), 0 for padding. positions: (B, T).
+        """
+
+
+class ExportedDecoder:
+    """Implements ``Decoder``. Prompts are padded on the left."""
+
+    def __init__(self, model: ExportedModel, positions: int, rows: int) -> None:
+        """positions: number of positions of the model. rows: limit of sequences at once."""
+        self.rows = rows
+        self._model = model
+        self._last = positions - 1
+
+    def start(self, prompts: Sequence[Sequence[int]], room: int) -> NDArray[np.float32]:
+        longest = max(map(len, prompts))
+        self._ids = np.zeros((len(prompts), longest), np.int64)
+        self._mask = np.zeros_like(self._ids)
+        for row, prompt in enumerate(prompts):
+            self._ids[row, longest - len(prompt) :] = prompt
+            self._mask[row, longest - len(prompt) :] = 1
+        self._model.forget()
+        return self._model.run(self._ids, self._mask, self._positions())[:, -1]
+
+    def step(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        new = np.array(tokens, np.int64)[:, None]
+        self._mask = np.concatenate([self._mask, np.ones_like(new)], 1)
+        self._ids = new if self._model.has_cache else np.concatenate([self._ids, new], 1)
+        return self._model.run(self._ids, self._mask, self._positions())[:, -1]
+
+    def reorder(self, parents: Sequence[int]) -> None:
+        rows = list(parents)
+        if rows == list(range(len(rows))):
+            return
+        self._mask, self._ids = self._mask[rows], self._ids[rows]
+        self._model.reorder(rows)
+
+    def _positions(self) -> NDArray[np.int64]:
+        """Return the place of each new token in its own sequence; that of padding is 0."""
+        places = (self._mask.cumsum(1) - 1).clip(0, self._last)
+        positions: NDArray[np.int64] = places[:, -self._ids.shape[1] :]
+        return positions

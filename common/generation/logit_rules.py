@@ -30,9 +30,7 @@ class LogitRules:
     def __init__(
         self, settings: PredictConfig, *, ends: Sequence[int], unknown: int | None = None, biases: Biases | None = None
     ) -> None:
-        """ends: ids that end a sequence. unknown: an id that is never chosen. biases: see
-        ``sequence_biases``.
-        """
+        """ends: ids that end a sequence. unknown: an id that is never chosen. biases: see ``sequence_biases``."""
         biases = dict(biases or {})
         if unknown is not None:
             biases[(unknown,)] = -np.inf
@@ -58,9 +56,8 @@ class LogitRules:
     def apply(self, logits: Logits, prompt: Sequence[int], tokens: Sequence[int]) -> Logits:
         """Return the changed logits (vocab_size,) of the token after prompt and tokens.
 
-        ``logits`` itself is not changed. The penalties for presence and frequency count only
-        ``tokens``, as OpenAI defines them. The repetition penalty counts the prompt too (Keskar et
-        al. 2019).
+        ``logits`` itself is not changed. The penalties for presence and frequency count only ``tokens``, as OpenAI
+        defines them. The repetition penalty counts the prompt too (Keskar et al. 2019).
         """
         is_early = len(tokens) < self._least
         if not (self._is_active or is_early):
@@ -94,8 +91,7 @@ def _next_of_repeated(seen: list[int], size: int) -> list[int]:
 def sequence_biases(settings: PredictConfig, tokenizer: Tokenizer) -> dict[tuple[int, ...], float]:
     """Return predict.logit_bias and predict.bad_words by ids.
 
-    Raises ConfigError for an id outside the vocabulary and for text without tokens or with unknown
-    ones.
+    Raises ConfigError for an id outside the vocabulary and for text without tokens or with unknown ones.
     """
     words = bad_words_ids(settings, tokenizer)
     return logit_biases(settings, tokenizer) | dict.fromkeys(words, -np.inf)
@@ -118,9 +114,8 @@ def logit_biases(settings: PredictConfig, tokenizer: Tokenizer) -> dict[tuple[in
 def bad_words_ids(settings: PredictConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     """Return predict.bad_words by ids.
 
-    A text that does not begin with white space is forbidden after a space, too. One that is
-    only an end of text is left out, as by transformers' NoBadWordsLogitsProcessor. Raises
-    ConfigError as ``sequence_biases`` does.
+    A text that does not begin with white space is forbidden after a space, too. One that is only an end of text is left
+    out, as by transformers' NoBadWordsLogitsProcessor. Raises ConfigError as ``sequence_biases`` does.
     """
     name = "predict.bad_words"
     found = []

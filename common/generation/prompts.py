@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from common.dataset.encodings import require_no_nul
 from common.errors import ConfigError, DataError
@@ -34,9 +34,8 @@ class Prompt:
 def encode_prompts(config: Run, tokenizer: Tokenizer, given: Sequence[Given] | None = None) -> list[Prompt]:
     """Return the prompts of predict.prompt, then those of predict.prompt_file, or only ``given``.
 
-    Each fits the model together with the tokens to be added, unless the window slides. logit_bias
-    and bad_words are checked here too, before weights are loaded. Raises ConfigError or DataError,
-    with the line of a file.
+    Each fits the model together with the tokens to be added, unless the window slides. logit_bias and bad_words are
+    checked here too, before weights are loaded. Raises ConfigError or DataError, with the line of a file.
     """
     sequence_biases(config.predict, tokenizer)
     places = given_prompts(config) if given is None else _in_config(given)
@@ -46,8 +45,7 @@ def encode_prompts(config: Run, tokenizer: Tokenizer, given: Sequence[Given] | N
 def sliding_window(config: Run) -> int | None:
     """Return predict.window, or the number of positions if max_new_tokens is above it.
 
-    None means that texts stay within the positions. Raises ConfigError with beam search, which
-    cannot slide.
+    None means that texts stay within the positions. Raises ConfigError with beam search, which cannot slide.
     """
     settings, positions = config.predict, config.model.max_positions
     if settings.window is None and (settings.max_new_tokens or 0) <= positions:
@@ -119,16 +117,13 @@ def _from_json(lines: list[tuple[str, str]]) -> Iterator[tuple[str, Given]]:
             ) from None
         fields = entry if isinstance(entry, dict) else {}
         given = [fields[key] for key in ("prompt", "text", "ids") if fields.get(key) is not None]
-        if not given or not (isinstance(given[0], str) or _are_ids(given[0])):
+        is_ids = bool(given) and isinstance(given[0], list) and all(type(each) is int for each in given[0])
+        if not given or not (isinstance(given[0], str) or is_ids):
             raise DataError(
                 f"{where}: expected an object with the text field prompt (or text), or a list of"
                 f" ids in prompt (or ids), found {line[:60]}"
             )
         yield where, given[0]
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is int for each in value)
 
 
 def _encode(given: Given, where: str, config: Run, tokenizer: Tokenizer) -> Prompt:

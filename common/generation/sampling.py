@@ -23,9 +23,8 @@ NOTHING_LEFT = "every token is forbidden; shorten predict.bad_words"
 def choose_token(logits: Logits, settings: PredictConfig, generator: np.random.Generator) -> int:
     """Return the next token of one sequence.
 
-    logits: (vocab_size,) float32 from ``LogitRules``, without padding of the vocabulary. Order as
-    in transformers: temperature, top-k, top-p (Holtzman et al. 2020), min-p, draw. Raises RunError
-    when the logits are not finite.
+    logits: (vocab_size,) float32 from ``LogitRules``, without padding of the vocabulary. Order as in transformers:
+    temperature, top-k, top-p (Holtzman et al. 2020), min-p, draw. Raises RunError when the logits are not finite.
     """
     best = int(logits.argmax())  # the index of a NaN, if there is one
     if not np.isfinite(logits[best]):
@@ -56,9 +55,7 @@ def _place(weights: Weights, part: float) -> int:
 
 
 def _first_above(sums: Weights, wanted: float) -> int:
-    """Return the place of the first sum above ``wanted``, at most that of the last weight above
-    0.
-    """
+    """Return the place of the first sum above ``wanted``, at most that of the last weight above 0."""
     return int(min(sums.searchsorted(wanted, side="right"), sums.searchsorted(sums[-1])))
 
 
@@ -89,9 +86,8 @@ def token_weights(logits: Logits, settings: PredictConfig) -> tuple[Ids, Weights
 def largest_ids(logits: Logits, count: int) -> Ids:
     """Return ids of the ``count`` largest logits and of those that tie with the last of them.
 
-    A partition of 50,257 logits takes half a millisecond, so only candidates are partitioned. The
-    count-th largest maximum of a group is at most the count-th largest logit. Logits below it need
-    not be looked at.
+    A partition of 50,257 logits takes half a millisecond, so only candidates are partitioned. The count-th largest
+    maximum of a group is at most the count-th largest logit. Logits below it need not be looked at.
     """
     whole = logits.size // _BLOCK * _BLOCK
     if count <= logits.size // (4 * _BLOCK):

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from common.accelerators import Hardware
 from common.cluster.environment import ALONE, Process
 from common.config.load import build_config
-from common.config.resolved import ResolvedModel
 from common.device import Device
 from common.errors import ConfigError
 from common.inference.language_model import LanguageModel
@@ -21,24 +20,22 @@ from common.inference.source import Source, find_source, open_tokenizer
 from common.interrupts import ending_at_interrupts
 from common.parallel.run import Run
 from common.paths import install
-from common.planner.room import check_memory
+from common.planner.fitting import check_memory
 from common.resolve.derive import resolve_mode, resolve_other
 from common.tokenizer import Tokenizer
 from common.training.data import describe_tokenizer
-from common.training.model_match import multiple_for
 from common.training.opened_checkpoint import open_checkpoint
+from common.training.start import multiple_for
 
 Backend = Literal["auto", "torch", "mindspore", "onnx"]
 PACKAGES = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}
 """The package of each backend; its module ``predict`` has ``open_runner``."""
 PROGRAM_RUNNERS = {
     "onnx": ("onnx", "common.inference.runner", "open_onnx"),
-    "pt2": ("torch", "torch_gpt2.program", "open_program"),
-    "mindir": ("mindspore", "mindformers_gpt2.mindir", "open_mindir"),
+    "pt2": ("torch", "torch_gpt2.export", "open_program"),
+    "mindir": ("mindspore", "mindformers_gpt2.export", "open_mindir"),
 }
-"""For each format of ``PROGRAMS``: the backend that runs it, the module and the function that
-opens it.
-"""
+"""For each format of ``PROGRAMS``: the backend that runs it, the module and the function that opens it."""
 
 
 def load_model(
@@ -55,11 +52,10 @@ def load_model(
     """Open a language model; its sizes and its tokenizer come from the folder.
 
     path: a run folder, a checkpoint, an export, a Hugging Face folder, or any other weights that
-    tools/convert_weight.py reads. backend: auto takes the one that the format needs, else that of
-    the run if it is installed, else torch or MindSpore. dtype: the section precision, such as
-    float32 or bf16; that of the run when left out. tokenizer: a tokenizer, or the folder of its
-    files if these are not beside the model. batch_size: sequences at once, unless a call sets
-    it. threads: number of CPU threads. verify: compare the SHA-256 of an export's files.
+    tools/convert_weight.py reads. backend: auto takes the one that the format needs, else that of the run if it is
+    installed, else torch or MindSpore. dtype: the section precision, such as float32 or bf16; that of the run when left
+    out. tokenizer: a tokenizer, or the folder of its files if these are not beside the model. batch_size: sequences at
+    once, unless a call sets it. threads: number of CPU threads. verify: compare the SHA-256 of an export's files.
 
     Raises CheckpointError, ConfigError, TokenizerError and DeviceError.
     """
@@ -118,20 +114,16 @@ def _config(source: Source, **sections: Any) -> Run:
     for name in ("seed", "quantization"):
         if source.run.get(name) is not None and not source.is_program:
             sections[name] = source.run[name]
+    # which leaves the vocabulary unpadded
+    multiple = multiple_for(source.model.vocab_size, source.model.vocab_multiple)
     needed = {
         "output_dir": str(source.folder),
         "checkpoint": {"load": str(source.path)},
         "train": {"micro_batch_size": 1},
         "optimizer": {"learning_rate": 1.0},
-        "model": _model(source.model),
+        "model": source.model.model_dump(exclude_none=True) | {"vocab_multiple": multiple},
     }
     return resolve_mode(build_config({**needed, **sections}), "predict", world_size=1)
-
-
-def _model(model: ResolvedModel) -> dict[str, Any]:
-    """Return the section model, with a vocab_multiple that leaves the vocabulary unpadded."""
-    multiple = multiple_for(model.vocab_size, model.vocab_multiple)
-    return model.model_dump(exclude_none=True) | {"vocab_multiple": multiple}
 
 
 def open_runner(source: Source, backend: str, config: Run, tokenizer: dict[str, Any] | None) -> Runner:

@@ -30,7 +30,7 @@ from common.systems.table import FORMATS
 from common.tokenizer import Tokenizer
 from common.training.data import Corpus, describe_tokenizer
 from common.training.export import OF_A_COMMAND
-from common.training.model_match import multiple_for, require_same_model
+from common.training.start import multiple_for, require_same_model
 
 Opener: TypeAlias = Callable[[dict[str, Any]], Runner]
 """Opens the model of a run. Takes the record of the tokenizer."""

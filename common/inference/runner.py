@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from common.errors import ConfigError
 from common.evaluation.rows import RowBatch, Scorer, TokenScores
-from common.generation.exported import ExportedDecoder, ExportedModel
-from common.generation.generate import Decoder
+from common.generation.generate import Decoder, ExportedDecoder, ExportedModel
 from common.inference.source import Source
 from common.parallel.run import Run
 from common.serving.engine import Slots
@@ -30,9 +29,7 @@ class Runner:
     slots: Callable[[int], Slots] | None = None
     """Returns slots that serve so many sequences at once."""
     has_fixed_shapes: bool = False
-    """Whether each new shape of a batch costs a compilation, so that few shapes are better than
-    little padding.
-    """
+    """Whether each new shape of a batch costs a compilation, so that few shapes are better than little padding."""
 
 
 def program_runner(model: ExportedModel, positions: int, slots: Callable[[int], Slots] | None = None) -> Runner:

@@ -20,6 +20,7 @@ from common.cluster.rank_environment import (
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import write_table
 from common.config.schema import RunConfig
+from common.device import sees_accelerator
 from common.launcher.host_channel import Host, Hosts
 from common.launcher.rank_process import ProcessSpec
 from common.launcher.request import LaunchRequest, absolute
@@ -29,7 +30,6 @@ from common.parallel.run import Run
 from common.planner.show import layout_warnings
 from common.processes.addresses import is_own
 from common.processes.process_tree import cores_of_ranks
-from common.resolve.auto_device import sees_accelerator
 from common.resolve.engine_checks import check_here
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from common.cluster.environment import connect_limit
 from common.errors import DataError, signal_name
-from common.failures.explain import Found, find_errors, language_of, merged
+from common.failures import Found, find_errors, language_of, merged
 from common.launcher.host_channel import LOOK_SECONDS, Host, HostChannel, Hosts, Message
 from common.launcher.rank_process import ProcessSpec, RankProcess, RankState, set_aside, stalled_ranks
 from common.launcher.terminal import Terminal

@@ -1,3 +1,1 @@
-"""Jobs of Huawei ModelArts (AICC): arguments, files at URLs, and ranks that the platform did not
-start.
-"""
+"""Jobs of Huawei ModelArts (AICC): arguments, files at URLs, and ranks that the platform did not start."""

@@ -1,8 +1,7 @@
 """Translation of arguments of ModelArts jobs and of MindFormers r0.3 into those of run_gpt2.py.
 
-Sources: run_mindformer.py of MindFormers r0.3 and r0.8, and ModelZoo's --data_url and --train_url.
-Of the ModelArts guide: "Developing Code for Training" and "Environment Variables of a Training
-Container".
+Sources: run_mindformer.py of MindFormers r0.3 and r0.8, and ModelZoo's --data_url and --train_url. Of the ModelArts
+guide: "Developing Code for Training" and "Environment Variables of a Training Container".
 """
 
 from __future__ import annotations
@@ -70,12 +69,10 @@ class ModelArtsJob:
 
 
 def translate(argv: Sequence[str], environ: Mapping[str, str]) -> ModelArtsJob:
-    """Turn ``--section.key=value``, ``--section.key value`` and known flags into
-    ``section.key=value``.
+    """Turn ``--section.key=value``, ``--section.key value`` and known flags into ``section.key=value``.
 
-    All other arguments stay. Inside ModelArts an unknown flag is dropped with a warning, because
-    the platform adds some. Elsewhere the parser rejects it. Raises ConfigError for a flag without
-    its value or with an impossible one.
+    All other arguments stay. Inside ModelArts an unknown flag is dropped with a warning, because the platform adds
+    some. Elsewhere the parser rejects it. Raises ConfigError for a flag without its value or with an impossible one.
     """
     inside = in_modelarts(environ)
     job = ModelArtsJob(run_mode=_value_of("run_mode", argv) or "train")
@@ -115,8 +112,7 @@ def translate(argv: Sequence[str], environ: Mapping[str, str]) -> ModelArtsJob:
 def mindformers_argv(argv: Sequence[str]) -> tuple[list[str], ConfigFile | None]:
     """Add the defaults of r0.3. Returns the file of --config too, if it was read.
 
-    The mode is train. Training begins with new weights, whatever checkpoint the YAML names. An
-    Ascend means MindSpore.
+    The mode is train. Training begins with new weights, whatever checkpoint the YAML names. An Ascend means MindSpore.
     """
     mode = _value_of("run_mode", argv)
     chosen = [] if mode is not None else ["--run_mode=train"]
@@ -261,9 +257,7 @@ _FLAGS: dict[str, Callable[[ModelArtsJob, str, str], None]] = {
 
 
 def _config(value: str, inside: bool) -> str:
-    """Look for a config in the code folder too: ModelArts starts the program in a folder of its
-    choice.
-    """
+    """Look for a config in the code folder too: ModelArts starts the program in a folder of its choice."""
     if is_url(value):
         raise ConfigError(
             f"--config={value}: expected a file of this host, next to the files of its base: list;"
@@ -283,9 +277,7 @@ def _options(given: str | None, rest: deque[str]) -> list[str]:
 
 
 def _value_of_unknown(given: str | None, rest: deque[str]) -> str:
-    """Return the value of an unknown flag: the next argument, unless it is a flag or an
-    override.
-    """
+    """Return the value of an unknown flag: the next argument, unless it is a flag or an override."""
     if given is not None:
         return f"={given}"
     if rest and not rest[0].startswith("--") and not re.match(r"\w+(\.\w+)*=", rest[0]):

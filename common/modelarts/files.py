@@ -1,6 +1,4 @@
-"""Files of a run at URLs: input and earlier output are copied here before it, the output back
-after.
-"""
+"""Files of a run at URLs: input and earlier output are copied here before it, the output back after."""
 
 from __future__ import annotations
 
@@ -53,12 +51,10 @@ def output_url(config: RunConfig, given: str | None) -> str | None:
 def bring_files(
     config: RunConfig, overrides: Sequence[str], url: str | None, ranks: Sequence[int], environ: Mapping[str, str]
 ) -> list[str]:
-    """Copy input, and output of an earlier start, to this host. Returns overrides that name the
-    copies.
+    """Copy input, and output of an earlier start, to this host. Returns overrides that name the copies.
 
-    url: where the output goes. ranks: whose output this process copies, see ``bring_output``. The
-    output lies in the output_dir of ``overrides``, else in a folder for it: a config's own
-    output_dir is a folder of another machine.
+    url: where the output goes. ranks: whose output this process copies, see ``bring_output``. The output lies in the
+    output_dir of ``overrides``, else in a folder for it: a config's own output_dir is a folder of another machine.
     """
     found = bring_input(config, environ)
     if url is not None:
@@ -122,8 +118,7 @@ def names_urls(config: RunConfig) -> bool:
 
 
 def checkpoint_url(key: str, url: str) -> str:
-    """Return the step folder for the URL of itself, a run folder, its checkpoints or their
-    ``latest``.
+    """Return the step folder for the URL of itself, a run folder, its checkpoints or their ``latest``.
 
     Raises CheckpointError if there is none.
     """
@@ -162,9 +157,7 @@ def find_checkpoint_url(url: str) -> str | None:
 
 
 def local_folder(url: str, environ: Mapping[str, str]) -> Path:
-    """Return where a job keeps its copy of a URL: on ModelArts' large disk /cache, else among
-    temporary files.
-    """
+    """Return where a job keeps its copy of a URL: on ModelArts' large disk /cache, else among temporary files."""
     cache = Path("/cache")
     base = (
         cache
@@ -239,11 +232,10 @@ def _refresh(url: str, checkpoints: Path) -> None:
 def output_copied(url: str | None, output_dir: Path, ranks: Sequence[int]) -> Iterator[None]:
     """Copy ``output_dir`` to ``url`` when the block ends, however it ends.
 
-    All of it is copied if rank 0 is among ``ranks``, else the files of these ranks; rank 0 has
-    newer ones of the rest. A SIGTERM in the block ends the program, with a copy. Inside the
-    training loop its own handler, which saves, comes first. Raises StorageError if the copy fails.
-    An error of the block itself takes precedence; the failed copy is then reported on standard
-    error.
+    All of it is copied if rank 0 is among ``ranks``, else the files of these ranks; rank 0 has newer ones of the rest.
+    A SIGTERM in the block ends the program, with a copy. Inside the training loop its own handler, which saves, comes
+    first. Raises StorageError if the copy fails. An error of the block itself takes precedence; the failed copy is then
+    reported on standard error.
     """
     if url is None or not ranks:
         yield

@@ -70,8 +70,7 @@ def run_job(
 def ranks_to_copy(process: Process, environ: Mapping[str, str], *, one_process: bool) -> tuple[int, ...]:
     """Return the ranks whose output this process copies: those of its host if it is their first.
 
-    one_process: every host runs the same program by itself, and only the first host's output is
-    copied.
+    one_process: every host runs the same program by itself, and only the first host's output is copied.
     """
     if not must_start_ranks(environ):
         if process.local_rank != 0:
@@ -204,9 +203,7 @@ def _worker_hosts(environ: Mapping[str, str]) -> list[str]:
 
 
 def _host_names(environ: Mapping[str, str]) -> list[str]:
-    """Return VC_WORKER_HOSTS in order, checked against MA_NUM_HOSTS; only this host if it is the
-    only one.
-    """
+    """Return VC_WORKER_HOSTS in order, checked against MA_NUM_HOSTS; only this host if it is the only one."""
     names = _worker_hosts(environ)
     count = _number(environ, "MA_NUM_HOSTS", _number(environ, "VC_WORKER_NUM", len(names) or 1))
     if count <= 1 and len(names) <= 1:
@@ -220,17 +217,14 @@ def _host_names(environ: Mapping[str, str]) -> list[str]:
 
 
 def _device_count(environ: Mapping[str, str]) -> int:
-    """Return the accelerators of this host: MA_NUM_GPUS, which also counts Ascends, else device
-    files.
-    """
+    """Return the accelerators of this host: MA_NUM_GPUS, which also counts Ascends, else device files."""
     return _number(environ, "MA_NUM_GPUS", 0) or len(list(Path("/dev").glob("davinci[0-9]*"))) or 1
 
 
 def _address(host: str, index: int, environ: Mapping[str, str]) -> str:
     """Return the address of a host.
 
-    Names of VC_WORKER_HOSTS resolve inside the job; the server ids of a table may be of another
-    network.
+    Names of VC_WORKER_HOSTS resolve inside the job; the server ids of a table may be of another network.
     """
     names = _worker_hosts(environ)
     return names[index] if index < len(names) and host not in names else host

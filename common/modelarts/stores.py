@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 from common.checkpoint.folders import LATEST, MANIFEST
 from common.errors import ConfigError, DataError, StorageError, UserError
-from common.files import atomic_write
-from common.locks import held_lock
+from common.files import atomic_write, held_lock
 from common.log import LOG
 from common.modelarts.arguments import SCHEMES, is_url
 
@@ -49,9 +48,7 @@ def join(url: str, name: str) -> str:
 
 
 def find_store(url: str) -> Any:
-    """Return what has the functions of ``moxing.file`` for a URL. Raises ConfigError if moxing is
-    needed and not there.
-    """
+    """Return what has the functions of ``moxing.file`` for a URL. Raises ConfigError if moxing is needed and absent."""
     if not is_url(url):
         raise ConfigError(f"{url}: expected a URL that starts with {', '.join(f'{name}://' for name in SCHEMES)}")
     if url.startswith("file://"):
@@ -132,12 +129,11 @@ def read(url: str) -> bytes:
 
 
 def pull_once(url: str, folder: Path) -> Path:
-    """Copy ``url`` to ``folder`` unless the copy is current; one process of this host copies for
-    all.
+    """Copy ``url`` to ``folder`` unless the copy is current; one process of this host copies for all.
 
-    Returns the path of the copy. An existing folder is complete, since a copy is made beside it and
-    renamed; the list of its source's files is a hidden file beside it. Raises DataError for an
-    empty URL and StorageError for a failed copy.
+    Returns the path of the copy. An existing folder is complete, since a copy is made beside it and renamed; the list
+    of its source's files is a hidden file beside it. Raises DataError for an empty URL and StorageError for a failed
+    copy.
     """
     lock = folder.with_name(f".{folder.name}.lock")
     told = f"waiting for another process of this host, which copies {url}"

@@ -1,10 +1,9 @@
 """Plan of how MindSpore's compiler splits each operator of the model.
 
-The plan is data, which mindformers_gpt2/semi_auto/network.py applies. A strategy gives, for each
-input of an operator, the number of parts of each dim. Strategies of products with weights follow
-from the roles of common/parallel/sharding.py. Operators between them are split so that neighbours
-agree. The compiler then inserts no communication but Megatron's (arXiv 1909.08053, and with
-sequence parallelism arXiv 2205.05198).
+The plan is data, which mindformers_gpt2/semi_auto/network.py applies. A strategy gives, for each input of an operator,
+the number of parts of each dim. Strategies of products with weights follow from the roles of
+common/parallel/sharding.py. Operators between them are split so that neighbours agree. The compiler then inserts no
+communication but Megatron's (arXiv 1909.08053, and with sequence parallelism arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -86,8 +85,7 @@ def _linear(name: str, data: int, tensor: int, rows: int) -> dict[str, Strategy]
 def _loss(config: Run, data: int, tensor: int) -> dict[str, Strategy]:
     """Return the strategies of the loss.
 
-    Rows of a whole vocabulary are split over all ranks of a stage, so that no logits are computed
-    twice.
+    Rows of a whole vocabulary are split over all ranks of a stage, so that no logits are computed twice.
     """
     columns = tensor if splits_vocabulary(config) else 1
     rows = data * tensor // columns
@@ -111,8 +109,7 @@ def _loss(config: Run, data: int, tensor: int) -> dict[str, Strategy]:
 def splits_vocabulary(config: Run) -> bool:
     """Tell whether tensor-parallel ranks split the embedding table and the head in modes 1 and 2.
 
-    With a pipeline they always do, as in MindFormers r0.3, which then silently ignores
-    ``vocab_emb_dp``.
+    With a pipeline they always do, as in MindFormers r0.3, which then silently ignores ``vocab_emb_dp``.
     """
     parallel = config.parallel
     return parallel.model_parallel > 1 and not (parallel.vocab_emb_dp and parallel.pipeline_stage == 1)
@@ -131,8 +128,7 @@ def stage_of(name: str, config: Run) -> int:
 def fusion_of(layer: int, config: Run) -> int:
     """Return the number, from 1, of the group in which a block's gradients are communicated.
 
-    With a pipeline there is one group, as in MindFormers: gradients are communicated once, after
-    the last micro batch.
+    With a pipeline there is one group, as in MindFormers: gradients are communicated once, after the last micro batch.
     """
     if config.parallel.pipeline_stage > 1:
         return 1

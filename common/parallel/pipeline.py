@@ -1,5 +1,4 @@
-"""Arithmetic of pipeline schedules: order of passes on each rank, memory held meanwhile, and
-bubble.
+"""Arithmetic of pipeline schedules: order of passes on each rank, memory held meanwhile, and bubble.
 
 The orders are those of torch.distributed.pipelining, which runs them.
 """
@@ -124,9 +123,7 @@ def _rounds(topology: Topology, place: int, micro_batches: int, *, splits: bool)
 
 
 def _v_shape(topology: Topology, place: int, micro_batches: int) -> Iterator[Action]:
-    """Order of ZB-V (arXiv 2401.10241, section 6), where a rank has the stage at its place from
-    either end.
-    """
+    """Order of ZB-V (arXiv 2401.10241, section 6), where a rank has the stage at its place from either end."""
     ranks = topology.pipeline
     down, up = topology.stages_of(place)
     # with fewer micro batches, their places stay empty
@@ -166,8 +163,7 @@ def _v_shape(topology: Topology, place: int, micro_batches: int) -> Iterator[Act
 def held_at_most(
     schedule: str, topology: Topology, place: int, micro_batches: int, sizes: Mapping[int, int]
 ) -> dict[int, int]:
-    """Return the micro batches waiting for their backward pass on each stage, at the peak of
-    memory.
+    """Return the micro batches waiting for their backward pass on each stage, at the peak of memory.
 
     sizes: bytes that one micro batch keeps, by stage.
     """
@@ -178,8 +174,7 @@ def held_at_most(
 
 
 def _held_at_turns(schedule: str, topology: Topology, place: int, micro_batches: int) -> Iterator[tuple[int, ...]]:
-    """Yield the micro batches held by each stage of a rank, at moments that include the peak of
-    memory.
+    """Yield the micro batches held by each stage of a rank, at moments that include the peak of memory.
 
     This holds for any sizes of the stages: between these moments the bytes grow or shrink evenly.
     """
@@ -197,9 +192,7 @@ def _held_at_turns(schedule: str, topology: Topology, place: int, micro_batches:
     lag = ahead + (place if splits else 0)
 
     def passed(count: int, turn: int) -> int:
-        """Return how many of the first ``count`` passes are of the stage with this turn in a
-        round.
-        """
+        """Return how many of the first ``count`` passes are of the stage with this turn in a round."""
         rounds, rest = divmod(count, per_round * virtual)
         return rounds * per_round + min(max(rest - turn * per_round, 0), per_round)
 
@@ -222,8 +215,7 @@ def gradients_at_most(schedule: str, topology: Topology, place: int, micro_batch
         return int(any(sent))
     if schedule == "zbv_zero_bubble":
         planned = max(2 * ranks - 1, micro_batches)
-        # at the end, input gradients of ``place`` micro batches reach both stages before their
-        # weight gradients
+        # at the end, input gradients of ``place`` micro batches reach both stages before their weight gradients
         begun = (planned - ranks, planned - place)
         late = sum(
             min(max(micro_batches - number, 0), place) for number, is_sent in zip(begun, sent, strict=True) if is_sent
@@ -236,14 +228,13 @@ def gradients_at_most(schedule: str, topology: Topology, place: int, micro_batch
 def bubble(schedule: str, topology: Topology, micro_batches: int, *, recomputes: bool = False) -> float:
     """Return the part of a step in which a rank waits, with equal stages and free communication.
 
-    The forward pass of a stage, its input gradients and its weight gradients take one unit each
-    (arXiv 2401.10241, section 3). Recomputation of whole blocks takes one more.
+    The forward pass of a stage, its input gradients and its weight gradients take one unit each (arXiv 2401.10241,
+    section 3). Recomputation of whole blocks takes one more.
 
-    A step has (p - 1) / v passes of waiting, each of forward + backward (GPipe, arXiv 1811.06965,
-    section 2.3; 1F1B and interleaved, arXiv 2104.04473, sections 2.2.1 and 2.2.2). Where the
-    backward pass is split, each is of forward + inputs - weights (ZB-H1, arXiv 2401.10241, table
-    1). ZB-V waits only for the first rank's lead over the last, since every step ends with a norm
-    of all gradients.
+    A step has (p - 1) / v passes of waiting, each of forward + backward (GPipe, arXiv 1811.06965, section 2.3; 1F1B and
+    interleaved, arXiv 2104.04473, sections 2.2.1 and 2.2.2). Where the backward pass is split, each is of forward +
+    inputs - weights (ZB-H1, arXiv 2401.10241, table 1). ZB-V waits only for the first rank's lead over the last, since
+    every step ends with a norm of all gradients.
     """
     ranks = topology.pipeline
     backward_inputs = 2 if recomputes else 1

@@ -21,9 +21,8 @@ from common.config.resolved import (
 )
 from common.config.schema import ParallelConfig, RunConfig
 from common.errors import ConfigError
-from common.parallel.batch import BatchPlan, pad_vocabulary
+from common.parallel.batch import BatchPlan, BatchSizes, batch_sizes, pad_vocabulary
 from common.parallel.packing import Packing, packing_of
-from common.parallel.ramp import BatchSizes, batch_sizes
 from common.parallel.topology import MAX_STAGES, Topology
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -32,8 +31,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Sizes:
     """Sizes of a micro batch on one rank; number types are given as their bytes.
 
-    between: ranks that split activations between tensor-parallel regions, all with sequence
-    parallelism, else 1.
+    between: ranks that split activations between tensor-parallel regions, all with sequence parallelism, else 1.
     """
 
     def __init__(self, run: Run) -> None:
@@ -73,7 +71,7 @@ class Sizes:
 
 
 class Run(RunConfig):
-    """A run made by ``common.inputs.make_run``. It is written and read as a RunConfig."""
+    """A run made by ``common.backends.make_run``. It is written and read as a RunConfig."""
 
     model: ResolvedModel
     train: ResolvedTrain
@@ -149,8 +147,7 @@ class Run(RunConfig):
 def topology_of(parallel: ParallelConfig, data: int) -> Topology:
     """Return the layout with this many data-parallel ranks.
 
-    Raises ConfigError where virtual stages and the schedule contradict each other, and for more
-    stages than MAX_STAGES.
+    Raises ConfigError where virtual stages and the schedule contradict each other, and for more stages than MAX_STAGES.
     """
     virtual = _virtual_stages(parallel)
     if parallel.pipeline_stage * virtual > MAX_STAGES:

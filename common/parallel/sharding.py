@@ -1,9 +1,8 @@
-"""Table of how each parameter splits over tensor-parallel ranks, for backends, checkpoints and
-planner.
+"""Table of how each parameter splits over tensor-parallel ranks, for backends, checkpoints and planner.
 
-After Megatron-LM (arXiv 1909.08053, section 3). q, k, v and c_fc are split by outputs, so that each
-rank has whole heads and its part of the inner width. Both c_proj are split by inputs, and their
-results are summed. The embedding, which is also the head, is split by rows of the vocabulary.
+After Megatron-LM (arXiv 1909.08053, section 3). q, k, v and c_fc are split by outputs, so that each rank has whole
+heads and its part of the inner width. Both c_proj are split by inputs, and their results are summed. The embedding,
+which is also the head, is split by rows of the vocabulary.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ class Role(StrEnum):
     ROW = "row"
     """(out, in) weight; split along the inputs, dim 1."""
     REPLICATED = "replicated"
-    """Whole on every rank. With sequence parallelism its gradient is a sum over the tensor-parallel
-    ranks.
-    """
+    """Whole on every rank. With sequence parallelism its gradient is a sum over the tensor-parallel ranks."""
 
 
 _ROLES = (
@@ -57,9 +54,7 @@ def role_of(name: str) -> Role:
 
 
 def split_dim(name: str) -> int | None:
-    """Return the dim that is split over tensor-parallel ranks in equal contiguous parts, or
-    None.
-    """
+    """Return the dim that is split over tensor-parallel ranks in equal contiguous parts, or None."""
     return {Role.VOCABULARY: 0, Role.COLUMN: 0, Role.ROW: 1, Role.REPLICATED: None}[role_of(name)]
 
 
@@ -96,9 +91,7 @@ def slice_of(
 
 
 def slices_of_rank(config: Run, topology: Topology, at: Coordinates, names: Collection[str]) -> dict[str, TensorSlice]:
-    """Return the slice of each parameter that the rank at these coordinates holds (with ZeRO:
-    updates).
-    """
+    """Return the slice of each parameter that the rank at these coordinates holds (with ZeRO: updates)."""
     shards = shards_of(config.parallel, topology)
     place = {"tensor": topology.tensor, "tensor_rank": at.tensor}
     place |= {"shards": shards, "shard_rank": at.data % shards}
@@ -114,8 +107,7 @@ def initial_values(config: Run, pieces: Mapping[str, TensorSlice] | None = None)
 
 
 def owns(parallel: ResolvedParallel, topology: Topology, at: Coordinates, name: str) -> bool:
-    """Tell whether the rank at these coordinates counts its slice in the gradient norm and in a
-    checkpoint.
+    """Tell whether the rank at these coordinates counts its slice in the gradient norm and in a checkpoint.
 
     One of the ranks that hold the same slice does.
     """

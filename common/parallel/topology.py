@@ -1,13 +1,12 @@
 """Place of each rank: rank <-> (data, tensor, pipeline), groups of ranks, and their layers.
 
-Ranks are numbered in Megatron's order (``order="tp-cp-ep-dp-pp"`` of
-megatron.core.parallel_state.RankGenerator): tensor fastest, then data, then pipeline. The busiest
-group thus lies within a server. MindSpore's semi-automatic mode assigns stages the same way: a
-stage is a contiguous range of ranks.
+Ranks are numbered in Megatron's order (``order="tp-cp-ep-dp-pp"`` of megatron.core.parallel_state.RankGenerator):
+tensor fastest, then data, then pipeline. The busiest group thus lies within a server. MindSpore's semi-automatic mode
+assigns stages the same way: a stage is a contiguous range of ranks.
 
-A stage is a piece of the stack of layers. With virtual stages a pipeline rank holds several. Rank s
-has stages s + k x pipeline (Megatron, arXiv 2104.04473, section 2.2). In ZB-V's shape it has s and
-the one as far from the end (arXiv 2401.10241, section 6).
+A stage is a piece of the stack of layers. With virtual stages a pipeline rank holds several. Rank s has stages s + k x
+pipeline (Megatron, arXiv 2104.04473, section 2.2). In ZB-V's shape it has s and the one as far from the end (arXiv
+2401.10241, section 6).
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from common.errors import ConfigError
 from common.parallel.batch import check_divides
 
 MAX_STAGES = 256
-"""Most stages of a pipeline: more than the layers of any GPT, and few enough to plan within a
-second.
-"""
+"""Most stages of a pipeline: more than the layers of any GPT, and few enough to plan within a second."""
 
 
 class GroupKind(StrEnum):
@@ -33,8 +30,7 @@ class GroupKind(StrEnum):
     PIPELINE = "pipeline"
     """Ranks that pass the same samples from stage to stage."""
     EMBEDDING = "embedding"
-    """Ranks of the first and the last stage, which both hold the tied embedding and sum its
-    gradients.
+    """Ranks of the first and the last stage, which both hold the tied embedding and sum its gradients.
 
     It is one rank where the pipeline is a V. Ranks of other stages have no such group.
     """
@@ -92,9 +88,7 @@ class Topology:
         return (at.pipeline * self.data + at.data) * self.tensor + at.tensor
 
     def group(self, kind: GroupKind, rank: int) -> Sequence[int]:
-        """Return the ranks of the group that contains ``rank``, ascending; empty if there is
-        none.
-        """
+        """Return the ranks of the group that contains ``rank``, ascending; empty if there is none."""
         at, stage = self.coordinates(rank), self.data * self.tensor
         match kind:
             case GroupKind.TENSOR:
@@ -126,9 +120,7 @@ class Topology:
         return self.pipeline * self.virtual
 
     def stages_of(self, place: int) -> tuple[int, ...]:
-        """Return the stages of the pipeline rank at this place, in the order of the forward
-        pass.
-        """
+        """Return the stages of the pipeline rank at this place, in the order of the forward pass."""
         assert 0 <= place < self.pipeline, (place, self)
         if self.v_shape:
             return place, self.stages - 1 - place
@@ -157,9 +149,7 @@ class Topology:
         return self.coordinates(rank).pipeline == self.place_of_stage(self.stages - 1)
 
     def layers_of_stage(self, stage: int, num_layers: int) -> range:
-        """Return the layers of a stage. Raises ConfigError if they do not divide or
-        ``stage_layers`` does not fit.
-        """
+        """Return the layers of a stage. Raises ConfigError if they do not divide or ``stage_layers`` does not fit."""
         assert 0 <= stage < self.stages, (stage, self)
         if self.stage_layers is not None:
             self._check_split(num_layers)

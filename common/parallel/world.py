@@ -1,6 +1,4 @@
-"""Agreement of all processes of a run, without regard to the backend that carries their
-messages.
-"""
+"""Agreement of all processes of a run, without regard to the backend that carries their messages."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ class WorldBase(ABC):
         return lambda: largest
 
     def decide_on_rank_0(self, decide: Callable[[], T]) -> T:
-        """Return the decision of rank 0 on every rank. Raises its error, if one of ours, on every
-        rank.
-        """
+        """Return the decision of rank 0 on every rank. Raises its error, if one of ours, on every rank."""
         if self.size == 1:
             return decide()
         answer: list[Any] = [None, None]
@@ -70,8 +66,7 @@ class WorldBase(ABC):
         return {rank: self.topology.group(GroupKind.DATA, rank)[0] for rank in range(self.size)}
 
     def require_equal(self, facts: dict[str, Any], models: Mapping[int, int] | None = None) -> None:
-        """Check that all ranks have the same facts. Raises ConfigError naming the first difference
-        and ranks.
+        """Check that all ranks have the same facts. Raises ConfigError naming the first difference and ranks.
 
         models: the rank with which each is compared; 0 when left out.
         """

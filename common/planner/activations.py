@@ -1,27 +1,23 @@
 """Bytes that the forward pass of one micro batch keeps for its backward pass.
 
-They are the tensors that torch_gpt2/model.py and torch_gpt2/loss.py make autograd keep, operator by
-operator or in compiled regions. They are counted as on an accelerator (fused attention, one byte
-per element of a dropout mask). MindSpore's attention is counted as fused only where it is
-(common/parallel/kernels.py).
+They are the tensors that torch_gpt2/model.py and torch_gpt2/loss.py make autograd keep, operator by operator or in
+compiled regions. They are counted as on an accelerator (fused attention, one byte per element of a dropout mask).
+MindSpore's attention is counted as fused only where it is (common/parallel/kernels.py).
 
-Tensor parallelism is Megatron's (arXiv 1909.08053, section 3). With sequence parallelism (arXiv
-2205.05198, section 4.2.2) activations between its regions are split too. The input of a region is
-gathered, and kept so.
+Tensor parallelism is Megatron's (arXiv 1909.08053, section 3). With sequence parallelism (arXiv 2205.05198, section
+4.2.2) activations between its regions are split too. The input of a region is gathered, and kept so.
 """
 
 from __future__ import annotations
 
-from common.parallel.kernels import keeps_no_scores, loss_rows
+from common.parallel.kernels import in_regions, is_compiled, keeps_no_scores, loss_rows
 from common.parallel.run import Run
-from common.resolve.compilation import in_regions, is_compiled
 
 
 def block_bytes(config: Run, recompute: str) -> int:
     """Return the bytes of one transformer block.
 
-    It recomputes nothing (none), attention and the MLP's inner part (selective), or all of it
-    (full).
+    It recomputes nothing (none), attention and the MLP's inner part (selective), or all of it (full).
     """
     s = config.sizes
     if recompute == "full":
@@ -62,9 +58,7 @@ def recomputed_of_rank(config: Run, place: int) -> int:
 
 
 def norm_bytes(config: Run) -> int:
-    """Return the bytes of a norm: its input, mean, deviation, and weight and bias held in another
-    type.
-    """
+    """Return the bytes of a norm: its input, mean, deviation, and weight and bias held in another type."""
     s = config.sizes
     weights = 2 * s.hidden * s.norm if s.norm != s.held else 0
     kept = s.tokens * s.hidden * input_of_norm(config) + 2 * s.tokens * s.norm
@@ -116,10 +110,9 @@ def loss_bytes(config: Run) -> int:
 def while_in_loss(config: Run) -> int:
     """Return the peak of temporary bytes in the loss.
 
-    Forward, beside the head in the type of the computation: the float32 logits of
-    ``train.loss_rows`` positions (those of a CPU if left out), and as much for their logsumexp, or
-    the product that adds to the head's gradient. A compiled loss needs neither. Backward: that
-    gradient times the loss scale.
+    Forward, beside the head in the type of the computation: the float32 logits of ``train.loss_rows`` positions (those
+    of a CPU if left out), and as much for their logsumexp, or the product that adds to the head's gradient. A compiled
+    loss needs neither. Backward: that gradient times the loss scale.
     """
     s = config.sizes
     memory = None if config.hardware is None else config.hardware.memory

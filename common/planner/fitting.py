@@ -1,29 +1,226 @@
-"""Micro batch and recomputation that fit in memory by the plan, where a run has ``auto`` for them.
+"""Checks of a run against the available memory, before and after an allocation; micro batch and recomputation that
+fit in it by the plan, where a run has ``auto`` for them.
 
-The fastest recomputation is taken by the plan's time of a step, each with the largest micro batch
-that fits.
+The fastest recomputation is taken by the plan's time of a step, each with the largest micro batch that fits.
 """
 
 from __future__ import annotations
 
+import errno
 import math
+import re
+import resource
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from common.accelerators import Accelerator, Hardware, find_accelerator, require_accelerator
+import psutil
+
+from common.accelerators import GIB, Accelerator, Hardware, find_accelerator, require_accelerator
+from common.cluster.environment import ALONE, Process
 from common.config.resolved import as_run
 from common.config.schema import RunConfig
+from common.device import sees_accelerator
 from common.errors import ConfigError
-from common.parallel.ramp import micro_batches
+from common.log import LOG
+from common.parallel.batch import divisors, micro_batches
 from common.parallel.run import Run
-from common.planner.communication import traffic_of
 from common.planner.memory import memory_of
-from common.planner.room import memory_limit
-from common.planner.timing import step_time
+from common.planner.timing import step_time, traffic_of
 from common.resolve.derive import resolve_other
+
+HOPELESS = 4
+"""Factor by which a plan must exceed the memory to be rejected.
+
+Activations are an estimate, and no error of the estimate is this large.
+"""
+
+
+def machine_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of memory and swap that this machine (or container) allows."""
+    amounts: list[int] = [psutil.virtual_memory().total + psutil.swap_memory().total]
+    for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            amounts.append(int((root / name).read_text(encoding="utf-8")))
+        except (OSError, ValueError):  # another version of cgroups, or "max"
+            continue
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        amounts.append(limit)
+    return min(amounts)
+
+
+RESERVED = 0.06
+"""Part of a device's memory that the driver, the libraries and gaps between tensors take."""
+MIN_RESERVED = 2.4 * GIB
+"""Least of it, which weighs on cards below 40 GB. nvidia-smi showed so much beyond the plan on
+V100s of 16 GB (OneFlow's report of May 2021, the median of 13 runs without a pipeline).
+"""
+
+
+def usable_memory(memory: float) -> float:
+    """Return the bytes of an accelerator's memory that a rank may plan with."""
+    return memory - max(RESERVED * memory, MIN_RESERVED)
+
+
+def memory_limit(config: RunConfig, device: Accelerator | Hardware | None, *, ranks: int = 1) -> float | None:
+    """Return the bytes that the plan may give a rank, or None if unknown.
+
+    They are the device's memory without a reserve, or context.max_device_memory if that is less. On
+    a CPU they are the machine's, which its ``ranks`` share.
+    """
+    most = config.context.most_bytes
+    if isinstance(device, Hardware) and device.kind == "cpu":
+        return machine_memory() / ranks * (1 - RESERVED) if most is None else most
+    known = None if device is None or device.memory is None else usable_memory(device.memory)
+    return min((limit for limit in (most, known) if limit is not None), default=None)
+
+
+def limit_name(config: RunConfig, device: Accelerator | None) -> str:
+    """Return what sets the ``memory_limit``: the key, or the name of the device."""
+    if device is None or memory_limit(config, device) == config.context.most_bytes:
+        return f"context.max_device_memory={config.context.max_device_memory}"
+    return device.name
+
+
+def check_memory(config: Run, process: Process = ALONE, *, training: bool = False) -> None:
+    """Compare the plan's memory with that of the run's device, before anything is allocated.
+
+    Warns on rank 0 if the plan exceeds it, and raises ConfigError if the run cannot fit. On a CPU
+    the memory is the machine's, which the ranks of a host share. A checkpoint is written from a
+    copy of weights and optimizer state there.
+    """
+    hardware, topology = config.hardware, config.topology
+    on_cpu = hardware is not None and hardware.kind == "cpu"
+    there = machine_memory() if on_cpu else None if hardware is None else hardware.memory
+    if there is None:
+        return
+    place = topology.coordinates(process.rank % topology.world_size).pipeline
+    ranks = min(process.local_world_size, topology.world_size) if on_cpu else 1
+    memory = memory_of(config, place)
+    certain = ranks * (memory.weights + (memory.optimizer if training else 0))
+    likely = ranks * memory.peak + on_cpu * certain if training else certain
+    has = f"this machine has {gibibytes(there)}" if on_cpu else f"the device has {gibibytes(there)}"
+    who = f"{ranks} ranks need" if ranks > 1 else "a rank needs"
+    part = "weights and optimizer state" if training else "weights"
+    by_plan = f"{who} {gibibytes(likely)} by the plan"
+    if certain > there:
+        said = f"the run does not fit: {who} {gibibytes(certain)} for its {part}, but {has};"
+    elif likely > there:
+        certainty = "does not" if likely > HOPELESS * there else "may not"
+        said = f"the run {certainty} fit: {by_plan}, but {has};"
+    else:
+        free = psutil.virtual_memory().available
+        if not on_cpu or likely <= free:
+            return
+        said = (
+            f"memory is short: {by_plan}, and {gibibytes(free)} of this machine's"
+            f" {gibibytes(there)} are free; end other programs, or"
+        )
+    message = f"{said} {advice(config, training=training, place=place)}"
+    if certain > there or likely > HOPELESS * there:
+        raise ConfigError(message)
+    if process.rank == 0:
+        LOG.warning(message)
+
+
+def fits_machine(config: Run, peak: int, root: Path = Path("/")) -> str | None:
+    """Return a line for the plan if a rank on a CPU needs more than this machine has, else None."""
+    there = machine_memory(root)
+    if config.device not in ("auto", "cpu") or (config.device == "auto" and sees_accelerator(root)) or peak <= there:
+        return None
+    return (
+        f"does not fit this machine: a rank needs {gibibytes(peak)}, and there are {gibibytes(there)}; {advice(config)}"
+    )
+
+
+def out_of_memory(error: BaseException, config: Run, *, rank: int = 0, training: bool = False) -> str | None:
+    """Return the message for a failed allocation, and None for any other error.
+
+    It names the requested size, the plan's size, the machine's memory and remedies.
+    """
+    asked = asked_for(error)
+    if asked is None:
+        return None
+    place = config.topology.coordinates(rank).pipeline
+    memory = memory_of(config, place)
+    parts = ", ".join(f"{name} {gibibytes(size)}" for name, size in memory.parts.items() if size)
+    plan = f"by the plan a rank that trains holds {gibibytes(memory.peak)} at most ({parts})"
+    has = f"; this machine has {gibibytes(machine_memory())}"
+    helps = advice(config, training=training, place=place)
+    return f"out of memory: {asked}; {plan}{has}. {helps}"
+
+
+_WORDS = re.compile(
+    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory"
+    r"|memory is(n't| not) enough|alloc(ate|ation)?\b.*fail|bad_alloc"
+    r"|Storage size calculation overflowed|larger than the maximum possible size"
+    r"|Maximum allowed dimension exceeded|Invalid buffer size",
+    re.IGNORECASE,
+)
+
+
+def asked_for(error: BaseException) -> str | None:
+    """Return the size that a failed allocation requested, in the library's words, else None."""
+    text = next((line.strip() for line in str(error).splitlines() if _WORDS.search(line)), "")
+    named = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
+    lacking = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if not (named or lacking or (isinstance(error, RuntimeError | ValueError) and text)):
+        return None
+    size = re.search(r"tried to allocate (\d+) bytes", text)
+    if size:
+        return f"{gibibytes(int(size[1]))} at once were asked for"
+    return (text or str(error).partition("\n")[0].strip() or "the system gave no more")[:200].rstrip(". ")
+
+
+def advice(config: Run, *, training: bool = True, place: int = 0) -> str:
+    """Return what to change, with the current values and what the plan says that each frees.
+
+    place: pipeline stage of the rank that has no room.
+    """
+    train, parallel = config.train, config.parallel
+    if not training:
+        return "lower evaluation.batch_size or predict.batch_size, or use a machine with more memory"
+    wishes = []
+    if train.micro_batch_size > 1:
+        size = max(n for n in divisors(train.micro_batch_size) if n < train.micro_batch_size)
+        fewer = {"micro_batch_size": size, "accumulation_steps": None}
+        freed = _freed(config, place, f"to {size} ", train=fewer)
+        wishes.append(f"lower train.micro_batch_size (now {train.micro_batch_size}){freed}")
+    if train.accumulation_steps > 10_000:
+        wishes.append(f"lower train.global_batch_size (now {train.global_batch_size})")
+    if train.recompute != "full" or train.recompute_layers is not None:
+        freed = _freed(config, place, train={"recompute": "full", "recompute_layers": None})
+        wishes.append(f"set train.recompute=full{freed}")
+    stage = parallel.zero_stage + 1
+    can_split = stage < 4 and parallel.data_parallel > 1
+    split = {"zero_stage": stage}
+    freed = _freed(config, place, f"to {stage} ", parallel=split) if can_split else ""
+    wishes.append(
+        f"split the state over ranks with parallel.zero_stage (now {parallel.zero_stage}){freed},"
+        " model_parallel or pipeline_stage"
+    )
+    return f"{', '.join(wishes)}, or use a smaller model; --run_mode plan shows what each part takes"
+
+
+def _freed(config: Run, place: int, to: str = "", **changes: Any) -> str:
+    """Return what the plan's peak loses by changes, and nothing if that does not help or fit."""
+    ranks, hardware = config.topology.world_size, config.hardware
+    try:
+        tried = resolve_other(config, world_size=ranks, hardware=hardware, **changes)
+    except ConfigError:
+        return ""
+    now, then = (memory_of(run, place).peak for run in (config, tried))
+    less = now - then
+    return f" {to}(frees {gibibytes(less)})" if less >= GIB / 100 else ""
+
+
+def gibibytes(size: float) -> str:
+    return f"{size / GIB:,.2f} GiB"
+
 
 RECOMPUTATIONS = ("none", "selective", "full")
 """Values of ``train.recompute``, from the most to the least memory."""
@@ -56,9 +253,7 @@ def resolve_on(config: RunConfig, device: Accelerator | None, *, world_size: int
 
 @dataclass(frozen=True)
 class Fitting:
-    """The search for a configuration. Each candidate is a configuration of its own, resolved for a
-    device.
-    """
+    """The search for a configuration. Each candidate is a configuration of its own, resolved for a device."""
 
     config: RunConfig
     world_size: int

@@ -1,12 +1,10 @@
-"""Bytes that each pipeline rank holds: weights, gradients, optimizer, activations, loss and
-buffers.
+"""Bytes that each pipeline rank holds: weights, gradients, optimizer, activations, loss and buffers.
 
-Its tensor and data-parallel ranks hold as much. ZeRO (arXiv 1910.02054) is counted as FSDP2 does it
-on torch's native engine. Each rank keeps its rows of every parameter in float32. In stages 1 and 2,
-parameters are gathered for the passes of a step; a pipeline does so too. In stage 3 they are
-gathered a block at a time. Gathered parameters have the type of precision.parameters. In stage 1,
-and in a pipeline, gradients of several micro batches add up whole. Otherwise each block's gradients
-are reduced when its backward pass ends.
+Its tensor and data-parallel ranks hold as much. ZeRO (arXiv 1910.02054) is counted as FSDP2 does it on torch's native
+engine. Each rank keeps its rows of every parameter in float32. In stages 1 and 2, parameters are gathered for the
+passes of a step; a pipeline does so too. In stage 3 they are gathered a block at a time. Gathered parameters have the
+type of precision.parameters. In stage 1, and in a pipeline, gradients of several micro batches add up whole. Otherwise
+each block's gradients are reduced when its backward pass ends.
 """
 
 from __future__ import annotations
@@ -32,9 +30,7 @@ class Memory:
     """Whole parameters beside them, with ZeRO."""
     gradients: int
     optimizer: int
-    """Moments, float32 copies of whole weights below float32, and Adam's step of 4 bytes per
-    tensor.
-    """
+    """Moments, float32 copies of whole weights below float32, and Adam's step of 4 bytes per tensor."""
     activations: int
     """Activations kept for backward passes, for all micro batches in progress at once."""
     loss: int
@@ -48,9 +44,8 @@ class Memory:
     shared: int = 0
     """Bytes of other parts that reuse memory.
 
-    Where all micro batches go forward before the first one goes backward, the activations of one
-    are freed while gradients appear. With FSDP2, the fullest phase of a step has
-    only some of the parts.
+    Where all micro batches go forward before the first one goes backward, the activations of one are freed while
+    gradients appear. With FSDP2, the fullest phase of a step has only some of the parts.
     """
 
     @property
@@ -91,16 +86,12 @@ class Unit:
         return sum(math.prod(shape) for name, shape in self.shapes if name.startswith("h.") and ".ln_" not in name)
 
     def share(self, ranks: int) -> int:
-        """Return the elements of one unit on the fullest rank, with each parameter split along its
-        first dimension.
-        """
+        """Return the elements of one unit on the fullest rank, with each parameter split along its first dimension."""
         return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for _, shape in self.shapes)
 
 
 def units_of(config: Run, place: int) -> tuple[Unit, ...]:
-    """Return the parameters of the pipeline rank at this place: blocks, embeddings and final
-    norm.
-    """
+    """Return the parameters of the pipeline rank at this place: blocks, embeddings and final norm."""
     topology, whole = config.topology, parameter_shapes(config.model, 1)
     whole[EMBEDDING] = (config.vocab_rows, whole[EMBEDDING][1])
     shapes = [(name, local_shape(name, shape, topology.tensor)) for name, shape in whole.items()]
@@ -143,9 +134,7 @@ def keeps_whole_gradients(config: Run) -> bool:
 
 
 def has_low_gradients(config: Run) -> bool:
-    """Tell whether DeepSpeed's ZeRO adds up gradients of weights below float32, in
-    precision.reduction.
-    """
+    """Tell whether DeepSpeed's ZeRO adds up gradients of weights below float32, in precision.reduction."""
     is_zero = config.engine == "deepspeed" and config.parallel.zero_stage > 0
     return is_zero and BYTES[config.precision.parameters] < 4
 
@@ -233,8 +222,7 @@ def _most_in_sharded_step(config: Run, units: tuple[Unit, ...], memory: Memory) 
     of_blocks = 0 if several else 4 * blocks.count * blocks.share(shard_ranks(config))
     kept = others * held if zero == 3 else gathered
     loss = kept + saved + memory.loss + activations.while_in_loss(config)
-    # the message of one block is on its way while the next one goes backward; the last block
-    # recomputes only if all do
+    # the message of one block is on its way while the next one goes backward; the last block recomputes only if all do
     recomputes = activations.recomputed(config, blocks.count) == blocks.count
     mode = config.train.recompute if recomputes else "none"
     sent = blocks.elements * (held + reduced) - activations.block_bytes(config, mode)
@@ -330,6 +318,4 @@ _DEEPSPEED_BUCKET = 500_000_000
 the default of its reduce_bucket_size.
 """
 _BUCKET = 25 * 2**20
-"""Bytes of DDP's buckets. Gradients are views of them; sent in another type, one is copied at a
-time.
-"""
+"""Bytes of DDP's buckets. Gradients are views of them; sent in another type, one is copied at a time."""

@@ -13,17 +13,15 @@ from itertools import groupby, zip_longest
 from common.accelerators import GIB, Accelerator
 from common.cluster.places import RankPlacement
 from common.errors import ConfigError
-from common.parallel.batch import BatchPlan
+from common.parallel.batch import BatchPlan, describe_ramp
 from common.parallel.kernels import FIRST_ASCEND
-from common.parallel.learning_rate import describe_schedule, schedule_warnings
 from common.parallel.pipeline import bubble, schedule_error
-from common.parallel.ramp import describe_ramp
 from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
-from common.planner.communication import Traffic, traffic_of
+from common.parallel.updates import describe_schedule, schedule_warnings
+from common.planner.fitting import limit_name, memory_limit
 from common.planner.memory import Memory, has_low_gradients, memory_of, shard_ranks, units_of
-from common.planner.room import limit_name, memory_limit
-from common.planner.timing import RANGES, StepTime, step_time
+from common.planner.timing import RANGES, StepTime, Traffic, step_time, traffic_of
 from common.resolve.derive import resolve_other
 from common.weights.names import count_parameters, flops_per_token
 
@@ -41,9 +39,7 @@ class StagePlan:
     layers: tuple[range, ...]
     """Layers of each stage, in the order of ``stages``."""
     parameters: int
-    """Number of elements before ZeRO splits, with padding and the last stage's copy of the tied
-    embedding.
-    """
+    """Number of elements before ZeRO splits, with padding and the last stage's copy of the tied embedding."""
     memory: Memory
     traffic: Traffic
 

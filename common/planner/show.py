@@ -21,9 +21,8 @@ from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
-from common.planner.fitting import resolve_on
+from common.planner.fitting import fits_machine, resolve_on
 from common.planner.plan import Likeness, describe_plan, make_plan, time_of
-from common.planner.room import fits_machine
 from common.planner.suggest import describe_next, describe_suggestions, suggest
 from common.processes.addresses import DEFAULT_PORT
 from common.resolve.derive import resolve_config, written_ranks
@@ -44,13 +43,11 @@ def plan_text(
     network: float | None = None,
     server_devices: int | None = None,
 ) -> str:
-    """Return the plan of the processes that a launcher announces, else of those that the layout
-    needs.
+    """Return the plan of the processes that a launcher announces, else of those that the layout needs.
 
-    written: the configuration of these words. accelerator: whose step time to estimate. devices:
-    how many of it to suggest layouts for. like: folder and configuration of a run that measured a
-    step. Both are on machines with other ``link`` and ``network`` (GB/s of a device) or
-    ``server_devices`` if they are given.
+    written: the configuration of these words. accelerator: whose step time to estimate. devices: how many of it to
+    suggest layouts for. like: folder and configuration of a run that measured a step. Both are on machines with other
+    ``link`` and ``network`` (GB/s of a device) or ``server_devices`` if they are given.
     """
     given = {"link": link and link * GIGA, "network": network and network * GIGA, "server_devices": server_devices}
     machine: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -96,9 +93,8 @@ MAX_RANKS = 4096
 def _likeness(
     folder: Path, written: RunConfig, device: Accelerator | None, machine: Mapping[str, Any]
 ) -> tuple[Likeness, Accelerator]:
-    """Return how a run's step compares with its plan, and the device to plan for: by default the
-    run's own, on this machine. Raises ConfigError if the run did not measure a step, or its device
-    is unknown.
+    """Return how a run's step compares with its plan, and the device to plan for: by default the run's own, on this
+    machine. Raises ConfigError if the run did not measure a step, or its device is unknown.
     """
     found = read_json_mapping(folder / "memory.json")
     seconds: Any = found.get("step_seconds")

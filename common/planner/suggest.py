@@ -23,9 +23,8 @@ from common.parallel.batch import MAX_RANKS, divisors
 from common.parallel.pipeline import schedule_error
 from common.parallel.run import Run
 from common.parallel.topology import Topology
-from common.planner.fitting import RECOMPUTATIONS, Fitting
+from common.planner.fitting import RECOMPUTATIONS, Fitting, limit_name
 from common.planner.plan import Likeness, Plan, make_plan, mfu, table, three_digits, time_of
-from common.planner.room import limit_name
 from common.planner.timing import RANGES
 
 _SHOWN = 10
@@ -58,8 +57,7 @@ class Suggestions:
 def suggest(config: Run, devices: int, device: Accelerator, *, is_auto: bool = False) -> Suggestions:
     """Try every layout for this many devices.
 
-    is_auto: whether the plan chooses the micro batch of each. Raises ConfigError for a number
-    outside 1 to MAX_RANKS.
+    is_auto: whether the plan chooses the micro batch of each. Raises ConfigError for a number outside 1 to MAX_RANKS.
     """
     if not 1 <= devices <= MAX_RANKS:
         raise ConfigError(f"--devices {devices}: expected how many there are, at least 1 and at most {MAX_RANKS}")
@@ -169,11 +167,9 @@ def with_larger_batches(layout: Layout, device: Accelerator) -> Layout:
 def describe_suggestions(
     found: Suggestions, devices: int, device: Accelerator, like: Likeness | None = None, *, all_layouts: bool = False
 ) -> str:
-    """Return a table of the best layouts, the overrides for the first one, and reasons against
-    others.
+    """Return a table of the best layouts, the overrides for the first one, and reasons against others.
 
-    Layouts within TIE of the best are equal for all that the plan knows, and sorted by their free
-    memory.
+    Layouts within TIE of the best are equal for all that the plan knows, and sorted by their free memory.
     """
     source = f"scaled by {like.folder}" if like else "calculated, not measured"
     given = limit_name(found.config, device)

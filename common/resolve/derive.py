@@ -10,11 +10,19 @@ from typing import Any
 from common.accelerators import Hardware
 from common.config.resolved import as_run, resolve_model
 from common.config.schema import MAX_COUNT, DeepSpeedConfig, ModelConfig, ParallelConfig, RunConfig, Section
+from common.device import check_device_id
 from common.errors import ConfigError, refuse_first
-from common.parallel.batch import check_divides, pad_vocabulary, plan_batch, plan_data_parallel
-from common.parallel.ramp import BatchSizes, batch_sizes, check_ramp, micro_batches
+from common.parallel.batch import (
+    BatchSizes,
+    batch_sizes,
+    check_divides,
+    check_ramp,
+    micro_batches,
+    pad_vocabulary,
+    plan_batch,
+    plan_data_parallel,
+)
 from common.parallel.run import Run, topology_of
-from common.resolve.auto_device import check_device_id
 from common.resolve.engine_checks import check_engine
 
 ONE_DEVICE_MODES = ("eval", "predict", "serve", "export")
@@ -51,6 +59,11 @@ def resolve_config(
         data_parallel=parallel.data_parallel,
     )
 
+    # a config for many devices also runs on one
+    splits_nothing = world_size == 1 and config.engine == "native" and parallel.shard_size is None
+    halves = "float16" in (config.precision.compute, config.precision.parameters)
+    scale_mode = config.loss_scale.mode if config.loss_scale.mode != "auto" else "dynamic" if halves else "none"
+
     def resolve_with(size: int | None) -> Run:
         batch = plan_batch(
             global_batch=train.global_batch_size,
@@ -75,13 +88,13 @@ def resolve_config(
             optimizer=length.get("optimizer", {}),
             parallel={
                 "data_parallel": data_parallel,
-                "zero_stage": 0 if _has_nothing_to_split(config, world_size) else parallel.zero_stage,
+                "zero_stage": 0 if splits_nothing else parallel.zero_stage,
             },
             validation={
                 "micro_batch_size": config.validation.micro_batch_size or batch.micro_batch,
                 **_windows(config, batch.global_batch),
             },
-            loss_scale={"mode": _scale_mode(config)},
+            loss_scale={"mode": scale_mode},
             hardware=hardware,
         )
         check_engine(resolved)
@@ -106,20 +119,10 @@ def resolve_other(config: RunConfig, *, world_size: int, hardware: Hardware | No
     return resolve_config(other, world_size=world_size, hardware=hardware)
 
 
-def _scale_mode(config: RunConfig) -> str:
-    mode, types = config.loss_scale.mode, (config.precision.compute, config.precision.parameters)
-    return mode if mode != "auto" else "dynamic" if "float16" in types else "none"
-
-
 def _windows(config: RunConfig, global_batch: int) -> dict[str, int | None]:
     """Return validation.max_samples for validation.max_batches batches of a size."""
     batches = config.validation.max_batches
     return {} if batches is None else {"max_samples": batches * global_batch, "max_batches": None}
-
-
-def _has_nothing_to_split(config: RunConfig, world_size: int) -> bool:
-    """Tell whether ZeRO has no effect, so that a config for many devices also runs on one."""
-    return world_size == 1 and config.engine == "native" and config.parallel.shard_size is None
 
 
 def written_copies(config: RunConfig) -> int:
@@ -147,8 +150,7 @@ def _is_shared(config: RunConfig, run_mode: str, world_size: int) -> bool:
 def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Run:
     """Resolve a config for a run mode that may use one device, whatever the layout of the training.
 
-    An evaluation that several processes share keeps the splits that make the model fit: tensor,
-    pipeline and ZeRO-3.
+    An evaluation that several processes share keeps the splits that make the model fit: tensor, pipeline and ZeRO-3.
     """
     if run_mode not in ONE_DEVICE_MODES:
         return resolve_config(config, world_size=world_size)
@@ -205,13 +207,6 @@ def _check_export(config: RunConfig) -> None:
         and export.format not in ("onnx", "pt2")
         and "export.cache=false is for export.format=onnx and pt2; leave it out",
     )
-
-
-def _check_backend(config: RunConfig) -> None:
-    """Reject settings that the backend does not support on any device."""
-    _check_export(config)
-    check_device_id(config, config.device)
-    (_check_for_mindspore if config.backend == "mindspore" else _check_for_torch)(config)
 
 
 def _check_for_mindspore(config: RunConfig) -> None:
@@ -520,7 +515,9 @@ _CHECKS = (
     _check_precision,
     _check_float8,
     _check_recompute,
-    _check_backend,
+    _check_export,
+    lambda config: check_device_id(config, config.device),
+    lambda config: (_check_for_mindspore if config.backend == "mindspore" else _check_for_torch)(config),
     _check_observation,
 )
 """Checks of what is written, in their order."""

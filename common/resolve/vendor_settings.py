@@ -12,9 +12,7 @@ from common.parallel.run import Run
 
 
 def mindspore_context(config: Run) -> dict[str, Any]:
-    """Return the arguments of mindspore.set_context. It has other functions for the device and its
-    memory.
-    """
+    """Return the arguments of mindspore.set_context. It has other functions for the device and its memory."""
     context = config.context
     settings: dict[str, Any] = {
         "mode": {"graph": 0, "pynative": 1}[context.mode],
@@ -30,11 +28,9 @@ def mindspore_context(config: Run) -> dict[str, Any]:
 
 
 def semi_auto_settings(config: Run, rank: int) -> dict[str, Any]:
-    """Return the arguments of mindspore.set_auto_parallel_context (2.10) for a run split by its
-    compiler.
+    """Return the arguments of mindspore.set_auto_parallel_context (2.10) for a run split by its compiler.
 
-    The loss is divided by the global batch before gradients are taken. Gradients are therefore
-    summed without a mean.
+    The loss is divided by the global batch before gradients are taken. Gradients are therefore summed without a mean.
     """
     parallel, topology = config.parallel, config.topology
     files = parallel.strategy_ckpt_config
@@ -173,8 +169,7 @@ def deepspeed_settings(config: Run, own: Mapping[str, Any] | None = None) -> dic
     if wish.build_kernels:
         settings |= _kernel(optimizer)
     if config.topology.pipeline > 1 and config.topology.tensor > 1:
-        # DeepSpeed remembers the first shape that it split, and splits what sequence parallelism
-        # already has
+        # DeepSpeed remembers the first shape that it split, and splits what sequence parallelism already has
         settings["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     said = _said(config)
     merged = _merged(settings | said, own or {}, f"deepspeed.config_file={wish.config_file}")

@@ -22,8 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from common.config.schema import ServeConfig
 from common.log import LOG
 from common.processes.addresses import is_loopback
-from common.serving.completions import Completion, CompletionService, event
-from common.serving.metrics import CONTENT_TYPE
+from common.serving.completions import CONTENT_TYPE, Completion, CompletionService, event
 from common.serving.protocol import Refusal
 
 PAGE = Path(__file__).with_name("page.html")
@@ -154,9 +153,7 @@ class App:
         return partial(self._reply, completion, note, begun)
 
     async def _body(self, request: Request) -> bytes:
-        """Return the whole body. Raises Refusal if it is too large or slow, and
-        ClientDisconnect.
-        """
+        """Return the whole body. Raises Refusal if it is too large or slow, and ClientDisconnect."""
         limit, seconds = self._settings.max_body_bytes, self._settings.read_timeout
         too_large = Refusal(413, f"the body is larger than {limit} bytes, which is the limit")
         length = request.headers.get("content-length", "0")

@@ -1,8 +1,7 @@
 """Continuous batching: sequences come and go, and each step adds a token to all active ones.
 
-One thread owns the model: the one that calls ``Engine.run``. Any thread may submit and cancel.
-Between two steps there is at most one pass over a prompt. So other requests wait for at most one
-new prompt at a time.
+One thread owns the model: the one that calls ``Engine.run``. Any thread may submit and cancel. Between two steps there
+is at most one pass over a prompt. So other requests wait for at most one new prompt at a time.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class Slots(Protocol):
     def admit(self, slot: int, ids: Sequence[int], reuse: int, observe: Observer | None) -> Logits:
         """Put ``ids`` into a slot, which already holds the first ``reuse`` of them.
 
-        Returns the logits (vocab_size,) of the next token. observe: gets the logits after each new
-        token.
+        Returns the logits (vocab_size,) of the next token. observe: gets the logits after each new token.
         """
 
     def step(self, slots: Sequence[int], tokens: Sequence[int], places: Sequence[int]) -> Logits:

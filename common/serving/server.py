@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config.schema import ServeConfig
 from common.errors import ConfigError, RunError, StopRequested
+from common.interrupts import StopSignal
 from common.log import LOG
 from common.parallel.run import Run
 from common.paths import require_package
@@ -21,7 +22,6 @@ from common.processes.heartbeat import beat
 from common.serving.engine import Engine, Slots
 from common.structured_files import read_text
 from common.tokenizer import Tokenizer
-from common.training.stop import StopSignal
 
 if TYPE_CHECKING:
     from common.serving.app import App
@@ -82,9 +82,7 @@ def read_key(settings: ServeConfig, variable: str | None) -> str | None:
 
 
 def listen(settings: ServeConfig) -> socket.socket:
-    """Return a bound socket, which listens once the model is loaded. Raises ConfigError if it
-    cannot be bound.
-    """
+    """Return a bound socket, which listens once the model is loaded. Raises ConfigError if it cannot be bound."""
     where = f"serve.host={settings.host} serve.port={settings.port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -27,9 +27,8 @@ from common.interrupts import exiting_at_sigterm
 from common.launcher.host_list import parse_hosts
 from common.log import LOG, progress_bar
 from common.paths import ROOT, require_package
-from common.planner.fitting import is_open, resolve_on
+from common.planner.fitting import is_open, machine_memory, memory_limit, resolve_on
 from common.planner.plan import make_plan, table, time_of
-from common.planner.room import machine_memory, memory_limit
 from common.processes.process_tree import run_program
 from common.run_folder import owned_folder
 from common.study.cells import PlannedCell, expand

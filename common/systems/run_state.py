@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from common.checkpoint.snapshot import EngineState, TrainState
 from common.config.resolved import ResolvedModel
-from common.config.update_rules import RULES, RuleName
+from common.config.values import RULES, RuleName
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
 from common.structured_files import kind_of, shown

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from common.config.tokenizer_kinds import kind_named
+from common.config.values import kind_named
 from common.errors import TokenizerError
 from common.paths import looked_in
 from common.tokenizer.base import Framing, PackedIds, TextStream

@@ -45,9 +45,7 @@ from common.weights.names import count_parameters
 
 _WINDOWS_LOOKED_AT = 64
 Passes = Mapping[str, Callable[[], Iterator[Tokens]]]
-"""Functions that start a pass over a rank's share of windows, by the name of the data set. A blend
-has several.
-"""
+"""Functions that start a pass over a rank's share of windows, by the name of the data set. A blend has several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +83,7 @@ class TrainingData:
     def training_batches(
         self, state: TrainState, prepare: Callable[[Batch], Batch] = lambda batch: batch
     ) -> AbstractContextManager[Iterator[Batch]]:
-        """Return batches from ``state`` on, read ahead and prepared by a thread that ends with the
-        context.
-        """
+        """Return batches from ``state`` on, read ahead and prepared by a thread that ends with the context."""
         prepared = map(prepare, self.batches(state))
         return Prefetch(prepared, self.prefetch) if self.prefetch else nullcontext(prepared)
 

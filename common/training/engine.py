@@ -1,19 +1,102 @@
-"""Interface of an engine, a model with its optimizer on some devices, and its learning rate."""
+"""Interface of an engine, a model with its optimizer on some devices; its learning rate and limits;
+common part of the backends' models whose layers round.
+
+Limits make a step an outlier whose loss or gradient norm stands out from earlier steps. They follow
+from a history and are known before a step. This is SkipStepOptimizer of OLMo-core with one
+difference: only values above the mean count, since a small loss does no harm.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import Snapshot
 from common.config.resolved import ResolvedOptimizer
+from common.config.schema import LoggingConfig
 from common.dataset import Batch, Tokens
-from common.parallel.learning_rate import learning_rate
-from common.training.outliers import NO_LIMITS, Limits
+from common.log import LOG
+from common.parallel.run import Run
+from common.parallel.updates import learning_rate
+from common.parallel.world import WorldBase
+from common.quantization import ActivationScales, quantized_layers
+from common.training.opened_checkpoint import Checkpoint
 from common.training.start import Start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Maximum loss and gradient norm of a step that is not an outlier.
+
+    They are float32 values, so that a device decides like the host.
+    """
+
+    loss: float = math.inf
+    grad_norm: float = math.inf
+
+    def exceeded(self, loss: float, grad_norm: float) -> bool:
+        """Return whether a finite value is above its limit. Other values are left to the loss scale."""
+        return math.isfinite(loss) and math.isfinite(grad_norm) and (loss > self.loss or grad_norm > self.grad_norm)
+
+
+NO_LIMITS = Limits()
+
+
+def limits_of(state: TrainState, config: LoggingConfig) -> Limits:
+    """Return the mean plus ``outlier_deviations`` sample deviations of the history.
+
+    There are no limits while the check is off or the history is below half a window.
+    """
+    if not config.outlier_deviations or len(state.losses) < config.outlier_window // 2:
+        return NO_LIMITS
+    return Limits(
+        loss=_limit(state.losses, config.outlier_deviations),
+        grad_norm=_limit(state.grad_norms, config.outlier_deviations),
+    )
+
+
+def record_outlier(state: TrainState, config: LoggingConfig, loss: float, grad_norm: float, *, skipped: bool) -> bool:
+    """Warn if the last step is an outlier, and add it to the history if it was finite.
+
+    Outliers are added too, as in OLMo-core. The limits then follow a lasting change of level within
+    a few steps. A history without outliers would skip forever. The price is that one spike widens
+    the limits as long as it stays in the window.
+    """
+    # drop the history, which would be outdated when the check is turned on again
+    if not config.outlier_deviations:
+        state.losses, state.grad_norms = [], []
+        return False
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        return False
+    limits = limits_of(state, config)
+    outlier = limits.exceeded(loss, grad_norm)
+    if outlier:
+        values = (("loss", loss, limits.loss), ("gradient norm", grad_norm, limits.grad_norm))
+        found = " and ".join(
+            f"{name} {value:.4g} is above {limit:.4g}" for name, value, limit in values if value > limit
+        )
+        LOG.warning(
+            f"step {state.step}: {found}, the mean and {config.outlier_deviations:g} x the"
+            f" deviation of {len(state.losses)} steps before" + ("; the update is skipped" if skipped else "")
+        )
+    state.losses = [*state.losses, loss][-config.outlier_window :]
+    state.grad_norms = [*state.grad_norms, grad_norm][-config.outlier_window :]
+    return outlier
+
+
+def _limit(values: list[float], deviations: float) -> float:
+    # fsum rounds once, so the limit does not depend on the machine or the order of the sum
+    mean = math.fsum(values) / len(values)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    if deviation == 0.0:  # constant values give no scale for a deviation
+        return math.inf
+    return float(np.float32(min(mean + deviations * deviation, float(np.finfo(np.float32).max))))
 
 
 class Schedule:
@@ -55,8 +138,7 @@ class StepResult:
     """Rate of this update, or of the one that was skipped."""
     loss_scale: float
     skipped: bool
-    """Whether the weights did not change, because the gradient was not finite or beyond the limits.
-    """
+    """Whether the weights did not change, because the gradient was not finite or beyond the limits."""
     seconds: float | None = None
     """Time that the device took. Where it is None, the host sees when a step ends."""
 
@@ -78,9 +160,7 @@ class Engine(ABC):
         """
 
     def identity(self) -> dict[str, Any]:
-        """Return facts that must be equal on every rank, beyond the config, the data and the
-        state.
-        """
+        """Return facts that must be equal on every rank, beyond the config, the data and the state."""
         return {}
 
     def kernels(self) -> dict[str, str]:
@@ -122,9 +202,7 @@ class Engine(ABC):
 
     @abstractmethod
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        """Return the summed loss of all predicted tokens of all ranks, in nats, and their
-        number.
-        """
+        """Return the summed loss of all predicted tokens of all ranks, in nats, and their number."""
 
     @abstractmethod
     def snapshot(self, state: TrainState) -> Snapshot | None:
@@ -132,3 +210,52 @@ class Engine(ABC):
 
         The snapshot before must have been written.
         """
+
+
+class QuantizedModel(ABC):
+    """Scales of a model whose layers round, equal on every rank."""
+
+    def __init__(self, config: Run, world: WorldBase) -> None:
+        settings = config.quantization
+        assert settings is not None
+        self.settings = settings
+        self._world = world
+        layers = quantized_layers(settings, config.model.num_layers)
+        self.scales = ActivationScales(layers, settings)
+        self._averages = settings.activations == "moving_average_abs_max"
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Forget the maxima of the previous step."""
+
+    @abstractmethod
+    def _maximum(self, layer: str) -> float:
+        """Return the largest absolute input of a layer in this step; 0 for a layer of another rank."""
+
+    @abstractmethod
+    def _set_scales(self) -> None:
+        """Pass the scales to the layers of this rank."""
+
+    def end_step(self) -> None:
+        """Record the maxima of all ranks, unless one is not finite. Every rank calls it."""
+        if not self._averages:
+            return
+        ranks = self._world.gather([self._maximum(layer) for layer in self.scales.layers])
+        if all(math.isfinite(maximum) for maxima in ranks for maximum in maxima):
+            self.scales.update([max(column) for column in zip(*ranks, strict=True)])
+            self._set_scales()
+
+    def load(self, reader: Checkpoint) -> None:
+        """Load the scales of a checkpoint, if it has any. Raises CheckpointError."""
+        reader.load_scales(self.scales)
+        self._set_scales()
+
+    def calibrate(self, run: Callable[[], object]) -> None:
+        """Measure missing scales on the computation of ``run``.
+
+        Meanwhile weights are rounded, but activations are not.
+        """
+        if self._averages and not self.scales.is_known:
+            self.begin_step()
+            run()
+            self.end_step()

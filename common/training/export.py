@@ -82,8 +82,7 @@ def export(config: Run, checkpoint: Checkpoint) -> None:
 def _put_settings(folder: Path, config: Run) -> None:
     """Write the other files for generation: those of the tokenizer, and a config.
 
-    Paths of the config are the folder itself. Raises StorageError, and OSError for a file that
-    cannot be read.
+    Paths of the config are the folder itself. Raises StorageError, and OSError for a file that cannot be read.
     """
     has_tokenizer = put_tokenizer_files(folder, config)
     settings = config.model_dump(include={"backend", "seed", "precision", "model", "predict"})
@@ -152,8 +151,7 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
 def export_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder to fill, which is renamed to ``folder`` at the end.
 
-    Nothing is left if a signal ends the process. Raises StorageError if the disk fails; an older
-    one then stays.
+    Nothing is left if a signal ends the process. Raises StorageError if the disk fails; an older one then stays.
     """
     remedy = "an older export is untouched; make room there, or choose another output_dir and say checkpoint.load"
     filled = whole_folder(folder, what="the export", remedy=remedy)

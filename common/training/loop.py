@@ -1,9 +1,8 @@
 """The training loop of both backends.
 
-It drives an engine by ``run(batches, n) -> results`` and never calls backward itself, so that
-pipeline schedules, DeepSpeed and MindSpore's data sink fit the same loop. Where a device computes
-on its own, the results of a step come while it computes the next one. Nothing is under way when the
-loop saves, validates, traces or ends.
+It drives an engine by ``run(batches, n) -> results`` and never calls backward itself, so that pipeline schedules,
+DeepSpeed and MindSpore's data sink fit the same loop. Where a device computes on its own, the results of a step come
+while it computes the next one. Nothing is under way when the loop saves, validates, traces or ends.
 """
 
 from __future__ import annotations
@@ -18,17 +17,16 @@ from typing import Any
 from common.checkpoint.snapshot import TrainState
 from common.dataset import Tokens
 from common.errors import DivergedError, StopRequested
+from common.interrupts import StopSignal
 from common.log import LOG, progress_bar
 from common.parallel.run import Run
 from common.processes.heartbeat import beat
 from common.training.report import Report
 from common.training.saving import Saver
 from common.training.steps import Steps, TrainingParts, ends_epoch
-from common.training.stop import StopSignal
 
 _EXIT = 1
-"""Answer of a rank that train.exit_interval or train.exit_minutes ends; numbers of signals that
-stop a run are larger.
+"""Answer of a rank that train.exit_interval or train.exit_minutes ends; numbers of signals that stop a run are larger.
 """
 
 
@@ -90,7 +88,8 @@ def train(run: TrainingParts, state: TrainState) -> dict[str, Any]:
             record(steps.finish() if stopping else ())
             if steps.under_way:
                 continue
-            if not stopping and state.step < last_step and _save_due(run, saver, state.step):
+            due = saver.is_postponed or _due(config.checkpoint.interval, state.step) or ends_epoch(run, state.step)
+            if due and not stopping and state.step < last_step:
                 saver.save_unless_diverging(state)
             was_validated = not run.data.validation or not _validation_due(config, state.step)
             if not stopping and not was_validated:
@@ -127,9 +126,7 @@ def train(run: TrainingParts, state: TrainState) -> dict[str, Any]:
 
 
 def _exit_wish(config: Run, step: int, seconds: float) -> int:
-    """Return _EXIT where the configuration ends this process, else 0. step: the last one, 0 where
-    it is not known yet.
-    """
+    """Return _EXIT where the configuration ends this process, else 0. step: the last one, 0 while it is not known."""
     limit = config.train.exit_minutes
     timed_out = limit is not None and seconds >= 60 * limit
     at_step = step > 0 and _due(config.train.exit_interval or 0, step)
@@ -179,10 +176,6 @@ def _lacks_validation(run: TrainingParts, step: int) -> bool:
         return False
     is_due = _validation_due(run.config, step)
     return is_due and bool(run.world.all_reduce_max(int(run.metrics.lacks_validation(step))))
-
-
-def _save_due(run: TrainingParts, saver: Saver, step: int) -> bool:
-    return saver.is_postponed or _due(run.config.checkpoint.interval, step) or ends_epoch(run, step)
 
 
 def _validation_due(config: Run, step: int) -> bool:

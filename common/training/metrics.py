@@ -132,9 +132,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics file. Lines that are not a row, such as one cut by a crash, are
-    left out.
-    """
+    """Return the rows of a metrics file. Lines that are not a row, such as one cut by a crash, are left out."""
     rows = map(_parse, path.read_text(encoding="utf-8", errors="replace").splitlines())
     return [row for row in rows if row is not None]
 
@@ -156,9 +154,7 @@ SECONDS_BETWEEN_FLUSHES = 10.0
 
 
 class EventFile:
-    """Scalars by step for TensorBoard, without torch. New events replace older ones after
-    ``step``.
-    """
+    """Scalars by step for TensorBoard, without torch. New events replace older ones after ``step``."""
 
     def __init__(self, folder: Path, *, step: int = 0) -> None:
         from tensorboardX.event_file_writer import EventsWriter
@@ -220,10 +216,9 @@ def record_memory(
 ) -> None:
     """Gather the bytes of all ranks, and write them on rank 0, one object a rank.
 
-    ``peak`` is the maximum held by the device, or on a CPU by the process. ``at_start`` is the
-    memory of a process on a CPU before the model was created, else 0. ``state`` counts the weights
-    and the optimizer's state. step_seconds: median time of a full step, if one was measured.
-    Every rank calls it after the last step. Raises StorageError.
+    ``peak`` is the maximum held by the device, or on a CPU by the process. ``at_start`` is the memory of a process on a
+    CPU before the model was created, else 0. ``state`` counts the weights and the optimizer's state. step_seconds:
+    median time of a full step, if one was measured. Every rank calls it after the last step. Raises StorageError.
     """
     ranks = world.gather(
         {

@@ -1,9 +1,10 @@
 """A checkpoint that is found and whose manifest is read once, whichever backend, layout or other
-system wrote it.
+system wrote it; agreement of all ranks on one.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,10 +28,12 @@ from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError
 from common.parallel.run import Run
 from common.parallel.sharding import slice_of
+from common.parallel.updates import LossScale
+from common.parallel.world import WorldBase
 from common.quantization import ActivationScales
 from common.systems.direct import ForeignTensors, foreign_format, open_foreign
+from common.tensor_files.checksummed import file_checksum
 from common.tensor_files.safetensors_file import shapes_of
-from common.training.loss_scale import LossScale
 from common.weights.names import check_tensors, parameter_shapes
 from common.weights.pieces import QuantizedWeight, Scheme, ShardedReader, TensorSlice, open_stored
 
@@ -127,9 +130,7 @@ class Checkpoint:
         return state, engine
 
     def load_scales(self, scales: ActivationScales) -> None:
-        """Load the scales of activations of the checkpoint, if any. Raises CheckpointError for
-        broken ones.
-        """
+        """Load the scales of activations of the checkpoint, if any. Raises CheckpointError for broken ones."""
         load_scales(self.path, self._own_manifest(), scales)
 
     def weights(self, model: ResolvedModel, pieces: Pieces | None = None) -> Iterator[tuple[str, Array]]:
@@ -167,9 +168,8 @@ class Checkpoint:
     ) -> Iterator[tuple[str, str, Array]]:
         """Yield parameter names, parts of the optimizer's state and values.
 
-        There are none before the first step, and for a rule with momentum where that is 0. Such a
-        rule may also start or stop to use it: an empty file is then valid, and a full one is not
-        read.
+        There are none before the first step, and for a rule with momentum where that is 0. Such a rule may also start
+        or stop to use it: an empty file is then valid, and a full one is not read.
         """
         shapes = parameter_shapes(config.model)
         parts = config.optimizer.state_parts
@@ -210,3 +210,60 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
 
 def _whole(shapes: Mapping[str, tuple[int, ...]]) -> Pieces:
     return {name: slice_of(name, shape) for name, shape in shapes.items()}
+
+
+def identity_of(checkpoint: Checkpoint) -> str:
+    """Return a fingerprint of a checkpoint, by which hosts compare the files that they see."""
+    path = checkpoint.path
+    try:
+        if checkpoint.is_foreign:
+            return fingerprint(path)
+        return f"{path} {file_checksum(path / MANIFEST):08x}"
+    except OSError:
+        return f"{path}, not there"
+
+
+def fingerprint(path: Path) -> str:
+    """Return names and sizes of the files, to compare them between hosts. Raises OSError."""
+    if path.parent.name == "snapshots":  # of huggingface_hub, where the name tells the content
+        return path.resolve(strict=True).name
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    sizes = {str(file.relative_to(path)): file.stat().st_size for file in files if file.is_file()}
+    return f"{path} {sizes}"
+
+
+def check_everywhere(
+    world: WorldBase, checkpoint: Checkpoint | None, what: str = "the checkpoint to begin with"
+) -> None:
+    """Raise on every rank unless all of them read the same complete checkpoint.
+
+    Rank 0 has compared the checksums of its choice. Among ranks that see other files, or files on
+    another host, the first one compares them for all.
+    """
+    if world.size == 1:
+        return
+    world.require_equal({what: "none" if checkpoint is None else identity_of(checkpoint)})
+    if checkpoint is None or checkpoint.is_foreign:
+        return  # foreign files have no checksums
+    views = world.gather(_view_of(checkpoint.path))
+    fault = None
+    if world.rank and views.index(views[world.rank]) == world.rank:
+        try:
+            read_manifest(checkpoint.path)
+        except CheckpointError as error:
+            fault = f"rank {world.rank}: {error}"
+    faults = [found for found in world.gather(fault) if found is not None]
+    if faults:
+        raise CheckpointError(faults[0])
+
+
+def _view_of(checkpoint: Path) -> Any:
+    """Return a value that is equal for processes that read the same files on the same host."""
+    try:
+        host = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        files = {path.name: path.stat() for path in checkpoint.iterdir()}
+    except OSError:
+        return uuid.uuid4().hex  # reads by itself, and fails then
+    return host, sorted(
+        (name, file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns) for name, file in files.items()
+    )

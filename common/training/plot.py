@@ -43,9 +43,8 @@ def plot_runs(
 ) -> None:
     """Draw the runs into ``output``, with one panel a metric and one colour a run.
 
-    Each curve is the moving average, over faint single values, with dots for validations.
-    smoothing: rows that are averaged; 0 stands for a fiftieth of a run. Raises DataError (no
-    metrics), ConfigError and StorageError (output).
+    Each curve is the moving average, over faint single values, with dots for validations. smoothing: rows that are
+    averaged; 0 stands for a fiftieth of a run. Raises DataError (no metrics), ConfigError and StorageError (output).
     """
     if output.suffix != ".png":
         raise ConfigError(f"--output {output}: expected a name that ends with .png")

@@ -68,12 +68,6 @@ def activation_names(layers: int) -> Iterator[str]:
     yield LAST_NORM
 
 
-def recorded_samples(wanted: int, global_batch: int) -> list[int]:
-    """Return places in the global batch, spread evenly, so that each rank has some of them."""
-    count = min(wanted, global_batch)
-    return [index * global_batch // count for index in range(count)]
-
-
 class RecorderBase(ABC):
     """Base of the backends' recorders, which hook the layers of a model during one step, and write
     this rank's part of its record.
@@ -85,7 +79,9 @@ class RecorderBase(ABC):
         self._rank, self._at = rank, topology.coordinates(rank)
         sizes = config.batch_sizes
         global_batch = sizes.at(sizes.samples_after(request.step - 1))
-        self._samples = recorded_samples(request.samples, global_batch)
+        count = min(request.samples, global_batch)
+        self._samples = [index * global_batch // count for index in range(count)]
+        """Places in the global batch, spread evenly, so that each rank has some of them."""
         self._local_batch = global_batch // topology.data
         self._first = self._at.data * self._local_batch
         self._found: dict[str, dict[int, Array]] = {}
@@ -139,9 +135,7 @@ class RecorderBase(ABC):
         self._hooks.append(layer.register_forward_hook(hook))
 
     def _hook_for(self, name: str) -> Callable[[Any], None]:
-        """Return a function that takes an activation of the micro batch under way, and then its
-        gradient.
-        """
+        """Return a function that takes an activation of the micro batch under way, and then its gradient."""
 
         def hook(output: Any) -> None:
             number = self._micro_batch
@@ -152,9 +146,7 @@ class RecorderBase(ABC):
         return hook
 
     def _take(self, section: str, name: str, micro_batch: int, values: Any) -> None:
-        """Keep an activation (samples, tokens, channels), or its gradient, of the recorded samples
-        of a micro batch.
-        """
+        """Keep an activation (samples, tokens, channels), or its gradient, of the recorded samples of a micro batch."""
         size = self._config.train.micro_batch_size
         if values.shape[1] == self._config.model.seq_length and self._at.tensor:
             return  # the first rank of the group has the same

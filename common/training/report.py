@@ -1,9 +1,8 @@
 """Log lines of steps and validations, in the style of logging.style.
 
-``metrics.jsonl`` is the same in every style. Scripts that read the logs of Megatron-DeepSpeed,
-PaddleFleetX, MindFormers, OneFlow or GPT2-Chinese can read these lines. The lines follow the format
-strings of those systems character by character. They have a time in front only where those systems
-write one.
+``metrics.jsonl`` is the same in every style. Scripts that read the logs of Megatron-DeepSpeed, PaddleFleetX,
+MindFormers, OneFlow or GPT2-Chinese can read these lines. The lines follow the format strings of those systems
+character by character. They have a time in front only where those systems write one.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 
 from common.accelerators import GIB
 from common.log import LOG, listed
-from common.parallel.ramp import place_in_epochs
+from common.parallel.batch import place_in_epochs
 from common.parallel.run import Run
 from common.weights.names import flops_per_token
 
@@ -38,9 +37,7 @@ RECENT_STEPS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """Lines of a system as format strings, filled by ``Report.step_values`` and the row of a
-    validation.
-    """
+    """Lines of a system as format strings, filled by ``Report.step_values`` and the row of a validation."""
 
     prefix: str = "%(message)s"
     time: str | None = None
@@ -159,9 +156,7 @@ class Report:
         """Whether the last line of the log belongs to a table."""
 
     def step(self, row: Row) -> None:
-        """Log a step if a line is due. Lines with averages cover the steps since the previous
-        line.
-        """
+        """Log a step if a line is due. Lines with averages cover the steps since the previous line."""
         self._steps_seen += 1
         if self._steps_seen == 1 and row["step_time"] >= SLOW_FIRST_STEP:
             LOG.info(f"first step: {row['step_time']:.0f} s, with compilation and warm-up")

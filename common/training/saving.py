@@ -15,7 +15,7 @@ from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.files import whole_folder
 from common.log import LOG
-from common.parallel.ramp import batch_sizes, epochs_done
+from common.parallel.batch import batch_sizes, epochs_done
 from common.processes.heartbeat import beat
 from common.systems.hugging_face.tokenizer import put_tokenizer
 from common.systems.hugging_face.weights import CONFIG, write_with_pickle
@@ -44,9 +44,7 @@ class Saver:
         vocabulary: int,
         saved_step: int | None,
     ) -> None:
-        """Create a saver. saved_step: step of the checkpoint in the run's own folder from which it
-        resumes.
-        """
+        """Create a saver. saved_step: step of the checkpoint in the run's own folder from which it resumes."""
         self.saved_step = saved_step
         self._writer, self._take = writer, take
         self._most = SANE_LOSS * math.log(max(vocabulary, 3))
@@ -72,9 +70,7 @@ class Saver:
         self._judge(*self._validation)
 
     def loss_of(self, step: int) -> float:
-        """Return the loss of the last validation after ``step``, else the loss of the step
-        itself.
-        """
+        """Return the loss of the last validation after ``step``, else the loss of the step itself."""
         return self._validation[1] if self._validation[0] == step else self._loss
 
     def _judge(self, step: int, loss: float) -> None:

@@ -15,24 +15,22 @@ from common.config.load import flatten
 from common.dataset import Blend
 from common.device import Device, resident_bytes
 from common.errors import CheckpointError, StopRequested
+from common.interrupts import StopSignal
 from common.log import LOG, listed
-from common.parallel.learning_rate import describe_schedule, schedule_warnings
-from common.parallel.ramp import describe_ramp
+from common.parallel.batch import describe_ramp
 from common.parallel.run import Run
+from common.parallel.updates import describe_schedule, schedule_warnings
 from common.parallel.world import WorldBase
-from common.training.agreement import check_everywhere
 from common.training.data import TrainingData, named_parts
 from common.training.engine import Engine
 from common.training.loop import train as train_loop
 from common.training.metrics import MetricsWriter, record_memory
-from common.training.opened_checkpoint import Checkpoint
+from common.training.opened_checkpoint import Checkpoint, check_everywhere
 from common.training.plot import plot_loss
-from common.training.profile import ProfileWindow, Trace
 from common.training.report import bits_a_byte, use_style
 from common.training.saving import write_epoch_models
 from common.training.start import Start, record_start, where_to_start
-from common.training.steps import TrainingParts
-from common.training.stop import StopSignal
+from common.training.steps import ProfileWindow, Trace, TrainingParts
 from common.training.trackers import Trackers
 from common.weights.names import count_parameters
 

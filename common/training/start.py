@@ -1,5 +1,7 @@
-"""Start of a run: choice of the checkpoint to resume, load or start from, and check that it
-fits.
+"""Start of a run: choice of the checkpoint to resume, load or start from, and check that it fits.
+
+Its model section is compared with the config's before any tensor is read. Differences are named as
+overrides for the command line.
 """
 
 from __future__ import annotations
@@ -14,16 +16,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.folders import find_checkpoint, point_latest, require_checkpoint, step_of
+from common.checkpoint.folders import MANIFEST, find_checkpoint, point_latest, require_checkpoint, step_of
 from common.config.load import flatten, save_config
 from common.config.resolved import ResolvedModel
+from common.config.schema import ModelConfig
 from common.errors import CheckpointError, ConfigError, GPT2Error
 from common.files import clean_up
 from common.log import LOG
 from common.parallel.run import Run
 from common.run_folder import RESTART_COUNT, SLURM_RESTART_COUNT, append_attempt
 from common.training.data import TrainingData
-from common.training.model_match import multiple_that_keeps, require_same_model
 from common.training.opened_checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 
 
@@ -45,9 +47,7 @@ class Start:
 
 
 def require_writable(checkpoints: Path) -> None:
-    """Raise ConfigError unless checkpoints can be written into this folder, which is created if
-    needed.
-    """
+    """Raise ConfigError unless checkpoints can be written into this folder, which is created if needed."""
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=checkpoints):
@@ -68,8 +68,7 @@ def require_writable(checkpoints: Path) -> None:
 def where_to_start(config: Run, data: TrainingData, named: Checkpoint | None = None) -> Start:
     """Apply checkpoint.resume and checkpoint.init_from. named: what one of them names, if open.
 
-    Raises CheckpointError or ConfigError if that is impossible, or if no checkpoint could be
-    written.
+    Raises CheckpointError or ConfigError if that is impossible, or if no checkpoint could be written.
     """
     start = _choose(config, data, named)
     require_writable(Path(config.output_dir) / "checkpoints")
@@ -124,8 +123,7 @@ def _refuse_integers(key: str, found: Checkpoint, config: Run) -> None:
 def _resume_setting(config: Run) -> str:
     """Return checkpoint.resume, or auto in a restart of a run that has saved.
 
-    A launcher that starts the ranks again counts its attempts in RESTART_COUNT, Slurm in its own
-    variable.
+    A launcher that starts the ranks again counts its attempts in RESTART_COUNT, Slurm in its own variable.
     """
     counts = (RESTART_COUNT, SLURM_RESTART_COUNT)
     is_restart = any(os.environ.get(name, "0") != "0" for name in counts)
@@ -162,22 +160,15 @@ def record_start(config: Run, start: Start, kernels: Mapping[str, str]) -> None:
         point_latest(start.resume.path)
     used = "; ".join(f"{part} {name}" for part, name in kernels.items())
     save_config(config, folder / "config.yaml", f"# kernels: {used}\n" if used else "")
-    if _counts_restarts():
+    slurm_alone = "SLURM_JOB_ID" in os.environ and "GPT2_LAUNCHER_PID" not in os.environ
+    if slurm_alone or "TORCHELASTIC_RUN_ID" in os.environ:  # our launcher writes its own lines
         began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
         after = 0 if start.resume is None else step_of(start.resume.path.name)
         append_attempt(folder, {"began": began, "first_step": max(0, after) + 1})
 
 
-def _counts_restarts() -> bool:
-    """Tell whether torchrun or Slurm starts this run again; our launcher writes its own lines."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or (
-        "SLURM_JOB_ID" in os.environ and "GPT2_LAUNCHER_PID" not in os.environ
-    )
-
-
 def checkpoint_to_use(config: Run) -> Checkpoint:
-    """Return the checkpoint to read: checkpoint.load, else the run folder's newest, else
-    checkpoint.init_from.
+    """Return the checkpoint to read: checkpoint.load, else the run folder's newest, else checkpoint.init_from.
 
     It is a checkpoint of ours, or weights of another system. Raises CheckpointError.
     """
@@ -259,3 +250,74 @@ def _check_tokenizer(manifest: dict[str, Any], tokenizer: dict[str, Any] | None,
             f" one given is {tokenizer['kind']} of {tokenizer['vocab_size']} tokens (sha256"
             f" {tokenizer['sha256'][:12]}); give the vocabulary files it was trained with"
         )
+
+
+_DECISIVE = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "ffn_hidden_size",
+    "max_positions",
+    "vocab_size",
+    "layer_norm_epsilon",
+)
+"""Keys that change shapes or the computed function. The window (seq_length) may be any up to max_positions."""
+
+
+def require_same_model(manifest: Mapping[str, Any], config: Run, checkpoint: Path, *, may_move: bool = False) -> None:
+    """Raise CheckpointError if the models of checkpoint and config differ, listing the keys to set.
+
+    may_move: the message offers another output_dir.
+    """
+    trained = _sizes(manifest["config"].get("model", {}), checkpoint)
+    model = config.model
+    differ = {key: trained[key] for key in _DECISIVE if trained[key] != getattr(model, key)}
+    if not differ:
+        return
+    found = ", ".join(
+        f"{key} is {value} there and {getattr(model, key)} in the config" for key, value in differ.items()
+    )
+    words = " ".join(f"model.{key}={value}" for key, value in _overrides(differ, model).items())
+    say = (
+        f"{checkpoint}: holds another model than the config: {found}. To use it, add: model=from_checkpoint, or {words}"
+    )
+    if may_move:
+        names = (f"{config.output_dir.rstrip('/')}_{number}" for number in range(2, 10_000))
+        free = next(name for name in names if not Path(name).exists())
+        say += f". To train the model of the config instead, begin in another folder: output_dir={free}"
+    raise CheckpointError(say)
+
+
+def _sizes(section: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """Return the decisive keys with their defaults. Raises CheckpointError for a missing key."""
+    sizes = {key: section[key] for key in _DECISIVE if section.get(key) is not None}
+    sizes.setdefault("layer_norm_epsilon", ModelConfig.model_fields["layer_norm_epsilon"].default)
+    if "max_positions" not in sizes:
+        sizes["max_positions"] = section.get("seq_length")
+    if "ffn_hidden_size" not in sizes and isinstance(sizes.get("hidden_size"), int):
+        sizes["ffn_hidden_size"] = 4 * sizes["hidden_size"]
+    wrong = [key for key in _DECISIVE if type(sizes.get(key)) not in (int, float)]
+    if wrong:
+        raise CheckpointError(f"{checkpoint / MANIFEST}: has no number for model.{wrong[0]}; use another checkpoint")
+    return sizes
+
+
+def _overrides(differ: Mapping[str, Any], model: ResolvedModel) -> dict[str, Any]:
+    """Return the overrides that turn the config's model into that of the checkpoint."""
+    words = dict(differ)
+    if model.seq_length > words.get("max_positions", model.seq_length):
+        words["seq_length"] = words["max_positions"]
+    vocabulary = words.get("vocab_size", 0)
+    if vocabulary > model.vocab_size and vocabulary % model.vocab_multiple == 0:
+        words["vocab_multiple"] = multiple_that_keeps(vocabulary)
+    return words
+
+
+def multiple_for(vocabulary: int, multiple: int) -> int:
+    """Return the vocab_multiple, or another one if the size would be taken for a padded one."""
+    return multiple if vocabulary % multiple else multiple_that_keeps(vocabulary)
+
+
+def multiple_that_keeps(vocabulary: int) -> int:
+    """Return a vocab_multiple with which a size is not taken for a padded one."""
+    return next(number for number in range(2, vocabulary + 2) if vocabulary % number)

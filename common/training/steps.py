@@ -1,28 +1,114 @@
-"""Steps of a run: requests to the engine, and rows of metrics, which may come one step later."""
+"""Steps of a run: requests to the engine, rows of metrics, which may come a step later, and the trace of some steps."""
 
 from __future__ import annotations
 
+import gzip
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import CheckpointWriter
 from common.dataset import Batch
 from common.device import Device
+from common.errors import ConfigError
+from common.files import atomic_write
 from common.log import LOG
-from common.parallel.ramp import epochs_done
+from common.parallel.batch import epochs_done
 from common.parallel.run import Run
 from common.parallel.world import WorldBase
 from common.processes.heartbeat import beat
 from common.training.data import TrainingData
-from common.training.engine import Engine, StepResult
+from common.training.engine import NO_LIMITS, Engine, StepResult, limits_of, record_outlier
 from common.training.metrics import MetricsWriter
-from common.training.outliers import NO_LIMITS, limits_of, record_outlier
-from common.training.profile import ProfileWindow
 from common.weights.names import flops_per_token
+
+Trace = Callable[[Path], AbstractContextManager[None]]
+"""Function that traces the steps within its context and writes the trace to a file."""
+
+
+class ProfileWindow:
+    """Trace that begins before step profile.start and ends after profile.stop or with the run.
+
+    The loop calls ``begin`` before and ``end`` after the steps that it requests from an engine, and
+    stops at ``boundaries``.
+    """
+
+    def __init__(self, config: Run, state: TrainState, trace: Trace, *, rank: int = 0) -> None:
+        """Create a window. Raises ConfigError if it lies beyond the run's end."""
+        self._trace = trace
+        self._open = ExitStack()
+        self._rank = rank
+        self._folder = Path(config.output_dir) / "profile"
+        self._steps = range(0)
+        start, last = config.profile.start, config.train.steps
+        if start is None:
+            return
+        if start > last:
+            raise ConfigError(
+                f"profile.start={start} is beyond the last step, {last}: nothing would be traced; lower it"
+            )
+        stop = min(config.profile.stop or start, last)
+        self._steps = range(max(start, state.step + 1), stop + 1)
+        if not self._steps:
+            LOG.warning(f"profile: steps {start} to {stop} are done already; nothing is traced")
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Return the steps after which a trace begins or ends."""
+        return (self._steps[0] - 1, self._steps[-1]) if self._steps else ()
+
+    def begin(self, step: int) -> None:
+        """Start the trace if ``step``, the next one, is the first of the window."""
+        if self._steps and step == self._steps[0]:
+            path = self._folder / f"steps_{step}_{self._steps[-1]}_rank_{self._rank}.json.gz"
+            LOG.info(
+                f"profile: steps {step} to {self._steps[-1]} are traced, which slows them down; the"
+                f" trace goes to {path}"
+            )
+            with _warning_only():
+                self._open.enter_context(self._trace(path))
+
+    def end(self, step: int) -> None:
+        """End the trace if ``step``, just done, is the last of the window."""
+        if self._steps and step == self._steps[-1]:
+            with _warning_only():
+                self._open.close()
+
+    def __enter__(self) -> ProfileWindow:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with _warning_only():
+            self._open.close()
+
+
+@contextmanager
+def _warning_only() -> Iterator[None]:
+    """Turn any error of the trace into a warning.
+
+    A full disk or a driver without a profiler must not end the training.
+    """
+    try:
+        yield
+    except Exception as error:
+        LOG.warning(f"profile: no trace: {error}")
+
+
+def compress(trace: Path, path: Path) -> None:
+    """Move a trace to ``path`` as gzip, which Perfetto, TensorBoard and chrome://tracing open. Raises StorageError."""
+    with (
+        trace.open("rb") as plain,
+        atomic_write(path) as file,
+        gzip.GzipFile(fileobj=file, mode="wb", filename="", mtime=0) as packed,
+    ):
+        shutil.copyfileobj(plain, packed)
+    trace.unlink()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +134,8 @@ class Steps:
     def __init__(self, run: TrainingParts, state: TrainState) -> None:
         self._run, self._state = run, state
         self._batches = self._watched(run.batches, state.step)
-        self._read: deque[_Read] = deque()
-        """Batches whose results are not known."""
+        self._read: deque[tuple[Batch, float]] = deque()
+        """Batches whose results are not known, and the seconds of waiting for each."""
         self._asked = state.step
         self._since = 0.0
         """Time of the last result, or of the first request after all were known."""
@@ -110,8 +196,7 @@ class Steps:
             batch = next(batches)
             beat(step, "computing")
             waited = time.perf_counter() - start
-            read = _Read(batch.samples, batch.consumed_samples, batch.sample_hash, waited)
-            self._read.append(read)
+            self._read.append((batch, waited))
             yield batch
 
     def _rows(self, results: list[StepResult]) -> Iterator[dict[str, Any]]:
@@ -126,8 +211,8 @@ class Steps:
         # of all devices together; 0 if unknown
         peak = run.device.peak_flops(config.precision.compute) * run.world.size
         read = [self._read.popleft() for _ in results]
-        waited = sum(batch.waited for batch in read) / len(results)
-        for result, batch in zip(results, read, strict=True):
+        waited = sum(seconds for _, seconds in read) / len(results)
+        for result, (batch, _) in zip(results, read, strict=True):
             state.step += 1
             state.consumed_samples = batch.consumed_samples
             state.sample_hash = batch.sample_hash
@@ -156,15 +241,6 @@ class Steps:
                 "outlier": outlier,
                 "skipped_steps": state.skipped_steps,
             }
-
-
-class _Read(NamedTuple):
-    """Batch that was read: its size, the state of the run after it, and the seconds of waiting."""
-
-    samples: int
-    consumed_samples: int
-    sample_hash: str
-    waited: float
 
 
 def _steps_to_boundary(run: TrainingParts, step: int, last_step: int) -> int:

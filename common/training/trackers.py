@@ -1,11 +1,10 @@
 """Experiment trackers beside a run: W&B, MLflow and SwanLab, each called in a thread of its own.
 
-The store is ``trackers/NAME`` of the run folder. It is offline unless the tracker's own variable
-says otherwise. After a clean end, ``trackers/NAME.json`` records the tracker's run, and how many
-rows of ``metrics.jsonl`` it holds, up to which step. If the run resumes after exactly these, the
-tracker's run is continued. Otherwise steps are repeated or the end is unknown: the store is moved
-aside, and a new one gets every row (in MLflow's file, a new run).
-A tracker that fails, hangs or is slow costs only a warning.
+The store is ``trackers/NAME`` of the run folder. It is offline unless the tracker's own variable says otherwise. After
+a clean end, ``trackers/NAME.json`` records the tracker's run, and how many rows of ``metrics.jsonl`` it holds, up to
+which step. If the run resumes after exactly these, the tracker's run is continued. Otherwise steps are repeated or the
+end is unknown: the store is moved aside, and a new one gets every row (in MLflow's file, a new run). A tracker that
+fails, hangs or is slow costs only a warning.
 """
 
 from __future__ import annotations
@@ -178,7 +177,10 @@ class _Tracker(threading.Thread):
             run = None
         record.unlink(missing_ok=True)
         if run is None and folder.exists() and self.name != "mlflow":  # its file holds many runs
-            _move_aside(folder)
+            number = 1
+            while (target := folder.with_name(f"{folder.name}.replaced-{number}")).exists():
+                number += 1
+            folder.rename(target)
         folder.mkdir(parents=True, exist_ok=True)
         store = STORES[self.name](self.name, folder, self._job, run)
         if run is None and earlier:
@@ -207,10 +209,3 @@ def figures_of(row: Mapping[str, Any]) -> Row:
     numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
     step = int(numbers.pop("step"))
     return step, {name: value for name, value in numbers.items() if math.isfinite(value)}
-
-
-def _move_aside(folder: Path) -> None:
-    number = 1
-    while (target := folder.with_name(f"{folder.name}.replaced-{number}")).exists():
-        number += 1
-    folder.rename(target)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.config.resolved import ResolvedModel
-from common.config.update_rules import STATE_PARTS
+from common.config.values import STATE_PARTS
 from common.errors import CheckpointError
 
 EMBEDDING = "wte.weight"

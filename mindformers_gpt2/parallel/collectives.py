@@ -1,8 +1,7 @@
 """Communication between the ranks of a group: within compiled graphs, and on the host between them.
 
-A CPU has only AllReduce in any group, as a sum of float32 or float16. All else is built from it.
-With ``native`` the primitives of Ascend are used. They are written from MindSpore's documentation
-and have not been run here.
+A CPU has only AllReduce in any group, as a sum of float32 or float16. All else is built from it. With ``native`` the
+primitives of Ascend are used. They are written from MindSpore's documentation and have not been run here.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Group of ranks. name: its name in MindSpore. rank: index of this rank among the ``size``
-    members.
-    """
+    """Group of ranks. name: its name in MindSpore. rank: index of this rank among the ``size`` members."""
 
     name: str
     rank: int

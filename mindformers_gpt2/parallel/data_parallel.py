@@ -48,9 +48,7 @@ class DataParallel(nn.Cell):
         return shares
 
     def whole(self, shares: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return whole parameters from the shares of all ranks. ``parameters`` give only their
-        shapes.
-        """
+        """Return whole parameters from the shares of all ranks. ``parameters`` give only their shapes."""
         assert self.all_gather is not None
         gathered = self.all_gather(self.concat(ops.HyperMap()(self._flat, shares)))
         whole: Sequence[Tensor] = ops.HyperMap()(self._join, self.split(gathered, self.sizes, 1), parameters)

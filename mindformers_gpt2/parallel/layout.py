@@ -84,8 +84,7 @@ class GradientSync(nn.Cell):
         self.has_loss = has_loss
 
     def construct(self, loss: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        """Return the mean loss of the global batch, the global gradient norm, and this rank's
-        gradients.
+        """Return the mean loss of the global batch, the global gradient norm, and this rank's gradients.
 
         The norm counts each element once. The gradients are those with which this rank updates.
         """
@@ -97,8 +96,7 @@ class GradientSync(nn.Cell):
         both = self.concat(
             (self.reshape(mine, (1,)), self.reshape(self.sum(ops.select(self.owned, each, ops.zeros_like(each))), (1,)))
         )
-        # MindSpore keeps the order of messages only if one depends on the other. The line above may
-        # be a constant.
+        # MindSpore keeps the order of messages only if one depends on the other. The line above may be a constant.
         both = self.everyone(ops.depend(both, each))
         return both[0], ops.sqrt(both[1]), summed
 

@@ -31,9 +31,8 @@ Keys = tuple[Tensor, ...]
 def keep_stage(model: GPT2, stage: int, topology: Topology) -> None:
     """Reduce a model to the layers of one stage, under their names in the whole model.
 
-    It takes hidden states unless it has the embedding, and returns hidden states unless it has the
-    head. Graph mode compiles the methods of a class, so a later stage gets a class with another
-    ``begin``.
+    It takes hidden states unless it has the embedding, and returns hidden states unless it has the head. Graph mode
+    compiles the methods of a class, so a later stage gets a class with another ``begin``.
     """
     names = {parameter.name: parameter for parameter in model.get_parameters()}
     model.h = nn.CellList([model.h[layer] for layer in topology.layers_of_stage(stage, model.config.num_layers)])
@@ -161,9 +160,7 @@ class Pipeline:
         forget_maxima(self._model)
 
     def _more(self, keys: Keys, ids: Tensor) -> tuple[Any, ...]:
-        """Return what a stage gets beside its input: dropout keys, and the ids if it keeps
-        documents apart.
-        """
+        """Return what a stage gets beside its input: dropout keys, and the ids if it keeps documents apart."""
         return (*(keys or (None,)), ids) if self._separates else keys
 
     def _receive(self, ids: Tensor, rank: int) -> Tensor:

@@ -17,9 +17,7 @@ from mindformers_gpt2.parallel.collectives import Group, all_reduce
 
 
 class Enter(nn.Cell):
-    """Entry of a region whose weights are split. Its gradient is the sum of the ranks'
-    gradients.
-    """
+    """Entry of a region whose weights are split. Its gradient is the sum of the ranks' gradients."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -47,8 +45,7 @@ class Leave(nn.Cell):
 
 
 class RowLinear(Linear):
-    """Linear layer with weights (out, in / group). Results are summed over the group before the
-    bias is added.
+    """Linear layer with weights (out, in / group). Results are summed over the group before the bias is added.
 
     Every rank has the whole bias.
     """
@@ -79,12 +76,10 @@ class VocabularyEmbedding(Embedding):
 
 
 def split_model(model: GPT2, group: Group) -> None:
-    """Replace each parameter of a model without memory by this rank's part, and connect the
-    regions.
+    """Replace each parameter of a model without memory by this rank's part, and connect the regions.
 
-    Hooks enter the regions. Inside them a Cell gets another class, for two reasons. A hook after it
-    would see its result with the bias. A new Cell would need the name, type and marks of the old
-    one.
+    Hooks enter the regions. Inside them a Cell gets another class, for two reasons. A hook after it would see its
+    result with the bias. A new Cell would need the name, type and marks of the old one.
     """
     for _, cell in list(model.cells_and_names()):
         for part, parameter in list(cell.parameters_and_names(expand=False)):

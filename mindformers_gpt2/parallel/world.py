@@ -16,9 +16,8 @@ from common.cluster.environment import Process
 from common.cluster.rank_environment import hccl_seconds
 from common.errors import ConfigError, RunError
 from common.log import LOG
-from common.parallel.arrival import Arrival
+from common.parallel.arrival import Arrival, BarrierServer, TcpBarrier, connect
 from common.parallel.run import Run
-from common.parallel.tcp_barrier import BarrierServer, TcpBarrier, connect
 from common.parallel.topology import GroupKind, Topology
 from common.parallel.world import WorldBase, exit_barrier
 from mindformers_gpt2.device import MindSporeDevice
@@ -45,9 +44,7 @@ class World(WorldBase):
     """Barrier of all ranks, for devices whose messages time out."""
 
     def meet(self) -> None:
-        """Wait for all ranks if needed, so that no rank exceeds the time limit of another's
-        message.
-        """
+        """Wait for all ranks if needed, so that no rank exceeds the time limit of another's message."""
         if self.barrier is not None:
             self.barrier.wait()
 
@@ -77,9 +74,7 @@ class World(WorldBase):
 
 @contextmanager
 def open_world(config: Run, process: Process, device: MindSporeDevice) -> Iterator[World]:
-    """Connect to the other processes, if there are any. Raises RunError if they cannot be reached,
-    also later.
-    """
+    """Connect to the other processes, if there are any. Raises RunError if they cannot be reached, also later."""
     if process.world_size == 1:
         yield World()
         return
@@ -134,8 +129,7 @@ def open_world(config: Run, process: Process, device: MindSporeDevice) -> Iterat
 def _wait_for_scheduler(process: Process, limit: float) -> None:
     """Wait until the scheduler answers, if there is one, and give MindSpore's own waits the limit.
 
-    MindSpore's wait for the other ranks holds Python back: it is told before it begins, and Ctrl-C
-    acts after it.
+    MindSpore's wait for the other ranks holds Python back: it is told before it begins, and Ctrl-C acts after it.
     """
     os.environ.setdefault("MS_TOPO_TIMEOUT", str(int(limit)))
     os.environ.setdefault("HCCL_EXEC_TIMEOUT", hccl_seconds(limit))
@@ -165,9 +159,7 @@ def _barrier(everyone: Group, seconds: float) -> TcpBarrier:
 
 
 def serve_as_scheduler() -> None:
-    """Serve as the scheduler by which ranks connect, with MS_ROLE=MS_SCHED. Returns when all ranks
-    have ended.
-    """
+    """Serve as the scheduler by which ranks connect, with MS_ROLE=MS_SCHED. Returns when all ranks have ended."""
     init()
 
 

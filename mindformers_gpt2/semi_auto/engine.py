@@ -1,6 +1,4 @@
-"""The engine of several Ascends whose work MindSpore's compiler splits: one graph a step. Not run
-on an Ascend.
-"""
+"""The engine of several Ascends whose work MindSpore's compiler splits: one graph a step. Not run on an Ascend."""
 
 from __future__ import annotations
 
@@ -31,9 +29,8 @@ from mindformers_gpt2.semi_auto.network import TrainingGraph, build_network, bui
 class SemiAutoEngine(BaseEngine):
     """One rank of several. Made within the world, before anything else of the model.
 
-    Every rank reads the whole batch unless ``parallel.full_batch`` is false. After the graph is
-    compiled each parameter is this rank's part. It is filled, written to checkpoints and read from
-    them as such, in the project's own format.
+    Every rank reads the whole batch unless ``parallel.full_batch`` is false. After the graph is compiled each parameter
+    is this rank's part. It is filled, written to checkpoints and read from them as such, in the project's own format.
     """
 
     def __init__(
@@ -63,7 +60,8 @@ class SemiAutoEngine(BaseEngine):
         self.master, self.optimizer, self.loss_scale = (self._step.master, self._step.optimizer, self._step.loss_scale)
         micro, accumulation = config.train.micro_batch_size, config.train.accumulation_steps
         self._rows = micro * (1 if config.parallel.full_batch is False else world.topology.data)
-        self._step.compile(*_no_tokens(self._rows * accumulation, config))
+        no_tokens = np.zeros((self._rows * accumulation, config.model.seq_length + 1), np.int32)
+        self._step.compile(*inputs_and_targets(no_tokens))
         self.pieces = {name: held_slice(name, config, world.at) for name in self.master.tensors}
         for name, tensor in self.master.tensors.items():
             if tuple(tensor.shape) != held_shape(name, config):
@@ -135,7 +133,3 @@ class Evaluation(nn.Cell):
     def construct(self, ids: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.network(ids, targets)
         return loss
-
-
-def _no_tokens(rows: int, config: Run) -> tuple[Tensor, Tensor]:
-    return inputs_and_targets(np.zeros((rows, config.model.seq_length + 1), np.int32))

@@ -1,9 +1,8 @@
 """Training step as one graph that MindSpore's compiler splits over Ascends.
 
-The plan is common/parallel/operator_plan.py. The model's layers are used unchanged: strategies,
-stages, recomputation and fusion are applied from outside. This is written from MindSpore's
-documentation and compared with its compiler's front end (tests/mindformers_gpt2/front_end). It has
-not been run on an Ascend.
+The plan is common/parallel/operator_plan.py. The model's layers are used unchanged: strategies, stages, recomputation
+and fusion are applied from outside. This is written from MindSpore's documentation and compared with its compiler's
+front end (tests/mindformers_gpt2/front_end). It has not been run on an Ascend.
 """
 
 from __future__ import annotations
@@ -28,17 +27,14 @@ from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.model import GPT2, set_fused_attention, takes_fused_attention
 from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, Optimizer, build_optimizer, squares
 
-# Added to the logits of the rows that pad the vocabulary. Finite, because -inf times a zero of a
-# one-hot row is NaN.
+# Added to the logits of the rows that pad the vocabulary. Finite, because -inf times a zero of a one-hot row is NaN.
 _NEVER = -1e30
 
 
 class SplitDropout(nn.Cell):
-    """MindSpore's own dropout. Its masks are equal on ranks that hold the same data, else
-    different.
+    """MindSpore's own dropout. Its masks are equal on ranks that hold the same data, else different.
 
-    Its generator belongs to the device and is not in a checkpoint, so a resumed run draws other
-    masks.
+    Its generator belongs to the device and is not in a checkpoint, so a resumed run draws other masks.
     """
 
     def __init__(self, rate: float) -> None:
@@ -96,9 +92,7 @@ class SplitLoss(nn.Cell):
 
 
 class LossHead(nn.Cell):
-    """Final layer norm, tied head and loss: a micro batch's part of the global batch's mean
-    loss.
-    """
+    """Final layer norm, tied head and loss: a micro batch's part of the global batch's mean loss."""
 
     def __init__(self, model: GPT2, vocab_rows: int, predicted: int) -> None:
         super().__init__(auto_prefix=False)
@@ -149,8 +143,7 @@ def apply_plan(network: TrainingGraph, config: Run, *, fused: bool = False) -> N
 def _set_stages(network: TrainingGraph, config: Run) -> None:
     """Set the pipeline stage of cells, and the communication of parameters.
 
-    For each parameter this is the group whose gradients travel together, and whether ZeRO splits
-    it.
+    For each parameter this is the group whose gradients travel together, and whether ZeRO splits it.
     """
     if config.parallel.pipeline_stage > 1:
         network.embed.pipeline_stage = stage_of("embed", config)
@@ -184,10 +177,9 @@ def _find(cell: nn.Cell, path: str) -> Any:
 def build_network(config: Run, device: MindSporeDevice) -> TrainingGraph:
     """Return the model with its plan, without weights.
 
-    Call it within the context of ``semi_auto_settings``; otherwise the parameters are created
-    whole. Parameters are float32 whatever ``precision.parameters`` says. Operators round their
-    inputs to the type of the computation, like the rounded copies on one device. The compiler also
-    communicates in that type.
+    Call it within the context of ``semi_auto_settings``; otherwise the parameters are created whole. Parameters are
+    float32 whatever ``precision.parameters`` says. Operators round their inputs to the type of the computation, like
+    the rounded copies on one device. The compiler also communicates in that type.
     """
     model = GPT2(config.model, config.precision, config.vocab_rows, native=True)
     for cell in (model, *model.h, *(block.attn.core for block in model.h)):
@@ -231,9 +223,7 @@ def _set_recompute(network: TrainingGraph, config: Run) -> None:
 
 
 class SplitMaster(MasterWeights):
-    """Optimizer whose moments are clones of the parameters, so that the compiler splits both
-    alike.
-    """
+    """Optimizer whose moments are clones of the parameters, so that the compiler splits both alike."""
 
     def zeros_like(self, tensor: Parameter, name: str, shape: tuple[int, ...] | None = None) -> Parameter:
         assert shape is None
@@ -304,8 +294,7 @@ class TrainingStep(nn.Cell):
         loss = self.network(ids, targets)
         slope = ops.ones_like(loss) * ops.cast(self.scale, loss.dtype)
         gradients = self.grad(self.network, self.weights)(ids, targets, slope)
-        # the stage that holds it waits for this gradient, which is sent only if something depends
-        # on it
+        # the stage that holds it waits for this gradient, which is sent only if something depends on it
         for index in self.sent:
             loss = ops.depend(loss, gradients[index])
         found: tuple[Tensor, ...] = ()
@@ -317,20 +306,17 @@ class TrainingStep(nn.Cell):
 
 
 def build_step(network: TrainingGraph, config: Run, rank: int) -> TrainingStep:
-    """Return the training step of a network. Call it in the context of ``semi_auto_settings``
-    too.
-    """
+    """Return the training step of a network. Call it in the context of ``semi_auto_settings`` too."""
     step = TrainingStep(network, config, rank, DeviceLossScale(config.loss_scale))
     step.set_train()
     return step
 
 
 def _take(is_sharded: bool, gradient: Tensor, total: Parameter) -> Tensor:
-    """Return a parameter's gradient over all micro batches, and set the sum to zero for the next
-    step.
+    """Return a parameter's gradient over all micro batches, and set the sum to zero for the next step.
 
-    The compiler adds to the sums and communicates them at the end. With a split optimizer the
-    result is the gradient itself, otherwise the sum.
+    The compiler adds to the sums and communicates them at the end. With a split optimizer the result is the gradient
+    itself, otherwise the sum.
     """
     total = ops.depend(total, gradient)
     found = gradient * 1.0 if is_sharded else total * 1.0

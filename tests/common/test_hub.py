@@ -33,7 +33,7 @@ from common.hub import COMMITS, SMALL, located
 from common.log import LOG
 from common.run_config import load_config
 from common.tokenizer.folder import BESIDE, VOCABULARIES
-from common.training.agreement import fingerprint
+from common.training.opened_checkpoint import fingerprint
 from gpt2_toolkit import load_model
 from run_gpt2 import main as run_gpt2
 from tools.convert_weight import main as convert

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from common.backends import _paths_here, check_inputs
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import DataError, UserError
-from common.inputs import _paths_here, check_inputs
 from common.resolve.derive import resolve_config
 from run_gpt2 import main
 from tests.common.resolve.test_refusals import small_tree, with_words

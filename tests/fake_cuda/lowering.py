@@ -18,8 +18,8 @@ from unittest.mock import patch
 import torch
 
 from common.config.resolved import as_run
+from common.parallel import kernels
 from common.parallel.run import Run
-from common.resolve import compilation
 from tests.fake_cuda.device import CUDA, fake_device, h100
 from torch_gpt2.device import open_device
 from torch_gpt2.engine import Engine
@@ -151,11 +151,11 @@ def lower_training(config: Run, layers: int = 1, *, validates: bool = True) -> N
     """
     shape = config.train.micro_batch_size, config.model.seq_length
     shallow = config.model.model_copy(update={"num_layers": layers})
-    by_region = config.model.num_layers > compilation.MAX_LAYERS_IN_ONE_GRAPH
+    by_region = config.model.num_layers > kernels.MAX_LAYERS_IN_ONE_GRAPH
     most = 0 if by_region else layers
     train = config.train.model_copy(update={"compile": True, "offload_activations": False})
     config = config.model_copy(update={"device": "cuda", "model": shallow, "train": train})
-    with fake_device(), patch.object(compilation, "MAX_LAYERS_IN_ONE_GRAPH", most):
+    with fake_device(), patch.object(kernels, "MAX_LAYERS_IN_ONE_GRAPH", most):
         engine = Engine(as_run(Run, config), open_device(config))
         ids, targets = (torch.zeros(shape, dtype=torch.int64, device="cuda") for _ in range(2))
     engine.model.train()

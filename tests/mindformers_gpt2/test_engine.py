@@ -29,10 +29,9 @@ from common.config.schema import LossScaleConfig
 from common.dataset import Batch
 from common.errors import ConfigError
 from common.parallel.run import Run
-from common.training.engine import StepResult
-from common.training.loss_scale import LossScale
+from common.parallel.updates import LossScale
+from common.training.engine import Limits, StepResult
 from common.training.opened_checkpoint import Checkpoint
-from common.training.outliers import Limits
 from common.training.start import Start
 from mindformers_gpt2.device import open_device
 from mindformers_gpt2.engine import Engine

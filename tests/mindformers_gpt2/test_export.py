@@ -24,10 +24,10 @@ import mindformers_gpt2.export
 import torch_gpt2.checkpoint
 import torch_gpt2.device
 import torch_gpt2.model
+from common.backends import make_run
 from common.checkpoint.folders import read_manifest, require_checkpoint, write_manifest
 from common.config.load import build_config
 from common.errors import ConfigError, RunError, StorageError
-from common.inputs import make_run
 from common.parallel.run import Run
 from common.parallel.sharding import padded_shapes
 from common.resolve.derive import resolve_config

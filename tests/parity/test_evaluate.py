@@ -18,9 +18,9 @@ import mindformers_gpt2.model
 import torch_gpt2.device
 import torch_gpt2.evaluate
 import torch_gpt2.model
+from common.backends import make_run
 from common.config.load import build_config
 from common.evaluation.rows import ScoredRow, score_rows
-from common.inputs import make_run
 from tests.tiny import tiny_config, tiny_run, train_here
 from tests.twins import mindspore_twin, random_model
 

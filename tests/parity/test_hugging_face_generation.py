@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import transformers
 
-from common.backends import run_backend
+from common.backends import make_run, run_backend
 from common.checkpoint.folders import write_manifest
 from common.cluster.environment import ALONE
 from common.config.load import build_config
 from common.conversion.convert import REPORT
-from common.inputs import make_run
 from tests.reference import MERGES, POSITIONS, save_model, write_vocabulary
 from tests.tiny import tiny_run
 from tools.convert_weight import main

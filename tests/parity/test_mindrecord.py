@@ -13,8 +13,8 @@ import pytest
 
 import mindformers_gpt2.evaluate
 import torch_gpt2.evaluate
+from common.backends import make_run
 from common.config.load import build_config
-from common.inputs import make_run
 from common.training.metrics import read_metrics
 from mindformers_gpt2.mindrecord import write_mindrecord
 from tests.tiny import require_equal, results_of, rows_of, tiny_run, train_here

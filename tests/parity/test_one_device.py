@@ -18,7 +18,7 @@ import mindformers_gpt2.model
 import torch_gpt2.device
 import torch_gpt2.evaluate
 import torch_gpt2.model
-from common.inputs import make_run
+from common.backends import make_run
 from common.run_config import load_config
 from tests.layouts import TORCH, averages, figures
 from tests.reference import hugging_face_model, hugging_face_names

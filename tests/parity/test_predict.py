@@ -20,9 +20,8 @@ import torch_gpt2.model
 import torch_gpt2.predict
 from common.config.schema import PredictConfig
 from common.generation.beam_search import search_beams
-from common.generation.generate import generate
+from common.generation.generate import GrowingText, generate
 from common.generation.prompts import Prompt
-from common.generation.stop_strings import GrowingText
 from common.serving.engine import Engine
 from common.tokenizer.text_tokenizer import ByteStream
 from tests.mixed_load import Greedy, prompts as mixed_load

@@ -22,7 +22,7 @@ import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import run_gpt2
 import torch_gpt2.base_engine as base
-from common.training.stop import end_process
+from common.interrupts import end_process
 offset = base.seed_offset
 base.seed_offset = lambda *given: offset(*given) + 7 * (os.environ["RANK"] == "1")
 end_process(run_gpt2.main())

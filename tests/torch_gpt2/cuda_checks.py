@@ -17,10 +17,10 @@ from tests.fake_cuda.device import fake_device
 from tests.host_waits import counted
 from tests.packed_corpus import FLAGS
 from tests.tiny import tiny_config
+from torch_gpt2.data import BlockAttention
 from torch_gpt2.device import open_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.model import build_model
-from torch_gpt2.packing import BlockAttention
 from torch_gpt2.predict import Decoder, Slots
 
 TRAININGS: dict[str, dict[str, Any]] = {

@@ -19,13 +19,13 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from common.backends import make_run
 from common.checkpoint.snapshot import TrainState
 from common.config.schema import PredictConfig, QuantizationConfig
 from common.dataset import Batch
 from common.errors import DeviceError
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
-from common.inputs import make_run
 from common.parallel.run import Run
 from common.run_config import load_config
 from common.training.metrics import read_metrics

@@ -15,10 +15,9 @@ from torch.nn import functional as F
 
 from common.checkpoint.snapshot import TrainState
 from common.dataset import Batch
-from common.parallel.learning_rate import learning_rate
 from common.parallel.run import Run
-from common.training.engine import StepResult
-from common.training.outliers import Limits
+from common.parallel.updates import learning_rate
+from common.training.engine import Limits, StepResult
 from common.training.start import Start
 from common.weights.names import decays
 from tests.graph_counters import watch
@@ -333,7 +332,7 @@ def test_no_step_waits_on_a_gpu(name: str) -> None:
 
 def test_a_compiled_run_equals_an_eager_one_without_a_break(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By regions, as deep models are: embedding, block, last norm and loss are a graph each."""
-    monkeypatch.setattr("common.resolve.compilation.MAX_LAYERS_IN_ONE_GRAPH", 1)
+    monkeypatch.setattr("common.parallel.kernels.MAX_LAYERS_IN_ONE_GRAPH", 1)
     config = make_config(train__compile=True)
     with watch(tmp_path / "counts"):
         found = run(make_engine(config), token_batches(config)[:2])

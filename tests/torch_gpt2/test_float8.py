@@ -22,7 +22,7 @@ from common.resolve.derive import resolve_config, resolve_mode  # noqa: E402
 from common.run_config import load_config  # noqa: E402
 from tests import emulated_float8  # noqa: E402
 from tests.tiny import rows_of, tiny_run, train_here  # noqa: E402
-from torch_gpt2 import float8  # noqa: E402
+from torch_gpt2 import quantize  # noqa: E402
 from torch_gpt2.device import TorchDevice, check_support, select_device  # noqa: E402
 from torch_gpt2.model import GPT2  # noqa: E402
 
@@ -59,7 +59,7 @@ def test_a_layer_is_the_closed_form(scaling: str, emulated: None, tmp_path: Path
     torch.manual_seed(0)
     model = GPT2(config.model, config.precision, config.vocab_rows)
     names = {name: id(parameter) for name, parameter in model.named_parameters()}
-    float8.convert_linear_layers(model, config)
+    quantize.convert_linear_layers(model, config)
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == names
     layer = model.h[0].mlp.c_fc
     x = torch.randn(48, 64).bfloat16().requires_grad_()

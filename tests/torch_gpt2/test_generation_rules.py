@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.generation.generate import Continuation
+from common.generation.generate import Continuation, GrowingText
 from common.generation.prompts import Prompt
-from common.generation.stop_strings import GrowingText
 from common.tokenizer.hugging_face import HuggingFaceTokenizer
 from tests.reference import hugging_face_model
 from tests.torch_gpt2.test_predict import continued, continued_by_transformers

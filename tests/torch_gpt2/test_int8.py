@@ -11,13 +11,13 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import torch_gpt2.int8
+from common.backends import make_run
 from common.checkpoint.folders import read_manifest, write_manifest
 from common.config.schema import PredictConfig
 from common.conversion.convert import convert
 from common.errors import CheckpointError, ConfigError
 from common.generation.generate import generate
 from common.generation.prompts import Prompt
-from common.inputs import make_run
 from common.parallel.run import Run
 from common.quantization import to_integers
 from common.systems.own_folder import write_project

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from common.config.schema import LossScaleConfig, OptimizerConfig
-from common.config.update_rules import RULES, RuleName
-from common.training.loss_scale import LossScale, clip_factor as clip_factor_of_host
+from common.config.values import RULES, RuleName
+from common.parallel.updates import LossScale, clip_factor as clip_factor_of_host
 from torch_gpt2.optimizer import DeviceLossScale, build_optimizer, clip_factor, global_norm
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.backends import make_run
 from common.dataset import Batch
 from common.evaluation.rows import ScoredRow, score_rows
-from common.inputs import make_run
 from common.parallel.run import Run
 from common.run_config import load_config
 from common.training.metrics import read_metrics
@@ -24,12 +24,11 @@ from common.training.start import Start
 from tests.packed_corpus import EOD, FLAGS, write_packed_corpus
 from tests.reference import hugging_face_model, hugging_face_names
 from tests.tiny import require_same_bits, rows_of, tiny_config, tiny_run, train_here
-from torch_gpt2.data import split
+from torch_gpt2.data import BlockAttention, document_mask, document_numbers, document_positions, split
 from torch_gpt2.device import TorchDevice, select_device
 from torch_gpt2.engine import Engine
 from torch_gpt2.evaluate import evaluate, make_scorer
 from torch_gpt2.model import GPT2, Attention
-from torch_gpt2.packing import BlockAttention, document_mask, document_numbers, document_positions
 from torch_gpt2.parallel.layout import build_parts
 from torch_gpt2.parallel.world import World
 

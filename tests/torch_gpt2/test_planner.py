@@ -126,7 +126,7 @@ def test_compiled_regions_keep_the_input_of_a_norm_in_the_type_of_the_computatio
     recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the byte, by the partitioner of torch's compiler; a device's kernels do not change it."""
-    monkeypatch.setattr("common.resolve.compilation.MAX_LAYERS_IN_ONE_GRAPH", 1)
+    monkeypatch.setattr("common.parallel.kernels.MAX_LAYERS_IN_ONE_GRAPH", 1)
     monkeypatch.setattr("torch_gpt2.compilation.BACKEND", "aot_eager_decomp_partition")
     train = {"recompute": recompute, "compile": True, "accumulation_steps": 2}
     config = make(precision="bf16", train=train)

@@ -13,13 +13,12 @@ from transformers import GPT2LMHeadModel
 
 from common.config.schema import PredictConfig
 from common.errors import ConfigError
-from common.generation.exported import ExportedDecoder
-from common.generation.generate import generate
+from common.generation.generate import ExportedDecoder, generate
 from common.generation.prompts import Prompt
 from common.systems.hugging_face.weights import open_hugging_face
 from tests.reference import hugging_face_model
 from tests.twins import random_model
-from torch_gpt2.program import FILE, ProgramModel, write_program
+from torch_gpt2.export import FILE, ProgramModel, write_program
 
 VOCABULARY, POSITIONS = 131, 40
 TOLERANCE = 2e-5

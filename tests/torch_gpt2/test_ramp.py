@@ -14,7 +14,7 @@ from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.dataset import open_samples
 from common.parallel.run import Run
-from common.planner import room
+from common.planner import fitting
 from common.planner.fitting import Fitting
 from common.planner.memory import memory_of
 from common.resolve.derive import resolve_config, resolve_other
@@ -137,8 +137,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Give this machine so many bytes beyond the reserve."""
 
     def give(bytes_for_runs: float) -> None:
-        there = int(bytes_for_runs / (1 - room.RESERVED)) + 1
-        monkeypatch.setattr(room, "machine_memory", lambda: there)
+        there = int(bytes_for_runs / (1 - fitting.RESERVED)) + 1
+        monkeypatch.setattr(fitting, "machine_memory", lambda: there)
 
     return give
 

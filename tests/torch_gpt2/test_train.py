@@ -12,9 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from common.backends import make_run
 from common.checkpoint.folders import find_checkpoint, read_manifest, require_checkpoint, write_manifest
 from common.errors import CheckpointError, ConfigError, DataError, DeviceError, DivergedError, StopRequested, UserError
-from common.inputs import make_run
 from common.run_config import load_config
 from common.training.metrics import MetricsWriter, read_metrics
 from common.weights.names import initial_rows

@@ -33,9 +33,8 @@ from common.parallel.run import Run
 from common.paths import install
 from common.resolve.engine_checks import read_deepspeed_file
 from common.resolve.vendor_settings import deepspeed_settings
-from common.training.engine import StepResult
+from common.training.engine import NO_LIMITS, Limits, StepResult
 from common.training.opened_checkpoint import Checkpoint
-from common.training.outliers import NO_LIMITS, Limits
 from common.weights.pieces import to_rectangle
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.compilation import compile_model, is_compiled
@@ -89,9 +88,7 @@ class DeepSpeedEngine(BaseEngine):
             give_tokens(self._model, self._waiting)
 
     def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
-        """Ignore ``limits``, which the config's checks refuse: DeepSpeed tells the norm too
-        late.
-        """
+        """Ignore ``limits``, which the config's checks refuse: DeepSpeed tells the norm too late."""
         return [self._train_step(next(batches)) for _ in range(steps)]
 
     @torch.no_grad()
@@ -252,9 +249,7 @@ class DeepSpeedEngine(BaseEngine):
         return self._state.scaled(loss_sum / predicted)
 
     def _make_moments(self) -> None:
-        """DeepSpeed has no place for moments before the first step: make one that changes no
-        weight.
-        """
+        """DeepSpeed has no place for moments before the first step: make one that changes no weight."""
         train = self.config.train
         shape = (train.micro_batch_size * train.accumulation_steps, self.config.model.seq_length + 1)
         self._update(np.zeros(shape, np.int32), rate=0.0, scale=1.0)

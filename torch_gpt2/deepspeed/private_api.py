@@ -1,8 +1,7 @@
 """All private interfaces of DeepSpeed that this engine uses.
 
-They were read in DeepSpeed 0.19.8; the package accepts 0.19.8 to 0.20.
-``tests/torch_gpt2/test_private_api.py`` names an interface that is gone. ``PRIVATE`` gives the
-purpose of each, and the public way that would replace it.
+They were read in DeepSpeed 0.19.8; the package accepts 0.19.8 to 0.20. ``tests/torch_gpt2/test_private_api.py`` names
+an interface that is gone. ``PRIVATE`` gives the purpose of each, and the public way that would replace it.
 """
 
 from __future__ import annotations

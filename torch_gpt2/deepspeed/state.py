@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from common.checkpoint.snapshot import padded_rows, true_slice
 from common.parallel.run import Run
 from common.parallel.sharding import initial_values, slices_of_rank
-from common.training.loss_scale import clip_factor
+from common.parallel.updates import clip_factor
 from common.training.opened_checkpoint import Checkpoint
 from torch_gpt2.deepspeed.private_api import link_moments
 from torch_gpt2.device import DTYPES
@@ -38,9 +38,7 @@ class DeepSpeedState(ABC):
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layout: Run, world: World) -> None:
-        """Create a state. layout: the run without ZeRO, since DeepSpeed gathers the parameters that
-        it has split.
-        """
+        """Create a state. layout: the run without ZeRO, since DeepSpeed gathers the parameters that it has split."""
         self.tensors: dict[str, Tensor] = dict(parameters)
         """The tensors that the optimizer is given."""
         self.config = layout
@@ -71,9 +69,7 @@ class DeepSpeedState(ABC):
 
     @torch.no_grad()
     def fill(self, reader: Checkpoint | None) -> None:
-        """Load the weights of a checkpoint, or the initial ones, before DeepSpeed has the
-        parameters.
-        """
+        """Load the weights of a checkpoint, or the initial ones, before DeepSpeed has the parameters."""
         for name, values in self._values(reader):
             self.tensors[name].copy_(values)
 
@@ -92,13 +88,10 @@ class DeepSpeedState(ABC):
         return self.config.optimizer.state_parts
 
     def fill_moments(self, values: Iterable[tuple[str, str, Array]], updates: int) -> None:
-        """Fill moments after the optimizer's first step. Before it DeepSpeed has no place for
-        them.
-        """
+        """Fill moments after the optimizer's first step. Before it DeepSpeed has no place for them."""
         for name, part, array in values:
             self._set_moment(name, part, self._padded(name, array))
-        # Adam's bias correction counts updates, torch's beside the moments, DeepSpeed's kernels
-        # also in the groups
+        # Adam's bias correction counts updates, torch's beside the moments, DeepSpeed's kernels also in the groups
         for holder in [*self._basic.state.values(), *self._basic.param_groups]:
             if torch.is_tensor(holder.get("step")):
                 holder["step"].fill_(float(updates))
@@ -198,9 +191,7 @@ class WholeState(DeepSpeedState):
         return self._norm
 
     def _unscale_and_clip(self) -> None:
-        """Unscale and clip the gradients that DeepSpeed has summed. The norm counts each element
-        once.
-        """
+        """Unscale and clip the gradients that DeepSpeed has summed. The norm counts each element once."""
         gradients = self.master.take_gradients()
         self._norm = self._sync.norm(gradients).item() / self._scale
         limit = self.config.optimizer.clip_grad

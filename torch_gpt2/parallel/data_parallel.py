@@ -51,9 +51,8 @@ class DataParallel:
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """Return the context of forward and backward of one micro batch.
 
-        Ranks exchange gradients after the ``last`` micro batch, in ZeRO stages 2 and 3 after each.
-        After the last one, in stage 3 after each, a rank again has only its own part of the
-        parameters.
+        Ranks exchange gradients after the ``last`` micro batch, in ZeRO stages 2 and 3 after each. After the last one,
+        in stage 3 after each, a rank again has only its own part of the parameters.
         """
         if self._stage:
             part: Any  # an FSDPModule
@@ -79,9 +78,8 @@ class DataParallel:
     def _warm_up_buckets(self, config: Run) -> None:
         """Make DDP's first step and discard it.
 
-        DDP sorts gradients into buckets again after that step, and the bucket decides the order in
-        which ranks are summed. From three ranks on, the first step of a resumed run would differ in
-        the last bit.
+        DDP sorts gradients into buckets again after that step, and the bucket decides the order in which ranks are
+        summed. From three ranks on, the first step of a resumed run would differ in the last bit.
         """
         assert self._ddp is not None
         shape = (config.train.micro_batch_size, config.model.seq_length + 1)
@@ -101,8 +99,7 @@ def sum_over(group: dist.ProcessGroup | None, gradients: Iterable[Tensor]) -> No
 def _sum_bucket(state: tuple[torch.dtype, dist.ProcessGroup], bucket: Any) -> torch.futures.Future[Tensor]:
     """Sum gradients in ``dtype``, where DDP would average them.
 
-    A micro batch then has the same gradient, and overflows at the same loss scale, on any number of
-    ranks.
+    A micro batch then has the same gradient, and overflows at the same loss scale, on any number of ranks.
     """
     dtype, group = state
     sent: torch.futures.Future[list[Tensor]] = dist.all_reduce(

@@ -92,9 +92,7 @@ class GradientSync:
             sum_over(self._copies_of_embedding, [gradients[EMBEDDING]])
 
     def norm(self, gradients: dict[str, Tensor]) -> Tensor:
-        """Euclidean norm over the gradients of all ranks, each element counted once; scalar of
-        ``wide_type``.
-        """
+        """Euclidean norm over the gradients of all ranks, each element counted once; scalar of ``wide_type``."""
         mine = [gradient for name, gradient in gradients.items() if self.owns(name) and gradient.numel()]
         own = global_norm(mine) if mine else next(iter(gradients.values())).new_zeros(())
         return self._world.total(own, power=2).sqrt()

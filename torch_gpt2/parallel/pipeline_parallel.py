@@ -31,8 +31,7 @@ _SCHEDULES = {
 def keep_stage(model: GPT2, stage: int, topology: Topology) -> None:
     """Reduce a model to the layers of one stage, under their names in the whole model.
 
-    Its forward takes hidden states unless it has the embedding, and returns hidden states unless it
-    has the head.
+    Its forward takes hidden states unless it has the embedding, and returns hidden states unless it has the head.
     """
     layers = topology.layers_of_stage(stage, model.config.num_layers)
     for name, _ in list(model.h.named_children()):

@@ -33,9 +33,8 @@ PRIVATE = {
 class FrugalStage(PipelineStage):
     """Stage that has a buffer for a message only until the last pass that uses it ends.
 
-    torch's stage always has a buffer for each micro batch of a step. Here an unused buffer is on
-    the meta device, with only shape and type. The signatures are those of 2.13; arguments are
-    passed on unread.
+    torch's stage always has a buffer for each micro batch of a step. Here an unused buffer is on the meta device, with
+    only shape and type. The signatures are those of 2.13; arguments are passed on unread.
     """
 
     watch: Callable[[int | None], None] = staticmethod(lambda micro_batch: None)
@@ -80,15 +79,12 @@ class FrugalStage(PipelineStage):
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None:
-            # The schedule keeps the loss until the end of the step. Its graph would keep the
-            # received activations.
+            # The schedule keeps the loss until the end of the step. Its graph would keep the received activations.
             loss.detach_()
 
 
 def _without_memory(messages: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the messages with buffers on the meta device. Messages from outside the pipeline have
-    no buffer.
-    """
+    """Return the messages with buffers on the meta device. Messages from outside the pipeline have no buffer."""
     copies = tuple(copy.copy(message) for message in messages)
     for message in copies:
         if getattr(message, "buffer", None) is not None:

@@ -1,9 +1,8 @@
 """Tensor and sequence parallel, applied to a model from outside.
 
-Sources: Megatron-LM, arXiv 1909.08053 section 3 and 2205.05198 section 4.2. Between the split
-regions every rank of the group has all activations (B, T, C); with sequence parallel it has (B, T /
-group, C). At the entry of a region its input is copied or gathered. At the exit its partial results
-are summed, or summed and scattered.
+Sources: Megatron-LM, arXiv 1909.08053 section 3 and 2205.05198 section 4.2. Between the split regions every rank of the
+group has all activations (B, T, C); with sequence parallel it has (B, T / group, C). At the entry of a region its input
+is copied or gathered. At the exit its partial results are summed, or summed and scattered.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ class TensorGroup:
     """Whether the compiler joins gathers and scatters with the products beside them."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """Enter a region whose weights are split: return whole activations (B, T, C) on every
-        rank.
-        """
+        """Enter a region whose weights are split: return whole activations (B, T, C) on every rank."""
         function = _Gather if self.sequence else _Copy
         out: Tensor = function.apply(x, self.group)  # type: ignore[no-untyped-call]
         return out
@@ -58,9 +55,7 @@ class TensorGroup:
         return out
 
     def local_shard(self, positions: Tensor) -> Tensor:
-        """Return the positions, out of (T,) or (B, T), whose activations this rank has between
-        the regions.
-        """
+        """Return the positions, out of (T,) or (B, T), whose activations this rank has between the regions."""
         return positions.chunk(self.size, -1)[self.rank] if self.sequence else positions
 
 
@@ -130,8 +125,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class RowLinear(Linear):
-    """Linear layer with weights (out, in / group). Results are summed over the group before the
-    bias is added.
+    """Linear layer with weights (out, in / group). Results are summed over the group before the bias is added.
 
     Every rank has the whole bias.
     """
@@ -183,8 +177,7 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 def split_model(model: GPT2, tensor: TensorGroup, device: TorchDevice) -> None:
-    """Replace each parameter of a model on the meta device by this rank's part, and connect the
-    regions.
+    """Replace each parameter of a model on the meta device by this rank's part, and connect the regions.
 
     Modules that compute differently replace those of one process, under the same names.
     """
@@ -248,10 +241,9 @@ def _loss_of(tensor: TensorGroup) -> Any:
 def _draw_own_masks(attention: nn.Module, rank: int, device: TorchDevice) -> None:
     """Draw different dropout masks for the heads of each rank, and equal masks elsewhere.
 
-    The heads are split, but the activations between the regions are not. The heads' generator is
-    seeded by a draw from the CPU's generator, which is equal on all ranks of the group.
-    Recomputation restores that generator before it runs a block again, so it repeats the draw.
-    Compilation leaves this out: it would break the graph at each of these lines.
+    The heads are split, but the activations between the regions are not. The heads' generator is seeded by a draw from
+    the CPU's generator, which is equal on all ranks of the group. Recomputation restores that generator before it runs
+    a block again, so it repeats the draw. Compilation leaves this out: it would break the graph at each of these lines.
     """
     attend: Callable[..., Tensor] = attention.attend  # type: ignore[assignment]
 

@@ -85,9 +85,7 @@ class World(WorldBase):
 
     @property
     def _everyone(self) -> dist.ProcessGroup | None:
-        """Group of all ranks. One that exists is preferred, since each group has buffers on the
-        device.
-        """
+        """Group of all ranks. One that exists is preferred, since each group has buffers on the device."""
         return next((group for group in self.groups.values() if group.size() == self.size), None)
 
     def gather(self, value: T) -> list[T]:
@@ -101,9 +99,7 @@ class World(WorldBase):
 
 @contextmanager
 def open_world(config: Run, process: Process, device: TorchDevice) -> Iterator[World]:
-    """Connect to the other processes, if there are any. Raises RunError if they cannot be reached,
-    also later.
-    """
+    """Connect to the other processes, if there are any. Raises RunError if they cannot be reached, also later."""
     if process.world_size == 1:
         yield World()
         return

@@ -5,7 +5,6 @@ Importing FSDP2 takes half a second, so this file is imported only for such layo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,13 +23,11 @@ from torch_gpt2.parallel.world import World
 
 
 def shard_model(model: GPT2, config: Run, mesh: DeviceMesh) -> None:
-    """Apply ZeRO: each rank of the data axis keeps its rows of every parameter, gradient and
-    moment.
+    """Apply ZeRO: each rank of the data axis keeps its rows of every parameter, gradient and moment.
 
-    Stages 1 and 2 keep the gathered parameters until the last backward pass of a step. Stage 3
-    gathers a block for every pass. A pipeline keeps them in any stage: torch's schedules release
-    nothing between backward passes, so stage 3 would gather in vain. Weights below float32 are
-    gathered copies of float32 weights.
+    Stages 1 and 2 keep the gathered parameters until the last backward pass of a step. Stage 3 gathers a block for
+    every pass. A pipeline keeps them in any stage: torch's schedules release nothing between backward passes, so stage
+    3 would gather in vain. Weights below float32 are gathered copies of float32 weights.
     """
     precision = config.precision
     low = DTYPES[precision.parameters] if precision.parameters != "float32" else None
@@ -40,7 +37,7 @@ def shard_model(model: GPT2, config: Run, mesh: DeviceMesh) -> None:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # the head needs the embedding after it
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in _sharded(model):
+    for module in (each for each in model.modules() if isinstance(each, FSDPModule)):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     if low is not None and precision.reduction == "float32":
@@ -58,8 +55,7 @@ def _sum_tied_gradients_in_float32(model: nn.Module, _: Any) -> None:
 
 
 def data_mesh(config: Run, world: World, device: TorchDevice) -> DeviceMesh:
-    """Return the ranks of the data axis. With a smaller shard_size each row is one copy of the
-    model.
+    """Return the ranks of the data axis. With a smaller shard_size each row is one copy of the model.
 
     Call it once, on every rank.
     """
@@ -77,7 +73,3 @@ def data_mesh(config: Run, world: World, device: TorchDevice) -> DeviceMesh:
                 found.append(group)
         rows = grid if world.rank in ranks else rows
     return DeviceMesh.from_group(found, device.kind, mesh=rows, mesh_dim_names=("copies", "shards"))
-
-
-def _sharded(model: nn.Module) -> Iterable[FSDPModule]:
-    return (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from common.config.update_rules import STATE_PARTS, rule_keeping
+from common.config.values import STATE_PARTS, rule_keeping
 from common.dialects.rules import whole
 from common.errors import CheckpointError, ConfigError
 from common.systems.deepspeed.files import NAME_MAP, Checkpoint, find_folder, open_checkpoint, short_name

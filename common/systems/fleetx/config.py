@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.schema import MAX_COUNT
-from common.config.update_rules import takes_momentum
+from common.config.values import takes_momentum
 from common.dialects.fleetx import BASE, COSINE, DEFAULTS, END_OF_TEXT, MARKS, SYSTEM, TABLE
 from common.dialects.rules import Defaults, Ignored
 from common.errors import ConfigError

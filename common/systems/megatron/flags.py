@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from common.config.update_rules import takes_momentum
+from common.config.values import takes_momentum
 from common.dialects.megatron import (
     DEEPSPEED,
     DEEPSPEED_DEFAULTS,

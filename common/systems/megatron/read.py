@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from common.config.update_rules import STATE_PARTS, rule_keeping
+from common.config.values import STATE_PARTS, rule_keeping
 from common.dialects.rules import whole
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import read_bytes

@@ -15,10 +15,9 @@ from typing import Any, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config.update_rules import STATE_PARTS, RuleName
+from common.config.values import STATE_PARTS, RuleName
 from common.files import atomic_write, fsync_folder
-from common.parallel.batch import check_divides, pad_vocabulary
-from common.parallel.ramp import batch_sizes
+from common.parallel.batch import batch_sizes, check_divides, pad_vocabulary
 from common.parallel.sharding import local_shape, slice_of
 from common.systems.megatron.read import FILE, NAME_MAPS, TRACKER
 from common.systems.name_map import NameRow

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from common.device import sees_ascend
 from common.dialects.mindformers import (
     BASE,
     CALLBACKS,
@@ -19,7 +20,6 @@ from common.dialects.mindformers import (
     WRITTEN,
 )
 from common.dialects.rules import Defaults, Ignored, MapTo
-from common.resolve.auto_device import sees_ascend
 from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
 
 _COMPILED = (

@@ -12,7 +12,7 @@ from typing import Any
 
 from common.config.load import read_yaml
 from common.config.resolved import ResolvedModel
-from common.config.update_rules import RuleName, rule_keeping
+from common.config.values import RuleName, rule_keeping
 from common.dialects.mindformers import BASE
 from common.errors import CheckpointError, ConfigError
 from common.systems.dialect import read_foreign

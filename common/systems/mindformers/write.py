@@ -18,7 +18,7 @@ from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE, TrainState
 from common.config.resolved import ResolvedModel
 from common.errors import StorageError
 from common.files import fsync_folder
-from common.parallel.ramp import place_in_epochs
+from common.parallel.batch import place_in_epochs
 from common.parallel.run import Run
 from common.parallel.sharding import shards_of, split_dim
 from common.parallel.topology import Topology

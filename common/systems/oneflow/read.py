@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.config.update_rules import RuleName, rule_keeping
+from common.config.values import RuleName, rule_keeping
 from common.dialects.rules import whole
 from common.errors import CheckpointError
 from common.structured_files import read_bytes

@@ -19,10 +19,8 @@ from mypy.options import Options
 from mypy.types import Instance, Type, UnionType, get_proper_type
 
 from common.config.hints import schema_keys
-from common.config.reference import COMPILED_TOO, TORCH_ONLY, config_reference
 from common.config.schema import EvaluationConfig, LoggingConfig, Tracker
-from common.config.tokenizer_kinds import TokenizerKind
-from common.config.update_rules import RULES, STATE_PARTS, RuleName, rule_keeping
+from common.config.values import RULES, STATE_PARTS, RuleName, TokenizerKind, rule_keeping
 from common.evaluation.text import DETOKENIZERS
 from common.flags import make_parser
 from common.systems.config import COMMAND_LINES, DIALECTS
@@ -32,7 +30,7 @@ from common.tokenizer import TOKENIZERS
 from common.training.report import STYLES
 from common.training.trackers import STORES
 from tests.common.resolve.test_refusals import TABLE
-from tools.config_schema import main
+from tools.config_schema import COMPILED_TOO, TORCH_ONLY, config_reference, main
 from tools.convert_config import Request
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -342,7 +342,7 @@ def make_trial(*hosts: str) -> AllReduceTrial:
     of = enumerate(hosts)
     places = tuple(RankPlacement(rank=rank, device_id=rank + 4, local_rank=rank, host=host) for rank, host in of)
     everywhere = Placement(all=places, own_host=hosts[0], master=hosts[0])
-    return AllReduceTrial(places=everywhere, backend="torch", communication="gloo", address="10.0.0.1:29500")
+    return AllReduceTrial(places=everywhere, communication="gloo", address="10.0.0.1:29500")
 
 
 def trial(folder: Path, *ranks: tuple[str, str], limit: float = 30) -> Check:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.errors import ConfigError, DataError
-from common.evaluation import lambada, text
+from common.evaluation import text
 from common.evaluation.corpus import RowTask, read_evaluation_file
 from common.evaluation.rows import RowScores
 from common.evaluation.task import open_task
@@ -57,7 +57,7 @@ def open_lambada(folder: Path, passages: list[str], **settings: Any) -> RowTask:
     (folder / "passages.jsonl").write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
     config = make_config(folder, task="lambada", file=str(folder / "passages.jsonl"), **settings)
     file = read_evaluation_file(config.evaluation)
-    return lambada.open_lambada(file, Characters(), config)  # type: ignore[arg-type]
+    return text.open_lambada(file, Characters(), config)  # type: ignore[arg-type]
 
 
 def scores(nats: list[float], hits: list[int]) -> RowScores:

@@ -6,8 +6,16 @@ from pathlib import Path
 import pytest
 
 from common.errors import DataError
-from common.failures import explain
-from common.failures.explain import Kind, error_of, explain_code, explain_log, find_errors, find_in_logs, known_errors
+from common.failures import (
+    Kind,
+    error_of,
+    explain,
+    explain_code,
+    explain_log,
+    find_errors,
+    find_in_logs,
+    known_errors,
+)
 from common.yaml_files import read_yaml_mapping
 
 EXCERPTS = read_yaml_mapping(Path(__file__).with_name("excerpts.yaml"))["excerpts"]

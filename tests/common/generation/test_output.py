@@ -16,10 +16,10 @@ import pytest
 
 from common.config.load import build_config
 from common.errors import ConfigError, DataError, RunError, StorageError, UserError
-from common.generation import articles
+from common.generation import output
+from common.generation.generate import StopText
 from common.generation.output import write_continuations
 from common.generation.prompts import Prompt, encode_prompts, sliding_window
-from common.generation.stop_strings import StopText
 from common.parallel.run import Run
 from common.resolve.derive import resolve_mode
 from common.tokenizer import Framing
@@ -296,7 +296,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path / "here")
     (folder := tmp_path / "step_00000001").mkdir()
     (folder / "manifest.json").write_text("{}")
-    monkeypatch.setattr(articles, "checkpoint_to_use", lambda run: Checkpoint(folder))
+    monkeypatch.setattr(output, "checkpoint_to_use", lambda run: Checkpoint(folder))
     return folder
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from common.config.schema import PredictConfig
+from common.conversion import export
+from common.conversion.export import generation_config
 from common.errors import ConfigError, RunError
-from common.generation import transformers_config
 from common.generation.logit_rules import LogitRules, bad_words_ids, sequence_biases
 from common.generation.sampling import choose_token, token_weights
-from common.generation.transformers_config import generation_config
 from common.tokenizer import Framing
 from tests.common.generation.test_output import config
 
@@ -253,7 +253,7 @@ def test_an_end_among_bad_words_is_chosen_as_by_transformers() -> None:
 
 @pytest.fixture(autouse=True)
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers_config, "load_given_tokenizer", lambda run: (WORDS, run))
+    monkeypatch.setattr(export, "load_given_tokenizer", lambda run: (WORDS, run))
 
 
 def test_words_are_written_as_ids() -> None:

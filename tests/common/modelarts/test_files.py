@@ -19,10 +19,10 @@ from common.checkpoint.folders import find_checkpoint, whole_checkpoints
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import CheckpointError, ConfigError, DataError, StorageError
+from common.interrupts import StopSignal
 from common.modelarts import files, stores
 from common.modelarts.stores import StoredFile, join
 from common.run_config import load_config
-from common.training.stop import StopSignal
 from tests.tiny import tiny_run
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,8 +12,16 @@ import pytest
 from hypothesis import given, strategies as st
 
 from common.errors import ConfigError
-from common.parallel.batch import check_divides, divisors, pad_vocabulary, plan_batch
-from common.parallel.ramp import batch_sizes, check_ramp, describe_ramp, micro_batches
+from common.parallel.batch import (
+    batch_sizes,
+    check_divides,
+    check_ramp,
+    describe_ramp,
+    divisors,
+    micro_batches,
+    pad_vocabulary,
+    plan_batch,
+)
 
 small = st.integers(1, 64)
 

@@ -15,9 +15,9 @@ from common.cluster.environment import Process
 from common.config.resolved import as_run
 from common.errors import ConfigError
 from common.parallel.run import Run
-from common.planner import room
+from common.planner import fitting
+from common.planner.fitting import asked_for, check_memory, fits_machine, machine_memory, memory_limit, out_of_memory
 from common.planner.plan import make_plan
-from common.planner.room import asked_for, check_memory, fits_machine, machine_memory, memory_limit, out_of_memory
 from tests.common.planner.runs import small
 
 CPU = Hardware(kind="cpu")
@@ -37,7 +37,7 @@ def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
 
     def check(run: Run, there: int, free: int, **options: Any) -> str:
         caplog.clear()
-        monkeypatch.setattr(room, "machine_memory", lambda: there)
+        monkeypatch.setattr(fitting, "machine_memory", lambda: there)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
         check_memory(run, **{"training": True, **options})
         return caplog.text
@@ -84,7 +84,7 @@ def test_a_device_has_its_own_memory(warned: Any) -> None:
 
 
 def test_ranks_share_the_memory_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "machine_memory", lambda: 1000)
+    monkeypatch.setattr(fitting, "machine_memory", lambda: 1000)
     assert [memory_limit(config(), CPU, ranks=ranks) for ranks in (1, 4)] == [940, 235]
     for size, reserve in ((80, 4.8), (16, 2.4)):
         device = Hardware(kind="cuda", memory=size * 2**30)
@@ -140,7 +140,7 @@ def test_one_message_with_the_plan_the_machine_and_what_each_key_frees() -> None
 
 
 def test_the_plan_says_when_this_machine_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "machine_memory", lambda root: 2000)
+    monkeypatch.setattr(fitting, "machine_memory", lambda root: 2000)
     line = str(fits_machine(config(), 10**9, tmp_path))
     assert line.startswith("does not fit this machine: a rank needs 0.93 GiB, and there are 0.00 GiB; ")
     assert fits_machine(config(), 1000, tmp_path) is None

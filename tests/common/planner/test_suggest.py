@@ -13,9 +13,8 @@ from common.accelerators import Accelerator, Hardware, require_accelerator
 from common.errors import ConfigError
 from common.parallel.pipeline import schedule_error
 from common.parallel.run import Run
-from common.planner.fitting import Fitting, resolve_on
+from common.planner.fitting import Fitting, memory_limit, resolve_on
 from common.planner.plan import make_plan, time_of
-from common.planner.room import memory_limit
 from common.planner.suggest import EQUAL, Layout, Suggestions, describe_suggestions, suggest, with_larger_batches
 from common.resolve.derive import resolve_other
 from tests.common.planner import runs
@@ -290,7 +289,7 @@ def test_mindspore_recomputes_in_graphs_only() -> None:
 
 
 def test_ranks_on_this_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.planner.room.machine_memory", lambda: 40 * 2**30)
+    monkeypatch.setattr("common.planner.fitting.machine_memory", lambda: 40 * 2**30)
 
     def found(*more: str) -> tuple[int, str, int | None]:
         words = ("device=cpu", "precision=float32", "train.micro_batch_size=auto")

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from common.config.load import build_config
+from common.device import naming_auto
 from common.errors import ConfigError, DeviceError
 from common.parallel.run import Run
-from common.resolve.auto_device import naming_auto
 from common.resolve.derive import resolve_config, resolve_mode
-from common.resolve.engine_checks import check_here, read_deepspeed_file
-from common.resolve.parallel_mode import check_parallel_mode, compiled_mode
+from common.resolve.engine_checks import check_here, check_parallel_mode, compiled_mode, read_deepspeed_file
 from common.resolve.vendor_settings import deepspeed_settings, semi_auto_settings
 from common.run_config import load_config
 from tests.common.resolve.test_refusals import FILES, small_tree

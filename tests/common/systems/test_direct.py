@@ -14,13 +14,13 @@ import pytest
 from common.conversion.convert import convert
 from common.errors import CheckpointError
 from common.parallel.sharding import slice_of
+from common.parallel.updates import LossScale
 from common.systems.mindformers.write import write_rank_file
 from common.systems.own_folder import open_project
 from common.systems.run_state import MODEL_YAML
-from common.training.loss_scale import LossScale
 from common.training.metrics import read_metrics
-from common.training.model_match import require_same_model
 from common.training.opened_checkpoint import Checkpoint, open_checkpoint
+from common.training.start import require_same_model
 from common.weights.names import parameter_shapes
 from common.yaml_files import dump_yaml
 from run_gpt2 import main

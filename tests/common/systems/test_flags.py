@@ -15,7 +15,7 @@ import yaml
 import run_gpt2
 from common.config.load import flatten
 from common.errors import ConfigError
-from common.parallel.learning_rate import learning_rate
+from common.parallel.updates import learning_rate
 from common.resolve.derive import resolve_config, resolve_mode
 from common.systems.config import COMMAND_LINES, find_command_line, open_config, open_flags
 from common.systems.flags import read_command

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.config.tokenizer_kinds import kind_named
+from common.config.values import kind_named
 from common.errors import TokenizerError
 from common.files import atomic_write
 from common.systems.hugging_face.tokenizer import files_of, read_tokenizer

@@ -20,15 +20,13 @@ from common.checkpoint.snapshot import EngineState, TrainState, make_snapshot
 from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.dataset import Batch, Tokens
 from common.parallel.run import Run
+from common.parallel.updates import LossScale
 from common.training.data import TrainingData
-from common.training.engine import StepResult
+from common.training.engine import NO_LIMITS, Limits, StepResult
 from common.training.loop import train
-from common.training.loss_scale import LossScale
 from common.training.metrics import MetricsWriter
 from common.training.opened_checkpoint import Checkpoint
-from common.training.outliers import NO_LIMITS, Limits
-from common.training.profile import ProfileWindow
-from common.training.steps import TrainingParts
+from common.training.steps import ProfileWindow, TrainingParts
 from tests.common.parallel.test_world import Told
 from tests.tiny import tiny_config
 

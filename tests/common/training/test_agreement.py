@@ -11,7 +11,7 @@ import pytest
 
 from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.errors import CheckpointError
-from common.training import agreement
+from common.training import opened_checkpoint
 from common.training.opened_checkpoint import Checkpoint
 from tests.common.parallel.test_world import Told
 
@@ -36,10 +36,10 @@ def check(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
                 return list(hosts)
             return [own, fault] if own is None else [own] * len(hosts)
 
-        monkeypatch.setattr(agreement, "_view_of", lambda path: hosts[rank])
+        monkeypatch.setattr(opened_checkpoint, "_view_of", lambda path: hosts[rank])
         world = Told(rank=rank, size=len(hosts), answer=gathered)
         try:
-            agreement.check_everywhere(world, Checkpoint(checkpoint))
+            opened_checkpoint.check_everywhere(world, Checkpoint(checkpoint))
         except CheckpointError as error:
             return str(error)
         return ""
@@ -61,10 +61,10 @@ def test_one_rank_of_each_host_reads(checkpoint: Path, check: Check, hosts: str,
 
 
 def test_processes_of_one_host_that_read_the_same_files_see_the_same(checkpoint: Path) -> None:
-    before = agreement._view_of(checkpoint)
-    assert agreement._view_of(checkpoint) == before
+    before = opened_checkpoint._view_of(checkpoint)
+    assert opened_checkpoint._view_of(checkpoint) == before
     copy = checkpoint.parent / "copy"
     copy.write_bytes((checkpoint / "model.safetensors").read_bytes())
     copy.replace(checkpoint / "model.safetensors")
-    assert agreement._view_of(checkpoint) != before, "as a file mounted over another"
-    assert agreement._view_of(copy) != agreement._view_of(copy), "absent files are nobody's"
+    assert opened_checkpoint._view_of(checkpoint) != before, "as a file mounted over another"
+    assert opened_checkpoint._view_of(copy) != opened_checkpoint._view_of(copy), "absent files are nobody's"

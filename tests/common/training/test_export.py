@@ -15,12 +15,12 @@ import yaml
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from common.backends import make_run
 from common.checkpoint.folders import MANIFEST, find_checkpoint, read_manifest, write_manifest
 from common.checkpoint.writer import CheckpointWriter, Part, Snapshot
 from common.config.load import build_config
 from common.config.schema import RunConfig
 from common.errors import CheckpointError
-from common.inputs import make_run
 from common.resolve.derive import resolve_mode
 from common.training.export import export
 from common.training.opened_checkpoint import Checkpoint

@@ -11,8 +11,8 @@ import pytest
 from common.checkpoint.folders import find_checkpoint, read_manifest, whole_checkpoints
 from common.checkpoint.snapshot import TrainState
 from common.dataset import Batch
+from common.training.engine import NO_LIMITS
 from common.training.metrics import read_metrics
-from common.training.outliers import NO_LIMITS
 from common.training.steps import Steps
 from tests.common.training.scripted import Scripted, batches, start
 from tests.tiny import require_equal, rows_of

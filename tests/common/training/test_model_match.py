@@ -13,7 +13,7 @@ from common.errors import CheckpointError
 from common.parallel.run import Run
 from common.resolve.derive import fitting_vocabulary, resolve_config
 from common.run_config import load_config
-from common.training.model_match import require_same_model
+from common.training.start import require_same_model
 
 CONFIG = """
 output_dir: OUTPUT

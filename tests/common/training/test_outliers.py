@@ -10,7 +10,7 @@ import pytest
 
 from common.checkpoint.snapshot import TrainState
 from common.config.schema import LoggingConfig
-from common.training.outliers import NO_LIMITS, Limits, limits_of, record_outlier
+from common.training.engine import NO_LIMITS, Limits, limits_of, record_outlier
 
 CALM = [5.0, 5.1] * 4
 FOUR = LoggingConfig(outlier_deviations=4.0, outlier_window=8)

@@ -8,7 +8,7 @@ import pytest
 
 from common.checkpoint.snapshot import TrainState
 from common.errors import ConfigError
-from common.training.profile import ProfileWindow
+from common.training.steps import ProfileWindow
 from tests.tiny import tiny_config
 
 

@@ -10,10 +10,9 @@ import pytest
 
 from common.checkpoint.snapshot import TrainState
 from common.config.schema import LossScaleConfig
-from common.parallel.learning_rate import describe_schedule, learning_rate, schedule_warnings
 from common.parallel.run import Run
+from common.parallel.updates import LossScale, clip_factor, describe_schedule, learning_rate, schedule_warnings
 from common.training.engine import Schedule
-from common.training.loss_scale import LossScale, clip_factor
 from tests.tiny import tiny_config
 
 UPDATES = 30

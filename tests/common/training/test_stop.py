@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from common import interrupts
-from common.training.stop import StopSignal
+from common.interrupts import StopSignal
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import signal, sys, time
-from common.training.stop import StopSignal, receive_interrupts
+from common.interrupts import StopSignal, receive_interrupts
 signal.signal(signal.SIGINT, signal.default_int_handler)
 receive_interrupts()
 with StopSignal() as stop:
@@ -59,7 +59,7 @@ def test_signals_ignored_from_the_start_stay_ignored() -> None:
 
 LEAVING = """
 import atexit, sys, types
-from common.training.stop import end_process
+from common.interrupts import end_process
 if sys.argv[1] == "torch":
     sys.modules["torch.distributed"] = types.SimpleNamespace(
         is_available=lambda: True, is_initialized=lambda: True

@@ -13,9 +13,9 @@ import pytest
 from mindspore import ops
 
 from common.dataset import Batch
-from common.parallel.learning_rate import learning_rate
 from common.parallel.run import Run
 from common.parallel.sharding import initial_values
+from common.parallel.updates import learning_rate
 from common.training.start import Start
 from mindformers_gpt2.checkpoint import fill_weights
 from mindformers_gpt2.data import inputs_and_targets

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from common.backends import make_run
 from common.config.load import build_config
 from common.errors import ConfigError
-from common.inputs import make_run
 from common.training.metrics import read_metrics
 from tests.layouts import CLIP, STEPS, TOLERANCE, TORCH, chosen_rows, require_seen_faults
 from tests.packed_corpus import write_packed_corpus

@@ -18,8 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from common.config.schema import PredictConfig
 from common.errors import ConfigError
-from common.generation.exported import ExportedDecoder
-from common.generation.generate import generate
+from common.generation.generate import ExportedDecoder, generate
 from common.generation.prompts import Prompt
 from common.systems.hugging_face.weights import open_hugging_face
 from common.systems.onnx.folder import DATA_FILE, GRAPH_FILE, OnnxModel, OnnxSlots, logits, write_onnx
