@@ -28,9 +28,3 @@ def rounding_scales(config: RunConfig, weights: Mapping[str, np.ndarray]) -> dic
         moved = np.abs(values - initial_rows(config.model, config.seed, weight, values.shape)).max()
         scales[name] = max(scales[name], float(moved))
     return scales
-
-
-def with_gradients_wrong_by(part: float, config: RunConfig, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Weights that have moved from their initial values by this part more."""
-    initial = {name: initial_rows(config.model, config.seed, name, values.shape) for name, values in weights.items()}
-    return {name: values + part * (values - initial[name]) for name, values in weights.items()}
