@@ -1,5 +1,7 @@
 """Small models of random weights, the same on both frameworks."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,9 +15,7 @@ def random_model(*, std: float = 0.3, positions: float | None = 2.0, precision: 
 
     positions: deviation of their embedding, since a tied model of random weights repeats itself.
     """
-    sizes = {
-        "num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 48, "vocab_size": 101,
-    } | sizes  # fmt: skip
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 48, "vocab_size": 101} | sizes
     usual = {"ffn_hidden_size": 4 * sizes["hidden_size"], "max_positions": sizes["seq_length"]}
     torch.manual_seed(0)
     rows = -(-sizes["vocab_size"] // 16) * 16
@@ -39,3 +39,15 @@ def mindspore_twin(config: Any, one: torch.nn.Module) -> Any:
         weight = one.get_parameter(parameter.name).detach().numpy()
         ms.ops.assign(parameter, ms.Tensor(weight))
     return other
+
+
+@contextmanager
+def mindspore_mode(mode: str) -> Iterator[Any]:
+    """Compute in graphs, or operator by operator (pynative). Gives what compiles a function there."""
+    import mindspore as ms
+
+    ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+    try:
+        yield ms.jit if mode == "graph" else lambda function: function
+    finally:
+        ms.set_context(mode=ms.GRAPH_MODE)

@@ -1,8 +1,4 @@
-"""Tells a child process how to have a CUDA device for fake tensors, which is built at the first
-call.
-
-    subprocess.run([...], env=os.environ | cuda_variables())
-"""
+"""Tells a child process (``env=os.environ | cuda_variables()``) how to have a CUDA device for fake tensors."""
 
 from __future__ import annotations
 

@@ -27,24 +27,12 @@ os.environ.pop("LD_PRELOAD", None)  # a compiler that is started needs no torch
 
 NAME = "NVIDIA H100 80GB HBM3"
 PROPERTIES = SimpleNamespace(
-    name=NAME,
-    type="cuda",
-    index=0,
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    warp_size=32,
-    regs_per_multiprocessor=65_536,
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    shared_memory_per_block=49_152,
-    shared_memory_per_block_optin=232_448,
-    shared_memory_per_multiprocessor=233_472,
-    total_memory=80 * GIB,
-    L2_cache_size=50 * 2**20,
-    gcnArchName="",
-    is_integrated=0,
-)
+    name=NAME, type="cuda", index=0, major=9, minor=0, multi_processor_count=132, warp_size=32,
+    regs_per_multiprocessor=65_536, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
+    shared_memory_per_block=49_152, shared_memory_per_block_optin=232_448,
+    shared_memory_per_multiprocessor=233_472, total_memory=80 * GIB, L2_cache_size=50 * 2**20,
+    gcnArchName="", is_integrated=0,
+)  # fmt: skip
 """Properties that an H100 SXM reports."""
 CUDA: dict[str, Any] = {
     "is_available": lambda: True,

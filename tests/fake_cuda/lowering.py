@@ -146,9 +146,7 @@ def _binary(kernel: tuple[str, str]) -> Kernel:
 
 
 def lower_training(config: Run, layers: int = 1, *, validates: bool = True) -> None:
-    """Compile a micro batch's forward and backward pass, of as many blocks, and a validation's
-    batch.
-    """
+    """Compile a micro batch's forward and backward pass, of as many blocks, and a validation's batch."""
     shape = config.train.micro_batch_size, config.model.seq_length
     shallow = config.model.model_copy(update={"num_layers": layers})
     by_region = config.model.num_layers > kernels.MAX_LAYERS_IN_ONE_GRAPH

@@ -1,6 +1,4 @@
-"""Steps on MindSpore: dropout, precision, loss scale, modes and sink, against the same without,
-torch, or the host's rule.
-"""
+"""Steps on MindSpore: dropout, precision, loss scale, modes and sink, against none, torch, or the host's rule."""
 
 import tests.needs_mindspore  # noqa: F401
 
@@ -8,10 +6,7 @@ import tests.needs_mindspore  # noqa: F401
 import gzip
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +32,9 @@ from mindformers_gpt2.device import open_device
 from mindformers_gpt2.engine import Engine
 from mindformers_gpt2.optimizer import DeviceLossScale
 from mindformers_gpt2.train import make_trace
-from tests.mindformers_gpt2.test_model import make_config as base_config
+from tests.mindformers_gpt2.test_model import make_config as base_config, run_with_dumps
 from tests.tiny import SGD
 
-ROOT = Path(__file__).resolve().parents[2]
 HALF_WEIGHTS = {"parameters": "float16", "compute": "float16"}
 
 
@@ -59,8 +53,7 @@ def make_engine(config: Run) -> Engine:
 
 
 def make_torch_engine(config: Run) -> torch_gpt2.engine.Engine:
-    device = torch_gpt2.device.select_device("cpu")
-    engine = torch_gpt2.engine.Engine(config, device)
+    engine = torch_gpt2.engine.Engine(config, torch_gpt2.device.select_device("cpu"))
     engine.begin(Start())
     return engine
 
@@ -100,9 +93,8 @@ def test_resume_is_exact(tmp_path: Path) -> None:
 
 
 def test_steps_in_flight_a_trace_and_pynative_change_nothing(tmp_path: Path) -> None:
-    """sink_size 4 equals 1 bit for bit, and so does a trace, which holds the head's matrix product
-    of every micro batch, forward and twice backward. Operators one by one agree within the
-    rounding of fused sums, 1e-5.
+    """sink_size 4 equals 1 bit for bit, and so does a trace, which holds the head's matrix product of every micro
+    batch, forward and twice backward. Operators one by one agree within the rounding of fused sums, 1e-5.
     """
     one = bits(make_engine(make_config(model__dropout=0.1)).run(iter(batches(8)), 8))
     queued = make_engine(make_config(model__dropout=0.1, train__sink_size=4))
@@ -130,9 +122,7 @@ def test_steps_in_flight_a_trace_and_pynative_change_nothing(tmp_path: Path) -> 
 
 
 def test_rates_follow_updates_that_the_host_does_not_know() -> None:
-    """The device skips steps and takes the rates of a linear warm-up and decay: weights are those
-    of torch's plain SGD with these rates.
-    """
+    """The device skips steps and takes the rates of warm-up and decay: weights are those of torch's plain SGD."""
     rates = {"learning_rate": 0.3, "momentum": 0.0, "warmup_steps": 2, "schedule": "linear"}
     config = make_config(
         loss_scale={"mode": "dynamic", "initial": 2.0**66, "factor": 2.0**8, "window": 3},
@@ -164,29 +154,22 @@ def test_rates_follow_updates_that_the_host_does_not_know() -> None:
 
 @pytest.mark.parametrize("precision", ["fp16", HALF_WEIGHTS], ids=["float32 weights", "float16 weights"])
 def test_float16_follows_torch(precision: Any) -> None:
-    """Losses and gradient norms within float16's rounding, and the same steps skipped from a scale
-    that first overflows.
+    """Losses and gradient norms within float16's rounding, and the same steps skipped from a scale that first
+    overflows.
 
-    The scale of 2^40 overflows in both; its division by 2^8 a step ends in the range where both are
-    finite. SGD without a clip: Adam, and a clip that always acts, would hide gradients that keep
-    the scale.
+    The scale of 2^40 overflows in both; its division by 2^8 a step ends in the range where both are finite. SGD without
+    a clip: Adam, and a clip that always acts, would hide gradients that keep the scale.
     """
-    sgd = SGD | {"learning_rate": 0.3, "warmup_steps": 0}
-    config = make_config(
-        precision=precision, loss_scale={"initial": 2.0**40, "factor": 2.0**8, "window": 2}, optimizer=sgd
-    )
+    scale = {"initial": 2.0**40, "factor": 2.0**8, "window": 2}
+    config = make_config(precision=precision, loss_scale=scale, optimizer=SGD | {"learning_rate": 0.3})
     engine, reference = make_engine(config), make_torch_engine(config)
     found, expected = engine.run(iter(batches(8)), 8), reference.run(iter(batches(8)), 8)
     assert [step.skipped for step in found] == [step.skipped for step in expected]
     assert [step.loss_scale for step in found] == [step.loss_scale for step in expected]
     assert 0 < sum(step.skipped for step in found) < 8
-    for name, bound in (("loss", 2e-3), ("grad_norm", 1e-2)):
-        pairs = [
-            (getattr(own, name), getattr(other, name))
-            for own, other in zip(found, expected, strict=True)
-            if name == "loss" or not other.skipped
-        ]
-        np.testing.assert_allclose(*zip(*pairs, strict=True), rtol=bound)
+    np.testing.assert_allclose([step.loss for step in found], [step.loss for step in expected], rtol=2e-3)
+    norms = ([step.grad_norm for step in steps if not step.skipped] for steps in (found, expected))
+    np.testing.assert_allclose(*norms, rtol=1e-2)
     moved = 0.0
     for name, start in make_torch_engine(config).master.tensors.items():
         wanted = reference.master.tensors[name].detach()
@@ -240,7 +223,6 @@ def test_a_step_beyond_the_limits_changes_nothing() -> None:
 STEPS_OF_TWO_MODELS = """
 import os, sys
 os.environ |= {"MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": sys.argv[1]}
-os.environ["MS_DEV_DUMP_IR_PASSES"] = "type_inference"
 from tests.mindformers_gpt2.test_engine import base_config, batches, make_engine
 for layers in (1, 2):
     make_engine(base_config(model__num_layers=layers)).run(iter(batches(1)), 1)
@@ -248,12 +230,8 @@ for layers in (1, 2):
 
 
 def test_more_parameters_are_not_more_graphs_to_the_compiler(tmp_path: Path) -> None:
-    """Graphs of the update after type inference, in MindSpore's own dump. A loop over parameters
-    adds more than 300 for each layer.
-    """
-    command = [sys.executable, "-c", STEPS_OF_TWO_MODELS, str(tmp_path)]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120, env=environ)
+    """In MindSpore's own dump after type inference. A loop over parameters adds more than 300 for each layer."""
+    run_with_dumps(STEPS_OF_TWO_MODELS, tmp_path, "type_inference")
     texts = [path.read_text() for path in tmp_path.rglob("*_type_inference_*.ir")]
     updates = [text for text in texts if "Optimizer_construct" in text]
     one, two = (re.findall(r"# Total subgraphs: (\d+)", text) for text in updates)

@@ -1,6 +1,4 @@
-"""MindIR files against torch, against our own generation in a process without this project, and on
-disks that refuse.
-"""
+"""MindIR files against torch, against our generation in a process without this project, and on disks that refuse."""
 
 import tests.needs_both  # noqa: F401
 
@@ -19,61 +17,48 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch_file
 
 import mindformers_gpt2.export
-import torch_gpt2.checkpoint
-import torch_gpt2.device
-import torch_gpt2.model
 from common.backends import make_run
 from common.checkpoint.folders import read_manifest, require_checkpoint, write_manifest
 from common.config.load import build_config
-from common.errors import ConfigError, RunError, StorageError
+from common.errors import RunError, StorageError
 from common.parallel.run import Run
 from common.parallel.sharding import padded_shapes
 from common.resolve.derive import resolve_config
-from common.run_folder import owned_folder
 from common.tensor_files.safetensors_file import write_safetensors
-from common.training.opened_checkpoint import Checkpoint
 from gpt2_toolkit import LanguageModel, load_model
+from tests.reference import hugging_face_model
 from tests.tiny import tiny_run, train_here
 
 VOCABULARY, WINDOW, POSITIONS = 101, 16, 20
 
 
 def make_tree(folder: Path, corpus: Path | None = None, **changes: Any) -> dict[str, Any]:
-    usual: dict[str, Any] = {
-        "backend": "mindspore",
-        "model__max_positions": POSITIONS,
-        "train": {"max_steps": 1, "micro_batch_size": 2, "global_batch_size": 2},
-        "optimizer": {"learning_rate": 0.1},
-        "export": {"overwrite": True},
-    }
-    return tiny_run(folder, corpus, **(usual | changes))
+    usual: dict[str, Any] = {"backend": "mindspore", "model__max_positions": POSITIONS, "export__overwrite": True}
+    return tiny_run(folder, corpus, **(usual | {"train__max_steps": 1} | changes))
 
 
-def make_config(folder: Path, **changes: Any) -> Run:
-    return resolve_config(build_config(make_tree(folder, **changes)))
+def make_config(folder: Path) -> Run:
+    return resolve_config(build_config(make_tree(folder)))
 
 
 def export(folder: Path, **changes: Any) -> None:
-    run = make_run(build_config(make_tree(folder, **changes)), "export")
-    mindformers_gpt2.export.export(*run)
+    mindformers_gpt2.export.export(*make_run(build_config(make_tree(folder, **changes)), "export"))
 
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Path:
-    """A checkpoint of torch, every weight then drawn again so that no part is too small to be seen;
-    MindSpore would refuse its path.
-    """
+    """A checkpoint of torch with weights that are large enough to be seen; MindSpore would refuse its path."""
     folder = tmp_path_factory.mktemp("export") / "ein Lauf 跑"
     train_here(make_tree(folder, corpus_prefix, backend="torch"))
     checkpoint, random = require_checkpoint(folder, "test"), np.random.default_rng(0)
     file, manifest = checkpoint / "model.safetensors", read_manifest(checkpoint)
     weights = {}
     for name, values in load_file(file).items():
-        is_scale = ".ln_" in f".{name}" and name.endswith("weight")
-        drawn = random.normal(0, 1.0 if is_scale else 0.2, values.shape)
-        weights[name] = drawn.astype(np.float32)
+        deviation = 1.0 if ".ln_" in f".{name}" and name.endswith("weight") else 0.2
+        weights[name] = random.normal(0, deviation, values.shape).astype(np.float32)
     crc32 = write_safetensors(file, weights)
     manifest["files"][file.name] = {"crc32": crc32, "bytes": file.stat().st_size}
     write_manifest(checkpoint, manifest)
@@ -101,13 +86,10 @@ def model(run_folder: Path, tokenizer: Path) -> LanguageModel:
 
 
 def torch_logits(run_folder: Path, ids: Any) -> Any:
-    config = make_config(run_folder)
-    model = torch_gpt2.model.build_model(config, torch_gpt2.device.select_device("cpu"))
-    found = Checkpoint(require_checkpoint(run_folder, "test")).weights(config.model)
-    torch_gpt2.checkpoint.fill_weights(dict(model.named_parameters()), found)
+    config, checkpoint = make_config(run_folder).model, require_checkpoint(run_folder, "test")
     with torch.no_grad():
-        hidden = model(torch.from_numpy(ids).long())
-        return model.logits(hidden).float().numpy()
+        net = hugging_face_model(config, load_torch_file(checkpoint / "model.safetensors"))
+        return net(torch.from_numpy(ids).long()).logits.numpy()
 
 
 def fingerprints(folder: Path) -> dict[str, str]:
@@ -207,9 +189,7 @@ def test_load_model_runs_it(exported: Path, tokenizer: Path, model: LanguageMode
 def test_float16_of_a_fixed_batch_in_two_parts_from_pynative(
     run_folder: Path, exported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights and products in float16 against torch in float32: 1 % of the largest logit. Above 1
-    GB, here above 0, weights lie apart.
-    """
+    """In float16 against torch in float32: 1 % of the largest logit. Above 1 GB, here above 0, weights lie apart."""
     monkeypatch.setattr("mindspore.train.serialization.TOTAL_SAVE", 0)
     other = run_folder.parent / "half"
     types = dict.fromkeys(("parameters", "compute", "softmax", "layer_norm"), "float16")
@@ -232,30 +212,16 @@ def test_float16_of_a_fixed_batch_in_two_parts_from_pynative(
         loaded(ms.Tensor(random_ids(3, 9))).asnumpy()
 
 
-def test_on_a_full_disk_the_old_export_stays(
+def test_a_failed_export_leaves_the_old_one(
     tmp_path: Path, run_folder: Path, exported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A full disk, and 1e-4 on one bias while MindSpore writes."""
     shutil.copytree(exported, tmp_path / "export")
-    before = fingerprints(tmp_path / "export")
+    before, true_export = fingerprints(tmp_path / "export"), ms.export
 
-    def write(*_: Any, **words: Any) -> None:
+    def full(*_: Any, **words: Any) -> None:
         Path(words["file_name"] + ".mindir").write_bytes(b"a part")
         raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(ms, "export", write)
-    with pytest.raises(StorageError, match="No space left on device; an older export is untouched"):
-        export(tmp_path, checkpoint__load=str(run_folder))
-    assert fingerprints(tmp_path / "export") == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "export"]
-    with owned_folder(tmp_path), pytest.raises(ConfigError, match="another run is writing here"):
-        export(tmp_path, checkpoint__load=str(run_folder))
-
-
-def test_a_file_that_differs_from_the_model_is_refused(
-    tmp_path: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """1e-4 on one bias while MindSpore writes."""
-    true_export = ms.export
 
     def disturbed(cell: Any, *inputs: Any, **words: Any) -> None:
         bias = cell.model.ln_f.bias
@@ -264,7 +230,12 @@ def test_a_file_that_differs_from_the_model_is_refused(
         true_export(cell, *inputs, **words)
         ms.ops.assign(bias, ms.Tensor(before))
 
-    monkeypatch.setattr(ms, "export", disturbed)
-    with pytest.raises(RunError, match=r"model\.mindir: .*differs from the model by .*nothing was exported"):
-        export(tmp_path, checkpoint__load=str(run_folder), context__mode="pynative")
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    for write, error, message in (
+        (full, StorageError, "No space left on device; an older export is untouched"),
+        (disturbed, RunError, r"model\.mindir: .*differs from the model by .*nothing was exported"),
+    ):
+        monkeypatch.setattr(ms, "export", write)
+        with pytest.raises(error, match=message):
+            export(tmp_path, checkpoint__load=str(run_folder), context__mode="pynative")
+        assert fingerprints(tmp_path / "export") == before
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "export"]

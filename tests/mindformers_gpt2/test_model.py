@@ -1,5 +1,5 @@
 """Dropout against the same arithmetic in numpy and against its statistics; recomputation against
-none; attention by one kernel of an Ascend, with the kernel as its documentation describes it.
+none; attention by one kernel of an Ascend, with the kernel as its documentation describes it; the loss against torch's.
 """
 
 import tests.needs_mindspore  # noqa: F401
@@ -23,15 +23,30 @@ from mindformers_gpt2 import model as modeling
 from mindformers_gpt2.checkpoint import fill_weights
 from mindformers_gpt2.device import MindSporeDevice, open_device
 from mindformers_gpt2.layers import GELU, Dropout, dropout_keys
+from mindformers_gpt2.loss import ROWS_AT_ONCE, CrossEntropySum, VocabularyShard
 from mindformers_gpt2.model import CoreAttention, FusedAttention, build_model, takes_fused_attention
-from tests.tiny import SGD, tiny_config
+from tests.tiny import tiny_config
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT, VOCABULARY = Path(__file__).resolve().parents[2], 101
 
 
 def make_config(**changes: Any) -> Run:
-    usual: dict[str, Any] = {"backend": "mindspore", "optimizer": SGD | {"learning_rate": 0.3, "momentum": 0.0}}
-    return tiny_config(**(usual | changes))
+    return tiny_config(**({"backend": "mindspore"} | changes))
+
+
+def make_model(config: Run) -> tuple[Any, list[Any]]:
+    """A model with the shared initial weights, and its parameters."""
+    model = build_model(config, open_device(config))
+    parameters = list(model.get_parameters())
+    fill_weights({each.name: each for each in parameters}, initial_values(config))
+    return model, parameters
+
+
+def run_with_dumps(program: str, folder: Path, compiler_pass: str) -> None:
+    """Run it in a process of its own, which leaves MindSpore's own dumps of graphs after a pass."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "MS_DEV_DUMP_IR_PASSES": compiler_pass}
+    command = [sys.executable, "-c", program, str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300, env=environ)
 
 
 def keep_by_numpy(count: int, key: np.ndarray, rate: float) -> np.ndarray:
@@ -55,9 +70,7 @@ def test_dropout_follows_from_key_and_place(rate: float) -> None:
 
 
 def test_dropout_masks_look_independent() -> None:
-    """Share, neighbours, far places, other steps, micro batches and layers: correlations of 2^18
-    bits stay within five deviations.
-    """
+    """Share, neighbours, far places, other steps and layers: correlations of 2^18 bits stay within five deviations."""
     rate, count = 0.1, 2**18
     keys = [dropout_keys(make_config(), step, micro) for step in (1, 2, 3) for micro in (0, 1)]
     masks = [keep_by_numpy(count, key[place], rate) for key in keys for place in range(4)]
@@ -72,21 +85,15 @@ def test_dropout_masks_look_independent() -> None:
 
 
 def test_dropout_reaches_every_place_and_evaluation_none() -> None:
-    """A model that drops at one place only differs from one that drops nothing, for each of the
-    three rates.
-    """
+    """A model that drops at one place only differs from one that drops nothing, for each of the three rates."""
     ids = ms.Tensor(np.random.default_rng(0).integers(0, 101, (2, 16)).astype(np.int32))
-    outputs = {}
-    for name in (None, "embedding_dropout", "attention_dropout", "hidden_dropout"):
-        config = make_config(model__num_layers=1, context__mode=1, **({f"model__{name}": 0.3} if name else {}))
-        model = build_model(config, open_device(config))
-        tensors = {parameter.name: parameter for parameter in model.get_parameters()}
-        fill_weights(tensors, initial_values(config))
-        keys = ms.Tensor(dropout_keys(config, 1, 0))
-        outputs[name] = model(ids, keys).asnumpy()
+    plain, _ = make_model(make_config(model__num_layers=1, context__mode=1))
     for name in ("embedding_dropout", "attention_dropout", "hidden_dropout"):
-        assert np.abs(outputs[name] - outputs[None]).max() > 0.01
-    np.testing.assert_array_equal(model(ids).asnumpy(), outputs[None])  # no keys, no dropout
+        config = make_config(model__num_layers=1, context__mode=1, **{f"model__{name}": 0.3})
+        model, _ = make_model(config)
+        dropped = model(ids, ms.Tensor(dropout_keys(config, 1, 0))).asnumpy()
+        assert np.abs(dropped - plain(ids).asnumpy()).max() > 0.01
+        np.testing.assert_array_equal(model(ids).asnumpy(), plain(ids).asnumpy())  # no keys, no dropout
 
 
 def test_gelu_written_out_is_the_kernel() -> None:
@@ -100,13 +107,9 @@ def test_recomputation_changes_no_gradient() -> None:
     found = {}
     for recompute in ("none", "selective", "full"):
         config = make_config(train__recompute=recompute, model__dropout=0.1, model__num_layers=1)
-        model = build_model(config, open_device(config))
-        tensors = {parameter.name: parameter for parameter in model.get_parameters()}
-        fill_weights(tensors, initial_values(config))
-        function = ms.jit(ms.value_and_grad(model.loss_sum, None, list(tensors.values())))
-        loss, gradients = function(
-            ms.Tensor(tokens[:, :-1]), ms.Tensor(tokens[:, 1:]), ms.Tensor(dropout_keys(config, 1, 0))
-        )
+        model, parameters = make_model(config)
+        function = ms.jit(ms.value_and_grad(model.loss_sum, None, parameters))
+        loss, gradients = function(*map(ms.Tensor, (tokens[:, :-1], tokens[:, 1:], dropout_keys(config, 1, 0))))
         found[recompute] = [loss.asnumpy(), *(gradient.asnumpy() for gradient in gradients)]
     for one, selective, full in zip(*found.values(), strict=True):
         np.testing.assert_array_equal(selective, one)
@@ -134,20 +137,14 @@ def test_attention_of_a_cpu_has_the_gradients_of_the_general_form() -> None:
         value, gradients = ms.jit(ms.value_and_grad(total, (0, 1, 2)))(*tensors)
         return [value.asnumpy(), *(gradient.asnumpy() for gradient in gradients)]
 
-    scores = q @ k.swapaxes(-1, -2) * 0.25 + mask
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    by_weights = slope @ v.swapaxes(-1, -2)
-    by_scores = weights * (by_weights - (weights * by_weights).sum(-1, keepdims=True)) * 0.25
-    wanted = [
-        (weights @ v * slope).sum(),
-        by_scores @ k,
-        by_scores.swapaxes(-1, -2) @ q,
-        weights.swapaxes(-1, -2) @ slope,
-    ]
+    torch = pytest.importorskip("torch")
+    exact = [torch.from_numpy(each).requires_grad_() for each in (q, k, v)]
+    attended = torch.nn.functional.scaled_dot_product_attention(*exact, is_causal=True, scale=0.25)
+    value = (attended * torch.from_numpy(slope)).sum()
+    wanted = [each.detach().numpy() for each in (value, *torch.autograd.grad(value, exact))]
     for cell in (core, general):
-        for one, exact in zip(found(cell), wanted, strict=True):
-            np.testing.assert_allclose(one, exact, rtol=0, atol=3e-6 * np.abs(exact).max())
+        for one, other in zip(found(cell), wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=3e-6 * np.abs(other).max())
 
 
 COUNT = """
@@ -157,12 +154,8 @@ from mindformers_gpt2.device import open_device
 from mindformers_gpt2.model import build_model
 from tests.mindformers_gpt2.test_model import make_config
 for mode, again in (("none", None), ("selective", None), ("full", 1)):
-    config = make_config(
-        train__recompute=mode,
-        train__recompute_layers=again,
-        context__save_graphs=True,
-        context__save_graphs_path=f"{sys.argv[1]}/{mode}",
-    )
+    graphs = {"save_graphs": True, "save_graphs_path": f"{sys.argv[1]}/{mode}"}
+    config = make_config(train__recompute=mode, train__recompute_layers=again, context=graphs)
     model = build_model(config, open_device(config))
     tokens = ms.Tensor(np.zeros((2, 16), np.int32))
     ms.jit(ms.value_and_grad(model.loss_sum, None, list(model.get_parameters())))(tokens, tokens)
@@ -170,18 +163,14 @@ for mode, again in (("none", None), ("selective", None), ("full", 1)):
 
 
 def test_recomputation_repeats_operators_in_the_compiled_graph(tmp_path: Path) -> None:
-    """In MindSpore's own dump of the graph it runs: attention's softmax and gelu once more in each
-    of two blocks, with full also five of a block's six matrix products, here of the first block.
-    The loss has a softmax of its own.
+    """In MindSpore's own dump of the graph it runs: attention's softmax and gelu once more in each of two blocks, with
+    full also five of a block's six matrix products, here of the first block. The loss has a softmax of its own.
     """
-    command = [sys.executable, "-c", COUNT, str(tmp_path)]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "MS_DEV_DUMP_IR_PASSES": "execute"}
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300, env=environ)
+    run_with_dumps(COUNT, tmp_path, "execute")
     counts = {}
     for mode, blocks in (("none", 0), ("selective", 2), ("full", 1)):
-        graph = next(
-            path for path in (tmp_path / mode).rglob("*.ir") if re.fullmatch(r"\d+_execute_\d+\.ir", path.name)
-        ).read_text()
+        path = next(each for each in (tmp_path / mode).rglob("*.ir") if re.fullmatch(r"\d+_execute_\d+", each.stem))
+        graph = path.read_text()
         counts[mode] = {name: graph.count(f"= PrimFunc_{name}(") for name in ("Softmax", "Sigmoid", "MatMul")}
         # a block that keeps its activations has no general gradient of a softmax
         written = [graph.count(f"= PrimFunc_{name}(") for name in ("SoftmaxBackward", "BiasAdd")]
@@ -220,21 +209,16 @@ def test_it_computes_what_attention_written_out_does(apart: bool, monkeypatch: p
     monkeypatch.setattr(modeling, "FlashAttentionScore", DocumentedKernel)
     changes = {"reset_attention_mask": True, "eod_id": 7} if apart else {}
     config = make_config(data=changes, model__initializer_range=0.3)
-    device = open_device(config)
     tokens = np.random.default_rng(0).integers(0, 101, (2, 17)).astype(np.int32)
     tokens[:, [4, 9]] = 7
-    ids, targets = ms.Tensor(tokens[:, :-1]), ms.Tensor(tokens[:, 1:])
     results = []
     for fused in (False, True):
-        model = build_model(config, device)
+        model, parameters = make_model(config)
         assert all(block.attn.core.fused is None for block in model.h), "a CPU has no kernel"
-        if fused:
-            for block in model.h:
-                block.attn.core.fused = FusedAttention(config.model.num_heads, 8)
-        parameters = list(model.get_parameters())
-        fill_weights({each.name: each for each in parameters}, initial_values(config))
+        for block in model.h if fused else ():
+            block.attn.core.fused = FusedAttention(config.model.num_heads, 8)
         step = ms.jit(ms.value_and_grad(model.loss_sum, None, parameters))
-        loss, gradients = step(ids, targets)
+        loss, gradients = step(ms.Tensor(tokens[:, :-1]), ms.Tensor(tokens[:, 1:]))
         results.append([float(loss), *(each.asnumpy() for each in gradients)])
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
     largest = max(np.abs(each).max() for each in results[0][1:])
@@ -242,21 +226,103 @@ def test_it_computes_what_attention_written_out_does(apart: bool, monkeypatch: p
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6 * largest)
 
 
-@pytest.mark.parametrize(
-    ("changes", "name", "expected"),
-    [
-        ({}, "Ascend910B2", True),
-        ({}, "Ascend910A", False),
-        ({"precision__compute": "float32"}, "Ascend910B2", False),
-        ({"precision__softmax": "float16"}, "Ascend910B2", False),
-        ({"model__num_heads": 4}, "Ascend910B2", False),
-        ({"model__dropout": 0.1}, "Ascend910B2", False),
-        ({"train__fused_attention": False}, "Ascend910B2", False),
-    ],
-)
-def test_where_it_is_taken(changes: dict[str, Any], name: str, expected: bool) -> None:
+def test_where_it_is_taken() -> None:
     usual = {"precision": {"compute": "float16"}, "model__num_heads": 2, "model__dropout": 0.0}
-    config = make_config(**(usual | changes))
-    npu = MindSporeDevice(kind="npu", index=0, name=name)
-    assert takes_fused_attention(config, npu) is expected
-    assert not takes_fused_attention(config, MindSporeDevice(kind="cpu", index=0, name="a CPU"))
+    others: list[dict[str, Any]] = [{"precision": {}}, {"precision__softmax": "float16"}, {"model__num_heads": 4}]
+    others += [{"model__dropout": 0.1}, {"train__fused_attention": False}]
+    atlas = MindSporeDevice(kind="npu", index=0, name="Ascend910B2")
+    assert takes_fused_attention(make_config(**usual), atlas)
+    assert not any(takes_fused_attention(make_config(**(usual | each)), atlas) for each in others)
+    for kind, name in (("npu", "Ascend910A"), ("cpu", "a CPU")):
+        assert not takes_fused_attention(make_config(**usual), MindSporeDevice(kind=kind, index=0, name=name))
+
+
+def inputs(rows: int, width: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    # rows from 101 on must not count, whatever they hold
+    weight = random.standard_normal((128, 16)).astype(np.float32)
+    hidden = random.standard_normal((rows, 16)).astype(np.float32) * width
+    return hidden, weight, random.integers(0, VOCABULARY, rows).astype(np.int32)
+
+
+def ours(*arrays: np.ndarray, factor: float = 1.0, shard: VocabularyShard | None = None) -> tuple[np.ndarray, ...]:
+    open_device(make_config())
+    cross_entropy_sum = CrossEntropySum(VOCABULARY, shard)
+    cross_entropy_sum.masked = bool((arrays[2] < 0).any())
+
+    def loss(hidden: ms.Tensor, weight: ms.Tensor, targets: ms.Tensor) -> ms.Tensor:
+        return cross_entropy_sum(hidden, weight, targets)[0] * factor
+
+    value, gradients = ms.jit(ms.value_and_grad(loss, (0, 1)))(*map(ms.Tensor, arrays))
+    return value.asnumpy(), *(gradient.asnumpy() for gradient in gradients)
+
+
+def reference(hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, ...]:
+    """In float64."""
+    torch = pytest.importorskip("torch")
+    h, w = (torch.from_numpy(array).double().requires_grad_() for array in (hidden, weight))
+    loss = torch.nn.functional.cross_entropy(
+        h @ w[:VOCABULARY].t(), torch.from_numpy(targets).long(), ignore_index=-1, reduction="sum"
+    )
+    loss.backward()
+    return loss.detach().numpy(), h.grad.numpy(), w.grad.numpy()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(7, 1.0), (ROWS_AT_ONCE, 1.0), (2 * ROWS_AT_ONCE + 60, 1.0), (50, 60.0)])
+def test_loss_and_gradients(rows: int, width: float, masked: bool) -> None:
+    """The last case has losses of hundreds of nats, where a softmax has no logarithm. masked: -1 adds nothing."""
+    hidden, weight, targets = inputs(rows, width)
+    if masked:
+        targets[::3] = -1
+    expected, own = reference(hidden, weight, targets), ours(hidden, weight, targets)
+    assert width == 1.0 or expected[0] / (targets >= 0).sum() > 200
+    for found, wanted in zip(own, expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+    assert not own[2][VOCABULARY:].any() and not (masked and own[1][::3].any())
+
+
+def test_float16_keeps_small_gradients() -> None:
+    """Slopes are cast to float16 before the loss is divided: 2^-20 of them would round most to nothing."""
+    hidden, weight, targets = inputs(40, 1.0)
+    _, _, by_weight = ours(hidden.astype(np.float16), weight, targets, factor=2.0**-20)
+    _, _, wanted = reference(hidden, weight, targets)
+    np.testing.assert_allclose(by_weight * 2.0**20, wanted, atol=2e-2)
+
+
+@pytest.mark.parametrize("uncounted", [0, 10])
+def test_shards_of_the_vocabulary_add_up(monkeypatch: pytest.MonkeyPatch, uncounted: int) -> None:
+    """Three ranks one after the other, the last with nothing but padding; what the others would
+    send comes from numpy in float64. uncounted: targets that add nothing.
+    """
+    rows, width = 40, 64
+    hidden, weight, targets = inputs(rows, 1.0)
+    weight = np.concatenate([weight, weight[:64]])  # (192, 16)
+    targets[:uncounted] = -1
+    expected = reference(hidden, weight, targets)
+    logits = hidden.astype(np.float64) @ weight.T.astype(np.float64)
+    logits[:, VOCABULARY:] = -1e30
+    sent = []
+    for first in range(0, 192, width):
+        own, here = logits[:, first : first + width], (targets >= first) & (targets < first + width)
+        largest = own.max(1)
+        picked = np.where(here, logits[np.arange(rows), targets], 0.0)
+        sent.append(np.stack([largest, np.exp(own - largest[:, None]).sum(1), picked]))
+
+    class Gather(ms.nn.Cell):
+        def __init__(self, group: None) -> None:
+            super().__init__()
+            self.others = ms.Tensor(np.stack(sent).astype(np.float32))
+
+        def construct(self, own: ms.Tensor) -> ms.Tensor:
+            return self.others + 0.0 * own
+
+    monkeypatch.setattr("mindformers_gpt2.loss.AllGather", Gather)
+    by_hidden = np.zeros_like(hidden)
+    for first in range(0, 192, width):
+        shard = VocabularyShard(group=None, first=first)  # type: ignore[arg-type]
+        loss, part, by_weight = ours(hidden, weight[first : first + width], targets, shard=shard)
+        by_hidden += part
+        np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+        np.testing.assert_allclose(by_weight, expected[2][first : first + width], atol=1e-5 * np.abs(expected[2]).max())
+    np.testing.assert_allclose(by_hidden, expected[1], atol=1e-5 * np.abs(expected[1]).max())

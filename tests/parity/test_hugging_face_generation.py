@@ -1,13 +1,10 @@
-"""A GPT-2 folder of transformers' into training here and back: each side writes what the other
-does, token for token.
-"""
+"""A GPT-2 folder of transformers' into training here and back: each side writes the same tokens as the other."""
 
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
 import transformers
 
 from common.backends import make_run, run_backend
@@ -21,24 +18,20 @@ from tools.convert_weight import main
 from torch_gpt2.train import train
 
 PROMPTS = ["To be, or not to be", "The", "naïve café, hello 日本"]
-NEW_TOKENS = 12
+NEW_TOKENS, SIZE = 12, 262
 
 
-def tree(folder: Path, size: int, vocabulary: Path, **sections: Any) -> dict[str, Any]:
-    usual: dict[str, Any] = {
-        "model__seq_length": POSITIONS,
-        "model__vocab_size": size,
-        "train": {"micro_batch_size": 2},
-        "optimizer": {"learning_rate": 0.001, "clip_grad": 1.0},
-    }
+def tree(folder: Path, vocabulary: Path, **sections: Any) -> dict[str, Any]:
+    usual: dict[str, Any] = {"model__seq_length": POSITIONS, "model__vocab_size": SIZE}
+    usual |= {"optimizer": {"learning_rate": 0.001, "clip_grad": 1.0}}
     data = {"tokenizer": str(vocabulary), **sections.pop("data", {})}
-    return tiny_run(folder, **usual, data=data, **sections)
+    return tiny_run(folder, **(usual | sections), data=data)
 
 
-def ours(weights: Path, folder: Path, size: int, vocabulary: Path) -> list[tuple[list[int], str]]:
+def ours(weights: Path, folder: Path, vocabulary: Path) -> list[tuple[list[int], str]]:
     """Tokens and text of --run_mode predict, in one batch."""
     wish = {"prompt": PROMPTS, "max_new_tokens": NEW_TOKENS, "output_file": str(folder / "out.jsonl")}
-    config = build_config(tree(folder, size, vocabulary, predict=wish, checkpoint={"load": str(weights)}))
+    config = build_config(tree(folder, vocabulary, predict=wish, checkpoint={"load": str(weights)}))
     run_backend("predict", config, ALONE)
     rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
     return [(row["tokens"], row["continuation"]) for row in rows]
@@ -64,43 +57,25 @@ def converted(source: Path, target: Path, to: str) -> Path:
     return target
 
 
-def trained(run: Path, weights: Path, size: int, vocabulary: Path, corpus: Path) -> Path:
-    data, load = {"train": str(corpus), "split": "100,0,0"}, {"init_from": str(weights)}
-    words = tree(run, size, vocabulary, data=data, checkpoint=load)
-    words["train"] = {"max_steps": 2, "micro_batch_size": 2, "global_batch_size": 2}
-    train(*make_run(build_config(words), "finetune"))
-    return run
-
-
-@pytest.mark.parametrize("name", ["OpenAI's vocabulary", "262 tokens"])
-def test_from_hugging_face_to_training_and_back(
-    tmp_path: Path, corpus_prefix: Path, request: pytest.FixtureRequest, capsys: Any, name: str
-) -> None:
-    if name == "262 tokens":
-        vocabulary, size = write_vocabulary(tmp_path / "vocabulary", MERGES), 262
-    else:
-        vocabulary, size = tmp_path / "vocabulary", 50257
-        vocabulary.mkdir()
-        names = ("encoder.json", "vocab.bpe")  # as OpenAI published them
-        for file, own in zip(request.getfixturevalue("gpt2_vocab_files"), names, strict=True):
-            shutil.copy(file, vocabulary / own)
-    source = save_model(tmp_path / "hf", vocabulary, size)
+def test_from_hugging_face_to_training_and_back(tmp_path: Path, corpus_prefix: Path, capsys: Any) -> None:
+    vocabulary = write_vocabulary(tmp_path / "vocabulary", MERGES)
+    source = save_model(tmp_path / "hf", vocabulary, SIZE)
     weights = converted(source, tmp_path / "ours", "torch_gpt2")
-    before = ours(weights, tmp_path, size, vocabulary)
+    before = ours(weights, tmp_path, vocabulary)
     assert before == theirs(source)
-    run = trained(tmp_path / "run", weights, size, vocabulary, corpus_prefix)
+    data, run = {"train": str(corpus_prefix), "split": "100,0,0"}, tmp_path / "run"
+    words = tree(run, vocabulary, data=data, checkpoint={"init_from": str(weights)}, train__max_steps=2)
+    train(*make_run(build_config(words), "finetune"))
     back = converted(run, tmp_path / "back", "hf")
-    after = ours(run, tmp_path, size, vocabulary)
+    after = ours(run, tmp_path, vocabulary)
     assert after == theirs(back) and after != before
-    for found in (before, after) if size == 262 else ():
+    for found in (before, after):
         assert len({len(tokens) for tokens, _ in found}) > 1, "some end early"
     tokenizer = transformers.AutoTokenizer.from_pretrained(back)
-    assert len(tokenizer) == size and tokenizer.model_max_length == POSITIONS
+    assert len(tokenizer) == SIZE and tokenizer.model_max_length == POSITIONS
     assert (back / "merges.txt").read_text().startswith("#version"), "transformers 4 skips the first line"
-    assert tokenizer.eos_token_id == size - 1 and tokenizer.bos_token == "<|endoftext|>"
+    assert tokenizer.eos_token_id == SIZE - 1 and tokenizer.bos_token == "<|endoftext|>"
     assert "tokenizer" not in json.loads((back / REPORT).read_text())["ignored"]
-    if size != 262:
-        return
 
     def stays_behind(name: str, why: str) -> None:
         """A tokenizer that is gone or another than the run's is named and not written."""
@@ -118,11 +93,7 @@ def test_from_hugging_face_to_training_and_back(
     stays_behind("another", "vocabulary: its content (sha256 ")
     folder = run / "checkpoints" / "step_00000002"
     words = json.loads((folder / "manifest.json").read_text())
-    other = words["tokenizer"] | {"kind": "Other"}
-    for name, changes, why in (
-        ("nameless", {"config": words["config"] | {"data": {"tokenizer": None}}}, "names none"),
-        ("unknown", {"tokenizer": None}, "is not what the run recorded (nothing)"),
-        ("other", {"tokenizer": other}, "tokenizer kind 'Other' is not known"),
-    ):
-        write_manifest(folder, words | changes)
-        stays_behind(name, why)
+    write_manifest(folder, words | {"config": words["config"] | {"data": {"tokenizer": None}}})
+    stays_behind("nameless", "names none")
+    write_manifest(folder, words | {"tokenizer": words["tokenizer"] | {"kind": "Other"}})
+    stays_behind("other", "tokenizer kind 'Other' is not known")

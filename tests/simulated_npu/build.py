@@ -2,8 +2,7 @@
 
     subprocess.run([...], env=os.environ | npu_variables())
 
-In that process ``import torch_npu`` registers a device npu with 8 places in host memory, and hccl
-over gloo.
+In that process ``import torch_npu`` registers a device npu with 8 places in host memory, and hccl over gloo.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""device=npu in a process where that is the simulated NPU of tests/simulated_npu; test_npu.py
-starts pytest on this file there.
-"""
+"""device=npu in a process that has the simulated NPU of tests/simulated_npu: started by test_npu.py."""
 
 import gzip
 import json
@@ -8,7 +6,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -32,6 +29,7 @@ from common.training.metrics import read_metrics
 from common.training.start import Start as StartOfRun
 from tests import tiny
 from tests.host_waits import counted
+from tests.layouts import BF16_WEIGHTS, SCALE
 from tests.mixed_load import prompts as mixed_load, run
 from tests.packed_corpus import FLAGS
 from tests.tiny import manifest_of, tiny_config
@@ -51,13 +49,11 @@ BATCH = Batch(tokens=TOKENS, samples=4, consumed_samples=4, sample_hash="")
 SGD = {"optimizer": tiny.SGD}
 BITWISE: dict[str, dict[str, Any]] = {
     # the norms lie between 3.1 and 1.8: acts on some steps, and not on others
-    "sgd with clip": SGD | {"optimizer__clip_grad": 2.1},
-    "recompute": SGD | {"train__recompute": "selective"},
-    "bf16": SGD | {"precision": "bf16"},
-    "bf16 weights": SGD | {"precision": {"parameters": "bfloat16", "compute": "bfloat16"}},
-    "documents kept apart": SGD | FLAGS | {"data__eod_id": 3},
-    "fp16 that overflows": SGD
-    | {"precision": "fp16", "loss_scale": {"initial": 2.0**20, "window": 3}}
+    "sgd with clip": {"optimizer__clip_grad": 2.1, "train__recompute": "selective"},
+    "bf16": {"precision": "bf16"},
+    "bf16 weights": {"precision": BF16_WEIGHTS},
+    "documents kept apart": FLAGS | {"data__eod_id": 3},
+    "fp16 that overflows": {"precision": "fp16", "loss_scale": SCALE}
     | {"optimizer__schedule": "linear", "optimizer__warmup_steps": 3},
 }
 
@@ -152,10 +148,8 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype | None]:
 
 @pytest.mark.parametrize("name", BITWISE)
 def test_a_run_equals_the_cpu_s_bit_for_bit(start: Start, name: str, masks: set[torch.dtype | None]) -> None:
-    """Equal kernels in equal order: a difference in a bit would be a difference in what is
-    computed.
-    """
-    npu, cpu = (start(device, device, **BITWISE[name]) for device in ("npu", "cpu"))
+    """Equal kernels in equal order: a difference in a bit would be a difference in what is computed."""
+    npu, cpu = (start(device, device, **SGD, **BITWISE[name]) for device in ("npu", "cpu"))
     assert_same_run(npu, cpu)
     assert masks == {torch.bool if "documents" in name else None}
     rows = [row for row in rows_of(npu) if "loss" in row]
@@ -186,12 +180,11 @@ def without_adam_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ADAMS)
 def test_adam(start: Start, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU torch's fused kernel, which rounds otherwise, on the NPU its own kernel, or loops
-    over lists of tensors (foreach).
+    """On the CPU torch's fused kernel, which rounds otherwise, on the NPU its own kernel, or loops over lists of
+    tensors (foreach).
 
-    Each rounds the update of a weight at other places, 1e-7 of it, which 8 steps carry on. No step
-    waits for the host, but for Adam's kernel, which must not start before it is known that the
-    step counts.
+    Each rounds the update of a weight at other places, 1e-7 of it, which 8 steps carry on. No step waits for the host,
+    but for Adam's kernel, which must not start before it is known that the step counts.
     """
     from torch_npu import adamw
 
@@ -230,8 +223,7 @@ def test_bias_corrections_are_exact(config: Callable[..., Run], without_adam_ker
 
 def test_adam_s_kernel_updates_the_float32_copies(config: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """After one step, since later ones begin with weights that rounding to bfloat16 tells apart."""
-    precision = {"parameters": "bfloat16", "compute": "bfloat16"}
-    settings = config("none", "npu", precision=precision, optimizer__warmup_steps=0)
+    settings = config("none", "npu", precision=BF16_WEIGHTS, optimizer__warmup_steps=0)
     found = []
     for kernel in (True, False):
         monkeypatch.setattr(TorchDevice, "adam_kernel", kernel)
@@ -257,13 +249,12 @@ def test_where_adam_s_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> bool:
         return select_device("npu").adam_kernel
 
-    def wrong(change: dict[str, float], *lists: Any, **rest: Any) -> None:
-        adamw._fused_adamw(*lists, **rest | change)
+    def wrong(**change: float) -> Any:
+        return lambda *lists, **rest: adamw._fused_adamw(*lists, **rest | change)
 
     assert found() and not select_device("cpu").adam_kernel
-    others = [partial(wrong, {"weight_decay": 0.0}), partial(wrong, {"beta2": 0.998})]
-    others += [partial(wrong, {"eps": 1e-2}), Mock(side_effect=RuntimeError("161002"))]
-    for other in others:
+    broken = Mock(side_effect=RuntimeError("161002"))
+    for other in (wrong(weight_decay=0.0), wrong(beta2=0.998), wrong(eps=1e-2), broken):
         with patch("torch._fused_adamw_", other):
             assert not found()
     with patch.object(torch.npu, "is_bf16_supported", lambda: False):
@@ -334,25 +325,17 @@ def test_activations_on_the_host_change_no_bit(start: Start, recompute: str) -> 
     assert [number for number, found in enumerate(waits.steps) if found] == [0, 8]
 
 
-def test_the_counter_of_waits_sees_the_threads_of_the_backward_pass() -> None:
-    x = torch.ones(3, device=select_device("npu").torch_device, requires_grad=True)
-    y = x.clone()
-    y.register_hook(lambda gradient: None if gradient.sum().item() else gradient)
-    with counted() as waits:
-        y.sum().backward()
-    [found] = waits.steps[0].elements()
-    assert found.startswith("_local_scalar_dense waits for the device")
-
-
-def test_four_and_four_resumed_equal_eight_bit_for_bit(start: Start) -> None:
-    """With dropout, whose masks are drawn on the device; recomputation draws them twice."""
-    settings = {"model__dropout": 0.1, "train__recompute": "full"}
-    whole = start("whole", "npu", **settings)
+@pytest.mark.parametrize(
+    ("then", "settings"), [("npu", {"model__dropout": 0.1, "train__recompute": "full"}), ("cpu", SGD)]
+)
+def test_four_and_four_resumed_equal_eight_bit_for_bit(start: Start, then: str, settings: dict[str, Any]) -> None:
+    """On another device too. Masks are drawn on the device; recomputation draws them twice."""
+    whole = start("whole", then, **settings)
     parts = start("parts", "npu", train__max_steps=4, **settings)
     [states] = manifest_of(parts)["engine"]["rng"]["torch"]
     assert set(states) == {"cpu", "npu"}
     torch.manual_seed(999)
-    assert_same_run(whole, start("parts", "npu", **settings))
+    assert_same_run(whole, start("parts", then, **settings))
 
 
 def test_adam_s_kernel_resumes_its_lists_of_tensors_and_they_it(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,12 +345,6 @@ def test_adam_s_kernel_resumes_its_lists_of_tensors_and_they_it(start: Start, mo
             monkeypatch.setattr(TorchDevice, "adam_kernel", takes)
             parts = start(f"{kernel} first", "npu", train__max_steps=steps)
         tiny.require_equal(parts, whole, 1e-6)
-
-
-def test_a_run_moves_between_the_devices(start: Start) -> None:
-    whole = start("whole", "cpu", **SGD)
-    start("parts", "npu", train__max_steps=4, **SGD)
-    assert_same_run(whole, start("parts", "cpu", **SGD))
 
 
 def test_evaluation_and_a_trace(start: Start) -> None:

@@ -44,9 +44,7 @@ def test_cpu() -> None:
 
 
 def test_ranks_that_see_only_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks as srun --gpus-per-task=1 starts them. A device that the launcher named is taken at its
-    word.
-    """
+    """Ranks as srun --gpus-per-task=1 starts them. A device that the launcher named is taken at its word."""
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -58,24 +56,16 @@ def test_ranks_that_see_only_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "setting", "words"),
-    [
-        ("Ascend910", "highest", "multiplies float32 matrices in float16"),
-        ("Ascend910B3", "highest", ""),
-        ("NVIDIA H100", "high", "multiplies float32 matrices in TF32"),
-        ("NVIDIA H100", "highest", ""),
-    ],
+    ("kind", "rounds", "words"),
+    [("npu", True, "float16"), ("npu", False, ""), ("cuda", True, "TF32"), ("cuda", False, "")],
 )
-def test_rounded_products_of_float32_are_said(
-    name: str, setting: str, words: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Also behind a training on a processor where oneDNN multiplies."""
-    torch.backends.cuda.matmul.allow_tf32 = setting == "high"
-    module = SimpleNamespace(is_bf16_supported=lambda **_: name != "Ascend910")
-    kind = "npu" if name.startswith("Ascend") else "cuda"
-    device = TorchDevice(kind=kind, index=0, name=name, module=module)
+def test_rounded_products_of_float32_are_said(kind: str, rounds: bool, words: str, caplog: Any) -> None:
+    """The first Ascend 910 has no bfloat16. Also behind a training on a processor where oneDNN multiplies."""
+    torch.backends.cuda.matmul.allow_tf32 = rounds
+    module = SimpleNamespace(is_bf16_supported=lambda **_: not rounds)
+    device = TorchDevice(kind=kind, index=0, name="", module=module)
     products._set_onednn(True)
-    for precision, said in (("float32", words), ("fp16", "")):
+    for precision, said in (("float32", words and f"multiplies float32 matrices in {words}"), ("fp16", "")):
         caplog.clear()
         check_support(tiny_config(device="auto", precision=precision), device)
         assert said in caplog.text and bool(caplog.text) is bool(said)
@@ -148,20 +138,14 @@ IN, OUT = 96, (33, 64)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, 40])
 def test_products_equal_float64(cpu: str, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tolerance: float32's error of sums of 96 products; in bfloat16 the rounding of the result,
-    2**-8 of the largest.
-    """
+    """Tolerance: float32's error of sums of 96 products; in bfloat16 that of the result, 2^-8 of the largest."""
     if cpu == "no oneDNN":
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     elif cpu == "no narrow kernels":
         monkeypatch.setattr(products, "has_kernel", lambda dtype: dtype == torch.float32)
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    weights, biases = [draw(out, IN) / 10 for out in OUT], [draw(out) for out in OUT]
-    x = draw(1, rows, IN)
+    torch.manual_seed(0)
+    weights = [torch.randn(out, IN).to(dtype) / 10 for out in OUT]
+    biases, x = [torch.randn(out).to(dtype) for out in OUT], torch.randn(1, rows, IN).to(dtype)
     exact = x.double() @ torch.cat(weights).double().T
     unit = 2e-6 if dtype == torch.float32 else 2**-8
     for given in (biases, []):
@@ -171,8 +155,7 @@ def test_products_equal_float64(cpu: str, dtype: torch.dtype, rows: int, monkeyp
         found = product(x)
         expected = exact + torch.cat(given).double() if given else exact
         assert found.dtype == dtype and found.shape == expected.shape
-        difference = (found.double() - expected).abs().max()
-        assert difference <= unit * expected.abs().max()
+        assert (found.double() - expected).abs().max() <= unit * expected.abs().max()
 
 
 def uses_onednn() -> bool:
@@ -181,13 +164,9 @@ def uses_onednn() -> bool:
 
 @pytest.mark.parametrize(
     ("name", "capability", "other", "chosen"),
-    [
-        ("AMD EPYC 9654", "AVX512", 1.0, True),
-        ("AMD EPYC 9654", "AVX512", 0.0, False),
-        ("AMD EPYC 7763", "AVX2", 1.0, False),
-        ("Intel(R) Xeon(R) Platinum 8480C", "AVX512", 1.0, False),
-    ],
-)
+    [("AMD EPYC 9654", "AVX512", 1.0, True), ("AMD EPYC 9654", "AVX512", 0.0, False),
+     ("AMD EPYC 7763", "AVX2", 1.0, False), ("Intel(R) Xeon(R) Platinum 8480C", "AVX512", 1.0, False)],
+)  # fmt: skip
 def test_the_processors_of_all_ranks_decide(
     monkeypatch: pytest.MonkeyPatch, name: str, capability: str, other: float, chosen: bool
 ) -> None:

@@ -23,26 +23,13 @@ from torch_gpt2.device import select_device
 from torch_gpt2.parallel.layout import build_parts, seed_offset
 from torch_gpt2.parallel.world import World, _make_groups
 
-RATE, RANKS, BATCH, LENGTH, WIDTH, HEADS = 0.25, 4, 4, 32, 64, 8
-HEAD_SIZE = WIDTH // HEADS
-
-
-def make_config(parallel: dict[str, Any]) -> Run:
-    return tiny_config(
-        ranks=RANKS,
-        model__hidden_size=WIDTH,
-        model__num_heads=HEADS,
-        model__seq_length=LENGTH,
-        model__dropout=RATE,
-        train={"max_steps": 1, "micro_batch_size": BATCH},
-        parallel=parallel,
-    )
+RATE, RANKS, BATCH, LENGTH, WIDTH, HEAD_SIZE = 0.25, 4, 4, 32, 64, 8
+SIZES = {"hidden_size": WIDTH, "num_heads": WIDTH // HEAD_SIZE, "seq_length": LENGTH}
 
 
 def masks_of(config: Run, rank: int) -> dict[str, Tensor]:
-    """For two forward passes of this rank's layers: whether an element was kept, (elements,); of
-    attention, how far the weights kept by each query of each head are from their mean, in standard
-    deviations of a single key.
+    """For two forward passes of this rank's layers: whether an element was kept, (elements,); of attention, how far the
+    weights kept by each query of each head are from their mean, in standard deviations of a single key.
     """
     device, topology = select_device("cpu"), config.topology
     dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
@@ -85,27 +72,14 @@ def masks_of(config: Run, rank: int) -> dict[str, Tensor]:
     return seen
 
 
+def assert_mean(found: Tensor, share: float) -> None:
+    """Within five standard deviations: of a share of kept elements, or of the mean of what attention keeps, 0."""
+    expected, variance = (share, share * (1 - share)) if found.dtype == torch.bool else (0.0, 1.0)
+    assert abs(found.double().mean().item() - expected) < 5 * math.sqrt(variance / found.numel())
+
+
 def assert_independent(one: Tensor, other: Tensor) -> None:
-    """Five standard deviations of what independent masks would show."""
-    if one.dtype == torch.bool:
-        expected = RATE**2 + (1 - RATE) ** 2
-        assert_share(one == other, expected)
-    else:
-        assert abs((one * other).mean().item()) < 5 / math.sqrt(one.numel())
-
-
-def assert_rate(mask: Tensor) -> None:
-    if mask.dtype == torch.bool:
-        assert_share(mask, 1 - RATE)
-    else:
-        assert abs(mask.mean().item()) < 5 / math.sqrt(mask.numel())
-        # each key is dropped on its own
-        assert mask.square().mean().item() == pytest.approx(1.0, rel=0.5)
-
-
-def assert_share(found: Tensor, share: float) -> None:
-    deviation = math.sqrt(share * (1 - share) / found.numel())
-    assert abs(found.double().mean().item() - share) < 5 * deviation
+    assert_mean(one == other if one.dtype == torch.bool else one * other, RATE**2 + (1 - RATE) ** 2)
 
 
 @pytest.fixture(autouse=True)
@@ -129,11 +103,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_masks(layout: str) -> None:
-    config = make_config(LAYOUTS[layout])
+    sizes: dict[str, Any] = {f"model__{key}": value for key, value in (SIZES | {"dropout": RATE}).items()}
+    train = {"max_steps": 1, "micro_batch_size": BATCH}
+    config = tiny_config(ranks=RANKS, train=train, parallel=LAYOUTS[layout], **sizes)
     masks = [masks_of(config, rank) for rank in range(RANKS)]
     for of_rank in masks:
         for mask in of_rank.values():
-            assert_rate(mask)
+            assert_mean(mask, 1 - RATE)
+            if mask.dtype != torch.bool:  # each key is dropped on its own
+                assert mask.square().mean().item() == pytest.approx(1.0, rel=0.5)
         # layers, branches and micro batches
         for one, other in itertools.combinations(of_rank.values(), 2):
             if (one.shape, one.dtype) == (other.shape, other.dtype):

@@ -1,10 +1,11 @@
-"""Perplexity and last words against transformers' model, one window at a time; the commands, and
-what they refuse.
-"""
+"""Perplexity and last words on both backends against transformers, window by window; what the commands refuse."""
 
 import json
 import math
+from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,16 +16,14 @@ from torch.nn import functional as F
 from transformers import GPT2LMHeadModel
 
 import run_gpt2
-import torch_gpt2.evaluate
 from common.checkpoint.folders import require_checkpoint
 from common.evaluation.rows import ScoredRow, score_rows
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from common.tokenizer import load_tokenizer
 from tests.reference import hugging_face_model
-from tests.tiny import tiny_run
-from tests.twins import random_model
-from torch_gpt2.device import select_device
+from tests.tiny import tiny_config, tiny_run
+from tests.twins import mindspore_mode, mindspore_twin, random_model
 from torch_gpt2.model import GPT2
 
 
@@ -40,9 +39,7 @@ def reference(model: GPT2) -> GPT2LMHeadModel:
 
 @torch.no_grad()
 def guide_nats(model: GPT2LMHeadModel, tokens: np.ndarray, max_length: int, stride: int) -> float:
-    """Summed loss of Hugging Face's guide on the perplexity of fixed-length models: labels of the
-    overlap are -100.
-    """
+    """Summed loss of Hugging Face's guide on the perplexity of fixed-length models: labels of the overlap are -100."""
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     total, previous_end = 0.0, 0
     for begin in range(0, ids.shape[1], stride):
@@ -65,14 +62,13 @@ def alone(model: GPT2LMHeadModel, row: ScoredRow) -> tuple[float, int]:
     return -found.gather(1, targets[:, None]).sum().item(), int((found.argmax(1) == targets).sum())
 
 
-@pytest.mark.parametrize("rows_at_once", [1024, 3])
+@pytest.mark.parametrize(("mode", "rows_at_once"), [("torch", 1024), ("torch", 3), ("graph", 7), ("pynative", 7)])
 def test_rows_of_any_length_equal_unpadded_ones(
-    model: GPT2, reference: GPT2LMHeadModel, monkeypatch: pytest.MonkeyPatch, rows_at_once: int
+    model: GPT2, reference: GPT2LMHeadModel, request: Any, monkeypatch: Any, mode: str, rows_at_once: int
 ) -> None:
     """Rows as LAMBADA has them, of 1 to 3 scored tokens; every other one ends as the model would
-    continue, or almost.
+    continue, or almost. mode: torch, or one of MindSpore's.
     """
-    monkeypatch.setattr(torch_gpt2.evaluate, "ROWS_AT_ONCE", rows_at_once)
     generator, rows = np.random.default_rng(0), []
     for number, length in enumerate(generator.integers(3, 10, 11)):
         ids, scored = generator.integers(0, 101, length).tolist(), min(1 + number % 3, length - 1)
@@ -84,11 +80,20 @@ def test_rows_of_any_length_equal_unpadded_ones(
     expected = [alone(reference, row) for row in rows]
     misses = [row.scored - hits for (_, hits), row in zip(expected, rows, strict=True)]
     assert {*misses[1::2]} == {0, 1}
-    scorer = torch_gpt2.evaluate.make_scorer(model, select_device("cpu"))
-    for batch_size in (1, 4, 32):
-        found = score_rows(rows, scorer, batch_size)
-        np.testing.assert_allclose(found.nats, [nats for nats, _ in expected], rtol=1e-5)
-        assert found.hits.tolist() == [hits for _, hits in expected]
+    own: Any = model
+    if mode != "torch":
+        request.getfixturevalue("mindspore")
+        sizes = {"seq_length": 12, "max_positions": 16, "vocab_multiple": 16}
+        own = mindspore_twin(tiny_config(**{f"model__{key}": value for key, value in sizes.items()}), model)
+    package = "torch_gpt2" if mode == "torch" else "mindformers_gpt2"
+    module, device = (import_module(f"{package}.{name}") for name in ("evaluate", "device"))
+    monkeypatch.setattr(module, "ROWS_AT_ONCE", rows_at_once)
+    with nullcontext() if mode == "torch" else mindspore_mode(mode):
+        scorer = module.make_scorer(own, device.select_device("cpu"))
+        for batch_size in (1, 4, 32) if mode == "torch" else (4,):  # a graph each
+            found = score_rows(rows, scorer, batch_size)
+            np.testing.assert_allclose(found.nats, [nats for nats, _ in expected], rtol=1e-5)
+            assert found.hits.tolist() == [hits for _, hits in expected]
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +102,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path, gpt2_
     folder = tmp_path_factory.mktemp("trained")
     files = {"vocab_file": str(gpt2_vocab_files[0]), "merge_file": str(gpt2_vocab_files[1])}
     small = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_length": 32}
-    tree = tiny_run(
-        folder / "run",
-        corpus_prefix,
-        model=small | {"max_positions": 64, "vocab_size": 50257},
-        train={"max_steps": 1, "micro_batch_size": 2},
-        data__tokenizer=files,
-        validation={"max_samples": 2},
-    )
+    model = small | {"max_positions": 64, "vocab_size": 50257}
+    words = {"train": {"max_steps": 1, "micro_batch_size": 2}, "validation__max_samples": 2}
+    tree = tiny_run(folder / "run", corpus_prefix, model=model, data__tokenizer=files, **words)
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
     assert run_gpt2.main(["--config", str(path), "--run_mode", "train"]) == 0
@@ -115,9 +115,12 @@ def evaluate(config: Path, *words: str) -> int:
     return run_gpt2.main(["--config", str(config), "--run_mode", "eval", *words])
 
 
+@pytest.mark.parametrize("backend", ["torch", "mindspore"])
 def test_the_three_tasks_as_commands(
-    trained: Path, english: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, english: str, tmp_path: Path, capsys: Any, request: Any, backend: str
 ) -> None:
+    if backend == "mindspore":
+        request.getfixturevalue("mindspore")
     config = resolve_config(load_config(trained))
     settings, run = config.data.tokenizer, Path(config.output_dir)
     assert settings is not None and settings.vocab_file is not None
@@ -127,7 +130,7 @@ def test_the_three_tasks_as_commands(
 
     text = english[:2000]
     (tmp_path / "part.txt").write_text(text)
-    words = [f"evaluation.file={tmp_path / 'part.txt'}", "evaluation.task=text"]
+    words = [f"backend={backend}", f"evaluation.file={tmp_path / 'part.txt'}", "evaluation.task=text"]
     assert evaluate(trained, *words, "evaluation.stride=20", "evaluation.batch_size=4") == 0
     found = json.loads((run / "evaluation_text.json").read_text())
     ids = tokenizer.encode(text)
@@ -145,7 +148,7 @@ def test_the_three_tasks_as_commands(
     starts = (english[at : at + 300].rpartition(" ")[0] for at in range(5000, 17000, 1000))
     passages.write_text("".join(json.dumps({"text": start}) + "\n" for start in starts))
     words = [f"evaluation.file={passages}", "evaluation.task=lambada", "evaluation.max_samples=12"]
-    assert evaluate(trained, *words) == 0
+    assert evaluate(trained, f"backend={backend}", *words) == 0
     found = json.loads((run / "evaluation_lambada.json").read_text())
     nats, right, tokens = 0.0, 0, 0
     for line in passages.read_text().splitlines()[:12]:
@@ -159,7 +162,7 @@ def test_the_three_tasks_as_commands(
     assert found["loss"] == pytest.approx(nats / 12, rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(nats / 12), rel=1e-4)
 
-    assert evaluate(trained) == 0
+    assert evaluate(trained, f"backend={backend}") == 0
     assert json.loads((run / "evaluation.json").read_text())["tokens"] == 64
     assert len(list(run.glob("evaluation*.json"))) == 3
 

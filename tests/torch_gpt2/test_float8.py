@@ -4,7 +4,6 @@ precision.float8_head, against bf16.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,13 @@ from torch import Tensor  # noqa: E402
 from common.config.load import build_config  # noqa: E402
 from common.errors import DeviceError  # noqa: E402
 from common.resolve.derive import resolve_config, resolve_mode  # noqa: E402
-from common.run_config import load_config  # noqa: E402
 from tests import emulated_float8  # noqa: E402
 from tests.tiny import rows_of, tiny_run, train_here  # noqa: E402
 from torch_gpt2 import quantize  # noqa: E402
 from torch_gpt2.device import TorchDevice, check_support, select_device  # noqa: E402
 from torch_gpt2.model import GPT2  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-
-
-@pytest.fixture
-def emulated() -> Iterator[None]:
-    with emulated_float8.watch():
-        yield
 
 
 def run(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
@@ -53,7 +44,8 @@ def rounded(x: Tensor, kind: torch.dtype, dim: int | None) -> Tensor:
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_a_layer_is_the_closed_form(scaling: str, emulated: None, tmp_path: Path, corpus_prefix: Path) -> None:
+@emulated_float8.watch()
+def test_a_layer_is_the_closed_form(scaling: str, tmp_path: Path, corpus_prefix: Path) -> None:
     precision = {"compute": "bfloat16", "float8": scaling}
     config = resolve_config(build_config(run(tmp_path, corpus_prefix, precision=precision)))
     torch.manual_seed(0)
@@ -82,7 +74,6 @@ def test_a_layer_is_the_closed_form(scaling: str, emulated: None, tmp_path: Path
     assert (expected - plain).abs().max() > 4 * (out.double() - expected).abs().max()
 
 
-PRESET = ROOT / "configs" / "gpt2" / "run_gpt2_124m.yaml"
 HEAD: dict[str, Any] = {"compute": "bfloat16", "float8_head": True}
 ROWWISE: dict[str, Any] = {"compute": "bfloat16", "float8": "rowwise"}
 # over 40 steps losses differed by 5e-4, 6e-4, 9e-4 and 1.2e-3 at most; those of float32 by 1e-4
@@ -95,48 +86,41 @@ PRECISIONS: dict[str, tuple[Any, float]] = {
 }
 
 
-class Runs:
-    """Losses of 40 steps or more with a precision, each trained once."""
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Any:
+    """Losses of 40 steps with a precision, or of the four that follow a run of another; each trained once."""
+    root = tmp_path_factory.mktemp("float8")
 
-    def __init__(self, root: Path, corpus: Path) -> None:
-        self.root, self.corpus = root, corpus
-
-    def losses(self, name: str, folder: str = "", **changes: Any) -> list[float]:
-        target = self.root / (folder or name)
+    def train(name: str, after: str = "") -> list[float]:
+        target = root / f"{name}{after and ', '}{after}"
+        resume = {"checkpoint__resume": str(root / after), "train__max_steps": 44} if after else {}
         if not target.exists():
             with emulated_float8.watch():
-                train_here(run(target, self.corpus, precision=PRECISIONS[name][0], **changes))
+                train_here(run(target, corpus_prefix, precision=PRECISIONS[name][0], **resume))
         return [row["loss"] for row in rows_of(target)]
 
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, corpus_prefix: Path) -> Runs:
-    return Runs(tmp_path_factory.mktemp("float8"), corpus_prefix)
+    return train
 
 
 @pytest.mark.parametrize("name", [name for name in PRECISIONS if name != "bf16"])
-def test_losses_follow_bf16(runs: Runs, name: str) -> None:
-    plain, found = runs.losses("bf16"), runs.losses(name)
+def test_losses_follow_bf16(losses: Any, name: str) -> None:
+    plain, found = losses("bf16"), losses(name)
     assert len({*plain, *found}) > 1.5 * len(plain), "two runs of one precision"
     assert plain[-1] < plain[0] - 0.5
     assert found == [pytest.approx(loss, rel=PRECISIONS[name][1]) for loss in plain]
 
 
 @pytest.mark.parametrize(("first", "then"), [("fp8", "bf16"), ("fp8", "fp8"), ("bf16", "head")])
-def test_runs_change_precision(runs: Runs, first: str, then: str) -> None:
-    before = runs.losses(first)
-    changes = {"checkpoint__resume": str(runs.root / first), "train__max_steps": 44}
-    later = runs.losses(then, f"{first}, {then}", **changes)
+def test_runs_change_precision(losses: Any, first: str, then: str) -> None:
+    before, later = losses(first), losses(then, after=first)
     assert len(later) == 4 and later[0] == pytest.approx(before[-1], rel=0.05)
 
 
-@pytest.mark.parametrize("mode", ["eval", "predict"])
-def test_other_modes_compute_as_in_bf16(mode: str, tmp_path: Path) -> None:
-    words = ["precision=fp8", "precision.float8_head=true", "device=cpu", f"output_dir={tmp_path}"]
-    config = load_config(PRESET, words)
-    assert resolve_config(config).precision.float8_head
-    found = resolve_mode(config, mode, world_size=1).precision
-    assert (found.compute, found.float8, found.float8_head) == ("bfloat16", "none", False)
+def test_other_modes_compute_as_in_bf16() -> None:
+    tree = run(Path("run"), Path("data"), precision=HEAD | ROWWISE)
+    for mode in ("eval", "predict"):
+        found = resolve_mode(build_config(tree), mode, world_size=1).precision
+        assert (found.compute, found.float8, found.float8_head) == ("bfloat16", "none", False)
 
 
 @pytest.mark.parametrize(

@@ -35,37 +35,35 @@ def net(model: GPT2) -> Any:
     return hugging_face_model(model.config, dict(model.named_parameters()))
 
 
-def ours(model: GPT2, rows: list[list[int]], end: int, **more: Any) -> list[Continuation]:
+def ours(model: GPT2, rows: list[list[int]], end: int = 0, **more: Any) -> list[Continuation]:
     return continued(model, rows, NEW, ends=(end,), vocab_size=VOCABULARY, **more)
 
 
-def theirs(net: Any, row: list[int], end: int, **settings: Any) -> list[int]:
-    found, _ = continued_by_transformers(net, [row], NEW, [end], end, **settings)
+def theirs(net: Any, row: list[int], **settings: Any) -> list[int]:
+    found, _ = continued_by_transformers(net, [row], NEW, [0], 0, **settings)
     return found[0]
 
 
-def with_end(each: Continuation, end: int) -> list[int]:
-    return each.tokens + ([end] if each.finish_reason == "end_of_text" else [])
+def strategy_of(beams: int) -> dict[str, Any]:
+    return {"strategy": "beam_search", "num_beams": beams} if beams > 1 else {}
 
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_biases_and_bad_words_equal_transformers(model: GPT2, net: Any, beams: int) -> None:
     """Words of one to three tokens of those that are generated without them."""
     random, changed = np.random.default_rng(0), 0
-    strategy = {"strategy": "beam_search", "num_beams": beams} if beams > 1 else {}
+    strategy = strategy_of(beams)
     for case in range(12):
         row = random.integers(0, VOCABULARY, 1 + case % 8).tolist()
-        free = ours(model, [row], 0, **strategy)[0].tokens
+        free = ours(model, [row], **strategy)[0].tokens
         at, size = random.integers(0, 7, 2), 1 + case % 3
         word, banned = (free[place : place + size] or [3 + place] for place in at)
         bias = float(random.choice([-8.0, -0.5, 4.0]))
         rules: dict[tuple[int, ...], float] = {tuple(word): bias, tuple(banned): -np.inf}
         shared = {"repetition_penalty": 1.0 + case % 2 * 0.3, "min_new_tokens": case % 4}
-        found = ours(model, [row], 0, biases=rules, **strategy, **shared)[0].tokens
-        lists = {"sequence_bias": [[word, bias]], "bad_words_ids": [banned]}
-        if word == banned:
-            del lists["sequence_bias"]
-        expected = theirs(net, row, 0, num_beams=beams, **shared, **lists)
+        found = ours(model, [row], biases=rules, **strategy, **shared)[0].tokens
+        lists: dict[str, Any] = {} if word == banned else {"sequence_bias": [[word, bias]]}
+        expected = theirs(net, row, num_beams=beams, bad_words_ids=[banned], **shared, **lists)
         assert found == expected[: len(found)] and expected[len(found) :] in ([], [0]), case
         changed += found != free
     assert changed > 7  # else the rules were not looked at
@@ -80,10 +78,8 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> tuple[HuggingFaceTok
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], show_progress=False
-    )  # fmt: skip
-    made.train_from_iterator([STORY], trainer)
+    options = {"vocab_size": VOCABULARY, "special_tokens": ["<|endoftext|>"], "show_progress": False}
+    made.train_from_iterator([STORY], trainers.BpeTrainer(**options))
     file: Path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     made.save(str(file))
     own = HuggingFaceTokenizer.from_file(file, "HuggingFaceTokenizer")
@@ -103,28 +99,25 @@ def test_stop_strings_end_where_transformers_do(
     returns the tokens up to the end of the stop string, and so do we.
     """
     own, other = tokenizers
-    random = np.random.default_rng(1)
-    strategy = {"strategy": "beam_search", "num_beams": beams} if beams > 1 else {}
-    stopped = 0
+    random, stopped = np.random.default_rng(1), 0
+    strategy = strategy_of(beams)
     for case in range(12):
         row = [int(random.integers(1, VOCABULARY))]
-        free = ours(model, [row], 0, read=reader(own), **strategy)[0]
-        text = own.decode(free.tokens)
+        text = own.decode(ours(model, [row], read=reader(own), **strategy)[0].tokens)
         at = int(random.integers(2, len(text) - 3))  # not in the prompt's character, too
         stop = text[at : at + int(random.integers(1, 4))]
         if "\ufffd" in stop:  # no token says this
             continue
-        found = ours(model, [row], 0, read=reader(own, stop), stop=stop, **strategy)[0]
-        expected = theirs(net, row, 0, num_beams=beams, stop_strings=[stop], tokenizer=other)
-        assert with_end(found, 0) == expected, (case, stop)
+        found = ours(model, [row], read=reader(own, stop), stop=stop, **strategy)[0]
+        expected = theirs(net, row, num_beams=beams, stop_strings=[stop], tokenizer=other)
+        end = [0] if found.finish_reason == "end_of_text" else []
+        assert found.tokens + end == expected, (case, stop)
         assert found.growing is not None
         found.growing.advance(found.tokens, final=True)
         whole = own.decode(found.tokens)
-        if found.finish_reason == "stop_string":
-            assert found.text == whole[: whole.index(stop)]
-            stopped += 1
-        else:
-            assert found.text == whole and stop not in whole
+        stops = found.finish_reason == "stop_string"
+        assert stops == (stop in whole) and found.text == whole.partition(stop)[0]
+        stopped += stops
     assert stopped >= 5
 
 
@@ -221,10 +214,7 @@ def plain_loop(model: GPT2, prompt: list[int], groups: int, size: int, rate: flo
     ("groups", "size", "prompt"), [(2, 2, [3, 1, 4]), (3, 1, [3, 1, 4]), (3, 2, [14, 14, 29]), (2, 4, [15, 25, 26, 11])]
 )
 def test_groups_avoid_each_others_tokens(narrow: GPT2, groups: int, size: int, prompt: list[int]) -> None:
-    beams = {"num_beams": groups * size, "num_beam_groups": groups}
-    found = beams_of(
-        narrow, [prompt], 8, num_sequences=groups * size, diversity_rate=1.5,
-        stop_at_end_of_text=False, **beams,
-    )  # fmt: skip
+    beams = {"num_beams": groups * size, "num_beam_groups": groups, "num_sequences": groups * size}
+    found = beams_of(narrow, [prompt], 8, diversity_rate=1.5, stop_at_end_of_text=False, **beams)
     assert [each.tokens for each in found] == plain_loop(narrow, prompt, groups, size, 1.5, 8)
     assert len({each.tokens[0] for each in found}) > 1

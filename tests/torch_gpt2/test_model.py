@@ -1,6 +1,4 @@
-"""The model against transformers' GPT2LMHeadModel with the same random weights, and against itself
-computed in other ways.
-"""
+"""The model against transformers' with the same random weights, and against itself computed in other ways."""
 
 from functools import partial
 
@@ -23,9 +21,7 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_gelu_is_the_tanh_form() -> None:
-    """Hendrycks and Gimpel (arXiv 1606.08415): up to 5e-4 from the exact one near 2, where the
-    weights of the other tests do not lead.
-    """
+    """Hendrycks and Gimpel (arXiv 1606.08415): up to 5e-4 from the exact one near 2, where other tests do not lead."""
     mlp, x = ours().h[0].mlp, torch.linspace(-4, 4, 192)[None, None]
     inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
     expected = mlp.c_proj(0.5 * x * (1 + inner.tanh()))

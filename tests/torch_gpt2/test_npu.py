@@ -1,6 +1,5 @@
-"""device=npu on a simulated NPU (tests/simulated_npu), device=cuda in eager mode on an H100 that
-computes nothing (tests/fake_cuda), and torch_npu where it cannot be loaded. No figure here speaks
-of Ascend's own.
+"""device=npu on a simulated NPU (tests/simulated_npu), device=cuda in eager mode on an H100 that computes nothing
+(tests/fake_cuda), and torch_npu where it cannot be loaded. No figure here speaks of Ascend's own.
 """
 
 import json
@@ -21,20 +20,11 @@ from tests.tiny import rows_of, some_but_not_all, tiny_run, train_here
 
 @pytest.mark.parametrize("device", ["npu", "cuda"])
 def test_everything_on_one_device(device: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """npu_checks.py and cuda_checks.py in processes of their own: a device once registered stays,
-    and would be there for other tests.
-    """
+    """In processes of their own: a device once registered stays, and would be there for other tests."""
     variables = request.getfixturevalue(f"{device}_variables")
     checks = str(Path(__file__).with_name(f"{device}_checks.py"))
-    words = ["-q", "-x", "-p", "no:cacheprovider", f"--basetemp={tmp_path / device}", checks]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words],
-        cwd=ROOT,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    words = [sys.executable, *f"-m pytest -q -x -p no:cacheprovider --basetemp={tmp_path / device}".split(), checks]
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -66,10 +56,9 @@ CASES = [case for case in NPU.cases() if find_spec("deepspeed") or not str(case.
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "numerics"), CASES)
 def test_two_ranks_over_hccl_equal_one_process(runs: Path, layout: str, numerics: str) -> None:
-    """And no step waits for the host: nothing is read, copied with waiting, or sent between hosts.
-    Step 1 fills memory, steps 4 and 8 end with validations. Adam's kernel asks once a step whether
-    the step counts. DeepSpeed's steps of two micro batches read the loss and the norm, and sum the
-    loss between hosts.
+    """And no step waits for the host: nothing is read, copied with waiting, or sent between hosts. Step 1 fills memory,
+    steps 4 and 8 end with validations. Adam's kernel asks once a step whether the step counts. DeepSpeed's steps of two
+    micro batches read the loss and the norm, and sum the loss between hosts.
     """
     NPU.hold(runs, layout, numerics)
     rows = rows_of(runs / layout / numerics)
@@ -105,9 +94,7 @@ for words in runs:
 
 
 def test_torch_npu_without_cann_is_left_alone(tmp_path: Path, corpus_prefix: Path) -> None:
-    """As pip leaves it on a machine without CANN: torch loads it by itself, and it finds no
-    libraries.
-    """
+    """As pip leaves it on a machine without CANN: torch loads it by itself, and it finds no libraries."""
     fault = "libhccl.so: cannot open shared object file: No such file or directory"
     record = tmp_path / "torch_npu-2.13.0.dist-info"
     record.mkdir()

@@ -1,11 +1,9 @@
 """train.offload_activations: the host holds what blocks keep, and no bit of a step changes.
 
-On a CPU the same hooks copy from the host to the host. npu_checks.py has them on a device with
-pinned memory.
+On a CPU the same hooks copy from the host to the host. npu_checks.py has them on a device with pinned memory.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,11 +12,12 @@ import torch
 from torch import Tensor
 
 from common.accelerators import require_accelerator
+from common.config.load import build_config
 from common.errors import ConfigError
 from common.parallel.run import Run
 from common.planner.plan import describe_plan, make_plan, time_of
 from common.resolve.derive import resolve_mode
-from common.run_config import load_config
+from tests.tiny import tiny_run
 from tests.torch_gpt2.test_planner import build as planned, make, peaks
 from torch_gpt2 import offload
 from torch_gpt2.compilation import compile_model
@@ -26,7 +25,6 @@ from torch_gpt2.device import check_support, select_device
 from torch_gpt2.model import GPT2
 from torch_gpt2.offload import HostMemory
 
-ROOT = Path(__file__).resolve().parents[2]
 MODES = ("none", "selective", "full")
 
 
@@ -46,7 +44,7 @@ def step(model: GPT2, loss_sum: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("recompute", MODES)
@@ -56,8 +54,7 @@ def test_the_host_takes_the_plan_s_bytes_and_no_bit_changes(precision: Any, reco
     weights are rounded once for two micro batches.
     """
     for dropout, micro_batches in ((0.0, 1), (0.1, 1), (0.0, 2)):
-        train = {"recompute": recompute, "offload_activations": True}
-        train["accumulation_steps"] = micro_batches
+        train = {"recompute": recompute, "offload_activations": True, "accumulation_steps": micro_batches}
         config = make(precision=precision, model={"dropout": dropout}, train=train)
         memory = HostMemory(pinned=False)
         assert same(step(build(config, None)), step(build(config, memory)))
@@ -132,9 +129,9 @@ def test_the_device_s_peak_falls_as_the_plan_says(recompute: str) -> None:
     kept, moved = (
         make(model={**model, "dropout": 0.0}, train={**train, "offload_activations": each}) for each in (False, True)
     )
+    before, plan = peaks(kept), make_plan(kept).stages[0].memory
     with patch.object(offload, "_Copy", Elsewhere):
-        before, after = peaks(kept), peaks(moved)
-    plan, other = (make_plan(each).stages[0].memory for each in (kept, moved))
+        after, other = peaks(moved), make_plan(moved).stages[0].memory
     assert after["meta"] == other.on_host and plan.on_host == 0
     assert plan.peak - other.peak == pytest.approx(before["cpu"] - after["cpu"], rel=0.05)
 
@@ -164,8 +161,7 @@ def test_a_pipeline_keeps_each_waiting_micro_batch_on_the_host() -> None:
 
 
 def test_a_cpu_refuses_and_evaluates_a_run_folder() -> None:
-    words = ["train.offload_activations=true", "device=cpu"]
-    config = load_config(ROOT / "configs/gpt2/run_gpt2_tiny.yaml", words)
+    config = build_config(tiny_run(train__offload_activations=True))
     with pytest.raises(ConfigError, match="on a CPU they are there already; leave it out"):
         check_support(resolve_mode(config, "train", world_size=1), select_device("cpu"))
     for mode in ("eval", "predict", "export"):

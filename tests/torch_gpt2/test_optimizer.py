@@ -1,5 +1,4 @@
-"""The norm over all gradients against float64, for sizes at which adding squares one by one in
-float32 loses digits.
+"""The norm over all gradients against float64, for sizes at which adding squares one by one in float32 loses digits.
 
 Loss scale and clip factor on the device are compared with those of the host.
 """

@@ -23,7 +23,7 @@ from common.training.metrics import read_metrics
 from common.training.start import Start
 from tests.packed_corpus import EOD, FLAGS, write_packed_corpus
 from tests.reference import hugging_face_model, hugging_face_names
-from tests.tiny import require_same_bits, rows_of, tiny_config, tiny_run, train_here
+from tests.tiny import rows_of, tiny_config, tiny_run, train_here
 from torch_gpt2.data import BlockAttention, document_mask, document_numbers, document_positions, split
 from torch_gpt2.device import TorchDevice, select_device
 from torch_gpt2.engine import Engine
@@ -32,22 +32,16 @@ from torch_gpt2.model import GPT2, Attention
 from torch_gpt2.parallel.layout import build_parts
 from torch_gpt2.parallel.world import World
 
-LENGTH = 24
+LENGTH, CPU = 24, select_device("cpu")
 KEYS = [key for key in FLAGS if key != "data__eod_id"]
 
 
 def make_config(**changes: Any) -> Run:
-    usual: dict[str, Any] = {
-        "model__num_heads": 2,
-        "model__seq_length": LENGTH,
-        "optimizer__learning_rate": 0.05,
-        "validation": {},
-    }
-    return tiny_config(**(usual | FLAGS | changes))
+    return tiny_config(**({"model__num_heads": 2, "model__seq_length": LENGTH} | FLAGS | changes))
 
 
 def make_model(config: Run) -> GPT2:
-    [model] = build_parts(config, select_device("cpu"), World())
+    [model] = build_parts(config, CPU, World())
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -87,9 +81,7 @@ def test_masks_and_positions_are_megatrons() -> None:
 
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> BlockAttention:
-    """flex_attention, whose kernels need CUDA; its operators compute gradients on a CPU too, if
-    they are let.
-    """
+    """flex_attention, whose kernels need CUDA; its operators compute gradients on a CPU too, if they are let."""
     from torch.nn.attention import flex_attention
 
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
@@ -159,8 +151,7 @@ def test_the_losses_of_other_systems_are_a_closed_form(masks: Any, counts: Any) 
     inputs, wanted = tokens[:, :-1], tokens[:, 1:]
     with torch.no_grad():
         logs = reference(inputs).logits.double().log_softmax(-1)
-        ids, targets = split(tokens, config.packing)
-        found = float(model.loss_sum(ids, targets)) / config.packing.counted(tokens.int().numpy())
+        found = float(model.loss_sum(*split(tokens, config.packing))) / config.packing.counted(tokens.int().numpy())
     losses, counted = -logs.gather(-1, wanted[..., None])[..., 0], counts(inputs, wanted)
     assert 0 < counted.sum() < counted.numel()
     assert found == pytest.approx(losses[counted].mean().item(), rel=1e-6)
@@ -171,14 +162,12 @@ def test_the_losses_of_other_systems_are_a_closed_form(masks: Any, counts: Any) 
 @pytest.mark.parametrize("path", PATHS)
 def test_nothing_leaks_between_documents(path: str, blocks: BlockAttention) -> None:
     """Other tokens in one document leave all bits of the others."""
-    model = model_of(path, blocks)
-    tokens = windows()
-    ids, _ = split(tokens, model.packing)
-    changed = tokens.clone()
-    changed[0, 6:11] = 99 - (tokens[0, 6:11] % 80)  # the second document of the first row
-    assert not (changed[0, 6:11] == tokens[0, 6:11]).any()
+    model, ids = model_of(path, blocks), windows()[:, :-1]
+    changed = ids.clone()
+    changed[0, 6:11] = 99 - (ids[0, 6:11] % 80)  # the second document of the first row
+    assert not (changed[0, 6:11] == ids[0, 6:11]).any()
     with torch.no_grad():
-        before, after = model(ids, ids), model(changed[:, :-1], changed[:, :-1])
+        before, after = model(ids, ids), model(changed, changed)
     others = torch.ones(ids.shape, dtype=torch.bool)
     others[0, 6:12] = False
     assert torch.equal(before[others], after[others])
@@ -186,14 +175,11 @@ def test_nothing_leaks_between_documents(path: str, blocks: BlockAttention) -> N
 
 
 def test_each_key_acts_by_itself() -> None:
-    ids, targets = split(windows())
-    losses = {}
-    for name in ("", *FLAGS):
-        keys = {key: key == name for key in KEYS}
-        model = make_model(make_config(**keys))
+    (ids, targets), losses = split(windows()), {}
+    for name in ("", *KEYS):
+        model = make_model(make_config(**{key: key == name for key in KEYS}))
         losses[name] = model.loss_sum(*split(windows(), model.packing)).item()
-        assert (model.packing is None) == (name in ("", "data__eod_id"))
-    assert losses[""] == losses["data__eod_id"]
+        assert (model.packing is None) == (not name)
     assert len(set(losses.values())) == 4
     reference = hugging_face_model(model.config, dict(model.named_parameters()))
     places = torch.stack([document_positions(row[None], EOD)[0] for row in ids])
@@ -203,9 +189,7 @@ def test_each_key_acts_by_itself() -> None:
 
 
 def test_one_graph_keeps_documents_apart_by_blocks(blocks: BlockAttention) -> None:
-    """torch.compile traces masks, blocks and recomputation without a break, with the same
-    gradients. The kernels themselves are CUDA's.
-    """
+    """torch.compile traces masks and recomputation without a break, with the same gradients. Kernels are CUDA's."""
     model = model_of("blocks recomputed", blocks)
     ids, targets = split(windows(), model.packing)
     compiled = torch.compile(model.loss_sum, backend="aot_eager", fullgraph=True, dynamic=False)
@@ -227,7 +211,7 @@ def test_blocks_are_for_devices_with_their_kernels(monkeypatch: pytest.MonkeyPat
 def test_the_mean_is_over_counted_tokens_of_the_global_batch() -> None:
     """Two micro batches with different numbers of documents, whose own means differ."""
     config = make_config()
-    engine = Engine(config, select_device("cpu"))
+    engine = Engine(config, CPU)
     engine.begin(Start())
     model = make_model(config)
     model.load_state_dict(engine.model.state_dict())
@@ -250,24 +234,18 @@ def test_the_mean_is_over_counted_tokens_of_the_global_batch() -> None:
     assert total == pytest.approx(model.loss_sum(ids, targets).item(), rel=1e-6)
 
 
-def test_a_run_resumes_with_the_same_bits_and_samples(tmp_path: Path) -> None:
+def test_a_run_has_the_samples_of_one_without_and_is_evaluated(tmp_path: Path) -> None:
     corpus = write_packed_corpus(tmp_path)
-
-    def go(name: str, steps: int, **changes: Any) -> Path:
-        words = FLAGS | {"train__max_steps": steps, "optimizer__decay_steps": 4} | changes
-        return train_here(tiny_run(tmp_path / name, corpus, **words))
-
-    whole = go("whole", 4)
-    go("halves", 2)
-    require_same_bits(go("halves", 4), whole)
-    plain = go("plain", 4, **dict.fromkeys(FLAGS, False) | {"data__eod_id": None})
-    one, other = rows_of(plain), rows_of(whole)
+    packed, plain = (
+        train_here(tiny_run(tmp_path / name, corpus, **keys)) for name, keys in (("packed", FLAGS), ("plain", {}))
+    )
+    one, other = rows_of(plain), rows_of(packed)
     assert [row["sample_hash"] for row in one] == [row["sample_hash"] for row in other]
     assert one[0]["loss"] != other[0]["loss"]
 
-    evaluate(*make_run(load_config(whole / "config.yaml"), "eval"))
-    found = json.loads((whole / "evaluation.json").read_text())
-    *_, last = read_metrics(whole / "metrics.jsonl")
+    evaluate(*make_run(load_config(packed / "config.yaml"), "eval"))
+    found = json.loads((packed / "evaluation.json").read_text())
+    *_, last = read_metrics(packed / "metrics.jsonl")
     assert found["validation_loss"] == pytest.approx(last["validation_loss"], rel=1e-6)
     assert found["tokens"] == last["validation_tokens"]
 
@@ -276,7 +254,7 @@ def test_rows_of_an_evaluated_text_are_one_document_each() -> None:
     """Their first token may be the end-of-document token, which is context there."""
     model = make_model(make_config())
     rows = [ScoredRow(tokens=np.array([EOD, 9, 10, 11], np.int32), scored=3)]
-    found = score_rows(rows, make_scorer(model, select_device("cpu")), 1)
+    found = score_rows(rows, make_scorer(model, CPU), 1)
     reference = hugging_face_model(model.config, dict(model.named_parameters()))
     ids = torch.tensor([[EOD, 9, 10, 11]])
     wanted = F.cross_entropy(reference(ids[:, :-1]).logits[0], ids[0, 1:], reduction="sum")

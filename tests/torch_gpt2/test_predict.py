@@ -31,24 +31,19 @@ LENGTHS, POSITIONS = (18, 1, 7, 12), 48
 
 
 class Accelerator(TorchDevice):
-    """A CPU that is taken for an accelerator."""
+    """A CPU that is taken for an accelerator. Its name says whether it compiles a step."""
 
     runs_ahead = True
-    compiled = False
 
     def capture(self, step: Callable[[], Tensor], memory: Any) -> Callable[[], Tensor]:
         captured.append(step)
-        return torch.compile(step, backend="eager", fullgraph=True) if self.compiled else step
-
-
-class Compiling(Accelerator):
-    compiled = True
+        return torch.compile(step, backend="eager", fullgraph=True) if self.name == "compiles" else step
 
 
 captured: list[Callable[[], Tensor]] = []
 CPU = select_device("cpu")
 ACCELERATOR, COMPILING = (
-    kind(kind="cpu", index=0, name="none", module=CPU.module) for kind in (Accelerator, Compiling)
+    Accelerator(kind="cpu", index=0, name=name, module=CPU.module) for name in ("none", "compiles")
 )
 on_both = pytest.mark.parametrize("device", [CPU, ACCELERATOR], ids=["cpu", "accelerator"])
 
@@ -61,30 +56,25 @@ def model(monkeypatch: pytest.MonkeyPatch) -> GPT2:
 
 
 def prompts() -> list[list[int]]:
-    """Each holds token 50, by which transformers' batches are padded: a penalty for repetition then
-    is the same without them.
-    """
+    """Each holds token 50, by which transformers' batches are padded: else a penalty for repetition would differ."""
     return [[50, *np.random.default_rng(length).integers(0, 101, length - 1).tolist()] for length in LENGTHS]
 
 
 def continued(
     model: GPT2,
     rows: Sequence[list[int]],
-    new_tokens: int | list[int] = 30,
+    new_tokens: int = 30,
     *,
     batch: int | None = None,
     ends: Sequence[int] = (),
     device: TorchDevice = CPU,
     **settings: Any,
 ) -> list[Continuation]:
-    """Continue prompts. batch: sequences at once; all, if None.
-    settings: of PredictConfig, and more arguments of ``generate``.
-    """
+    """batch: sequences at once; all, if None. settings: of PredictConfig, and more arguments of ``generate``."""
     given = {"biases", "read", "vocab_size", "window"} & settings.keys()
     words = {name: settings.pop(name) for name in given}
     config = PredictConfig.model_validate(settings)
-    new = new_tokens if isinstance(new_tokens, list) else [new_tokens] * len(rows)
-    prompts = [Prompt(text="", ids=ids, new_tokens=n) for ids, n in zip(rows, new, strict=True)]
+    prompts = [Prompt(text="", ids=ids, new_tokens=new_tokens) for ids in rows]
     by_beams = config.strategy == "beam_search"
     batch = batch or len(rows) * (config.num_beams if by_beams else 1)
     decoder = Decoder(model, device, batch)
@@ -97,9 +87,7 @@ def continued(
 def continued_by_transformers(
     net: Any, rows: list[list[int]], new_tokens: int, ends: list[int], pad: int, **settings: Any
 ) -> tuple[list[list[int]], Any]:
-    """Return the new tokens of a batch that is padded on the left, and all that transformers says.
-    What follows an end is cut off.
-    """
+    """Return new tokens of a batch padded on the left, without what follows an end, and all that transformers says."""
     longest = max(map(len, rows))
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
@@ -117,12 +105,10 @@ def ours(model: GPT2, rows: list[list[int]], batch: int = 1, **more: Any) -> lis
     return [each.tokens for each in continued(model, rows, batch=batch, **more)]
 
 
-def theirs(
-    model: GPT2, rows: list[list[int]], new_tokens: int = 30, ends: Any = (), **settings: Any
-) -> list[list[int]]:
+def theirs(model: GPT2, rows: list[list[int]], ends: Any = (), **settings: Any) -> list[list[int]]:
     """transformers' greedy tokens of a batch, without the ends."""
     net = hugging_face_model(model.config, dict(model.named_parameters()))
-    found, _ = continued_by_transformers(net, rows, new_tokens, [*ends], 50, **settings)
+    found, _ = continued_by_transformers(net, rows, 30, [*ends], 50, **settings)
     return [row[:-1] if row[-1] in ends else row for row in found]
 
 
@@ -186,9 +172,7 @@ def test_a_sequence_depends_only_on_seed_prompt_and_number(model: GPT2) -> None:
 @pytest.mark.parametrize(("types", "tolerance"), [("bfloat16", 2e-2), ("float16", 2e-3)])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_narrow_types_give_the_model_s_own_logits(types: str, tolerance: float, batch: int) -> None:
-    """Against the model's forward over the whole text in the same type. Both round everywhere: some
-    units of the last place.
-    """
+    """Against the model's forward pass in the same type. Both round everywhere: some units of the last place."""
     softmax = "float16" if types == "float16" else "float32"
     precision = PrecisionConfig.model_validate({"compute": types, "softmax": softmax})
     model = random_model(precision=precision)
@@ -257,17 +241,17 @@ def test_nan_of_an_earlier_text_ends_with_it(model: GPT2) -> None:
 
 
 def test_a_decoder_that_is_dropped_gives_its_memory_back(model: GPT2) -> None:
+    """Without the collector of garbage, which does not look at an accelerator's memory."""
     decoder = Decoder(model, ACCELERATOR, 1)
     decoder.start([[1]], 2)
     decoder.step([1])
     keys = weakref.ref(decoder._layers.blocks[0].keys)
     captured.clear()
-    gc.disable()  # which does not look at an accelerator's memory
-    try:
-        del decoder
-        assert keys() is None
-    finally:
-        gc.enable()
+    gc.disable()
+    del decoder
+    gone = keys() is None
+    gc.enable()
+    assert gone
 
 
 def test_a_gpu_replays_what_it_has_captured() -> None:
@@ -277,13 +261,12 @@ def test_a_gpu_replays_what_it_has_captured() -> None:
     module = MagicMock()
     device = TorchDevice(kind="cuda", index=0, name="NVIDIA H100", module=module)
     memory = device.graph_memory()
-    before = ["Stream().wait_stream", "stream().__enter__", "step", "stream().__exit__"]
-    before += ["current_stream().wait_stream", "graph().__enter__", "step", "graph().__exit__"]
-    before += ["CUDAGraph().replay"]
+    order = ["Stream().wait_stream", "stream().__enter__", "step", "stream().__exit__"]
+    order += ["current_stream().wait_stream", "graph().__enter__", "step", "graph().__exit__"]
     for _ in range(2):
         module.reset_mock()
         run = device.capture(module.step, memory)
         assert run() is run() is module.step()
-        steps = [name for name, _, _ in module.mock_calls if name in before]
-        assert steps == [*before, "CUDAGraph().replay", "step"]
+        steps = [name for name, _, _ in module.mock_calls if name in {*order, "CUDAGraph().replay"}]
+        assert steps == [*order, *["CUDAGraph().replay"] * 2, "step"]
         assert module.graph.call_args.kwargs["pool"] is memory

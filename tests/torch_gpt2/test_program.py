@@ -17,6 +17,7 @@ from common.generation.generate import ExportedDecoder, generate
 from common.generation.prompts import Prompt
 from common.systems.hugging_face.weights import open_hugging_face
 from tests.reference import hugging_face_model
+from tests.torch_gpt2.test_predict import continued_by_transformers
 from tests.twins import random_model
 from torch_gpt2.export import FILE, ProgramModel, write_program
 
@@ -55,21 +56,14 @@ print(json.dumps(answers))
 
 
 def test_plain_torch_runs_it(oracle: tuple[GPT2LMHeadModel, Path], tmp_path: Path) -> None:
-    """In a process that has nothing of this project, for other batches and lengths than the traced
-    ones, one and all positions among them.
-    """
+    """In a process without this project, for other batches and lengths than the traced ones, up to all positions."""
     net, source = oracle
     with open_hugging_face(source) as weights:
         write_program(tmp_path, weights, cache=True)
     texts = [np.random.default_rng(0).integers(0, VOCABULARY, shape) for shape in ((1, 1), (3, 7), (1, POSITIONS))]
-    done = subprocess.run(
-        [sys.executable, "-c", _STRANGER, FILE, json.dumps([ids.tolist() for ids in texts])],
-        cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = [sys.executable, "-c", _STRANGER, FILE, json.dumps([ids.tolist() for ids in texts])]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for ids, found in zip(texts, json.loads(done.stdout), strict=True):
         with torch.no_grad():
@@ -96,12 +90,8 @@ def test_greedy_tokens_without_a_cache_equal_those_of_transformers(
     ]
     settings = PredictConfig(stop_at_end_of_text=False)
     for each in generate(decoder, prompts, settings, seed=0, ends=(0,)):
-        ids = torch.tensor([each.prompt.ids])
-        expected = net.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=each.prompt.new_tokens,
-            do_sample=False, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-        assert each.tokens == expected[0, ids.shape[1] :].tolist()
+        [expected], _ = continued_by_transformers(net, [each.prompt.ids], each.prompt.new_tokens, [], 0)
+        assert each.tokens == expected
     content = (tmp_path / FILE).read_bytes()
     for damaged in (b"", content[:100], content[:-1]):
         (tmp_path / FILE).write_bytes(damaged)

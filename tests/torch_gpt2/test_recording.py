@@ -26,19 +26,12 @@ LAYERS = 3
 
 @pytest.fixture
 def record(corpus_prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Record a step of a tiny run; returns the folder of the record."""
+    """Record the first step of a tiny run; returns the folder of the record."""
 
-    def run(name: str, step: int = 1, samples: int = 8, **changes: Any) -> Path:
-        usual: dict[str, Any] = {
-            "precision": "float32",
-            "model__num_layers": LAYERS,
-            "model__hidden_size": 16,
-            "model__num_heads": 2,
-            "train__max_steps": step,
-            "optimizer": {"learning_rate": 0.01, "decay_steps": 20},
-            "data__split": "100,0,0",
-        }
-        request = RecordRequest(step=step, samples=samples, folder=tmp_path / name)
+    def run(name: str, samples: int = 8, **changes: Any) -> Path:
+        usual: dict[str, Any] = {"model__num_layers": LAYERS, "model__hidden_size": 16, "model__num_heads": 2}
+        usual |= {"train__max_steps": 1, "optimizer": {"learning_rate": 0.01, "decay_steps": 20}}
+        request = RecordRequest(step=1, samples=samples, folder=tmp_path / name)
         with monkeypatch.context() as patched:
             for key, value in request.variables().items():
                 patched.setenv(key, value)
@@ -122,34 +115,25 @@ def test_a_fault_is_named(record: Any) -> None:
 
 
 def test_other_samples_and_weights_come_first(record: Any, tmp_path: Path) -> None:
-    """And samples are spread over the batch, where not all are recorded."""
+    """And samples are spread over the batch, where not all are recorded. A rank that is not there is an error."""
     one = record("one", samples=2)
-    assert json.loads((one / "rank_00000.json").read_text())["samples"] == [0, 2]
+    facts = one / "rank_00000.json"
+    assert json.loads(facts.read_text())["samples"] == [0, 2]
     assert load_file(one / "rank_00000.safetensors")["forward/h.0"].shape == (2, 16 * 16)
     row = compare_records(one, record("seed", samples=2, seed=7), None).first
     assert row is not None and row.section == "tokens"
     start = {"checkpoint__init_from": str(tmp_path / "run_one")}
     row = compare_records(one, record("trained", samples=2, **start), None).first
     assert row is not None and (row.section, row.name) == ("weights", "wte.weight")
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"ranks": 2}))
+    with pytest.raises(DataError, match="rank 1 has not recorded the step"):
+        compare_records(one, one, None)
 
 
 def test_difference_is_relative_to_the_norm() -> None:
-    one = np.zeros((2, 3), np.float32)
-    one[0] = 3.0, 4.0, 0.0
-    other = one.copy()
-    other[1, 2] = 0.5
-    assert difference(one, one, 0.0) == (0.0, 0.0, None)
-    largest, relative, place = difference(one, other, 1e-3)
-    assert largest == 0.5 and place == (1, 2)
-    assert relative == pytest.approx(0.5 / np.sqrt(25.25))
+    one = np.array([[3, 4, 0], [0, 0, 0]], np.float32)
+    other = one + np.array([[0, 0, 0], [0, 0, 0.5]], np.float32)
+    assert difference(one, other, 1e-3) == (0.5, pytest.approx(0.5 / np.sqrt(25.25)), (1, 2))
     assert difference(one, other, 1e-3, scale=1000.0)[2] is None
     other[0, 1] = np.nan
     assert difference(other, other, 0.9)[2] == (0, 1), "NaN equals nothing"
-
-
-def test_a_record_that_lacks_a_rank_is_one_error(record: Any) -> None:
-    folder = record("one")
-    facts = folder / "rank_00000.json"
-    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"ranks": 2}))
-    with pytest.raises(DataError, match="rank 1 has not recorded the step"):
-        compare_records(folder, folder, None)

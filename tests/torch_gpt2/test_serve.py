@@ -1,12 +1,9 @@
-"""The server over a small model: what it answers against ``generate`` and torch, and what it
-refuses.
-"""
+"""The server over a small model: what it answers against ``generate`` and torch, and what it refuses."""
 
 import http.client
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -28,6 +25,7 @@ from common.serving.completions import CompletionService
 from common.serving.engine import Engine
 from common.serving.server import HttpThread, listen
 from common.tokenizer import Tokenizer, load_tokenizer
+from tests.run_scripts import wait_until
 from tests.tiny import tiny_config
 from tests.twins import random_model
 from torch_gpt2.device import select_device
@@ -58,7 +56,6 @@ class Server:
 
     def __enter__(self) -> "Server":
         self.http.start()
-        wait_until(lambda: is_open(self.port))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,18 +109,6 @@ class Server:
         ]
 
 
-def is_open(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
-
-
-def wait_until(is_true: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.fixture(scope="module")
 def tokenizer(gpt2_vocab_files: tuple[Path, Path]) -> Tokenizer:
     return load_tokenizer(None, *gpt2_vocab_files, "auto")
@@ -141,21 +126,17 @@ def server(tmp_path_factory: pytest.TempPathFactory, model: GPT2, tokenizer: Tok
         yield made
 
 
+PENALTIES = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
 PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"temperature": 0}, {}),
     ({"temperature": 0, "repetition_penalty": 1.8}, {"repetition_penalty": 1.8}),
     ({"temperature": 0, "logit_bias": {"262": 100}}, {"logit_bias": {"262": 100.0}}),
-    (
-        {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 0.5},
-        {"presence_penalty": 1.5, "frequency_penalty": 0.5},
-    ),
-    ({"n": 3}, {"strategy": "sampling"}),
+    ({"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 0.5}, PENALTIES),
     ({"n": 2, "temperature": 0.3, "best_of": 2}, {"strategy": "sampling", "temperature": 0.3}),
-    ({"n": 2, "top_p": 0.4}, {"strategy": "sampling", "top_p": 0.4}),
-    ({"n": 2, "min_p": 0.2}, {"strategy": "sampling", "min_p": 0.2}),
+    ({"n": 2, "top_p": 0.4, "min_p": 0.1}, {"strategy": "sampling", "top_p": 0.4, "min_p": 0.1}),
     ({"n": 8, "stop": ["e", ""], "suffix": "st"}, {"strategy": "sampling", "stop": ["e", "st"]}),
     ({"top_p": 0}, {}),
-    ({"n": 2, "top_k": -1, "best_of": 0, "stop": ""}, {"strategy": "sampling"}),
+    ({"n": 3, "top_k": -1, "best_of": 0, "stop": ""}, {"strategy": "sampling"}),
 ]
 
 
@@ -207,9 +188,7 @@ def test_every_form_of_prompt_and_the_usage(server: Server) -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 3])
 def test_echo_scores_the_prompt_as_torch_does(server: Server, max_tokens: int) -> None:
-    """An entry for each token of the prompt, which fills the positions but for those to add, and
-    for each generated one. float32: 1e-4.
-    """
+    """An entry for each token of the prompt, which fills the positions, and for each generated one. float32: 1e-4."""
     random = np.random.default_rng(max_tokens)
     ids = random.integers(0, 50257, POSITIONS + 1 - max(max_tokens, 1)).tolist()
     fields = {"prompt": ids, "max_tokens": max_tokens, "temperature": 0, "logprobs": 3}
@@ -274,10 +253,10 @@ def test_a_client_that_leaves_ends_its_work(server: Server) -> None:
         before = server.engine.counts.cancelled
         body = json.dumps({"prompt": "a", "max_tokens": 60, "n": 30, "stream": stream}).encode()
         with connect(server, HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)):
-            wait_until(lambda: server.engine.running > 0)
-        wait_until(lambda: server.engine.running + server.engine.waiting == 0)
+            wait_until(lambda: server.engine.running > 0, "work")
+        wait_until(lambda: server.engine.running + server.engine.waiting == 0, "free slots")
         # counted after they have left their slots
-        wait_until(lambda before=before: server.engine.counts.cancelled > before)  # type: ignore[misc]
+        wait_until(lambda before=before: server.engine.counts.cancelled > before, "a count")  # type: ignore[misc]
     assert server.complete(prompt="a", max_tokens=2)["choices"][0]["finish_reason"]
 
 
@@ -327,23 +306,19 @@ def test_models_health_metrics_and_page(server: Server) -> None:
         "backend": "torch",
     }  # fmt: skip
     assert json.loads(server.call("GET", "/health")[2]) == {"status": "ok"}
-    before = metrics(server)
-    server.complete(prompt="To be", max_tokens=4, temperature=0)
-    after = metrics(server)
-    assert after["gpt2_generated_tokens_total"] - before["gpt2_generated_tokens_total"] == 4
-    assert after["gpt2_prompt_tokens_total"] - before["gpt2_prompt_tokens_total"] == 2
-    for name in ("first_token", "token", "request"):
-        assert after[f"gpt2_{name}_seconds_count"] > 0
+    found = []
+    for new in (1, 4):
+        server.complete(prompt="To be", max_tokens=new, temperature=0)
+        lines = server.call("GET", "/metrics")[2].decode().splitlines()
+        found.append(dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#")))
+    for name, more in (("generated", 4), ("prompt", 2)):
+        before, after = (float(each[f"gpt2_{name}_tokens_total"]) for each in found)
+        assert after - before == more
+    assert all(float(found[1][f"gpt2_{name}_seconds_count"]) > 0 for name in ("first_token", "token", "request"))
     status, headers, _ = server.call("GET", "/")
     assert status == 200 and headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in headers["content-security-policy"]
     assert server.call("HEAD", "/")[2] == b""
-
-
-def metrics(server: Server) -> dict[str, float]:
-    lines = server.call("GET", "/metrics")[2].decode().splitlines()
-    pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
-    return {name: float(value) for name, value in pairs}
 
 
 @pytest.fixture
@@ -357,7 +332,7 @@ def test_a_full_queue_and_an_engine_that_fails(make: Callable[..., Server]) -> N
     with make(serve=serve) as server, ThreadPoolExecutor(2) as pool:
         fields = {"prompt": "a", "max_tokens": 3, "temperature": 0}
         waiting = [pool.submit(server.complete, **fields) for _ in range(2)]
-        wait_until(lambda: server.engine.waiting == 2)
+        wait_until(lambda: server.engine.waiting == 2, "both wait")
         status, headers, body = server.post(**fields)
         assert (status, headers["retry-after"]) == (429, "1") and b"rate_limit_error" in body
         server.work.start()
@@ -395,7 +370,7 @@ def test_slow_clients_are_given_up(make: Callable[..., Server]) -> None:
             status, _, body = server.post(prompt="a", stream=stream)
             assert status == code and b"0.6 seconds" in body
         server.work.start()  # it finds the job cancelled
-        wait_until(lambda: server.engine.counts.cancelled == 2)
+        wait_until(lambda: server.engine.counts.cancelled == 2, "both are given up")
 
 
 def test_a_text_outgrows_the_model_where_that_is_chosen(make: Callable[..., Server]) -> None:

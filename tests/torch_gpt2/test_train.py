@@ -37,14 +37,12 @@ def start(corpus_prefix: Path, tmp_path: Path) -> Any:
     return run
 
 
+SCALE = {"initial": 2.0**32, "window": 6, "factor": 8.0, "hysteresis": 2}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bf16": {"precision": "bf16"},
     # OneFlow's, Megatron's and MindFormers' first scale, which overflows in the first steps
-    "fp16 from 2^32": {
-        "precision": "fp16",
-        "loss_scale": {"initial": 2.0**32, "window": 6, "factor": 8.0, "hysteresis": 2},
-    },
+    "fp16 from 2^32": {"precision": "fp16", "loss_scale": SCALE},
     "bf16 weights": {"precision": {"parameters": "bfloat16", "compute": "bfloat16"}},
     "O2": {"precision": {"parameters": "float16", "compute": "float16"}, "loss_scale": {"initial": 64.0, "window": 3}},
     "sgd": {"optimizer": SGD},
@@ -69,8 +67,7 @@ def test_ten_and_ten_resumed_equal_twenty_bit_for_bit(start: Any, name: str) -> 
 
 def test_ten_and_ten_equal_twenty_with_skipped_outliers(start: Any) -> None:
     """Steps skipped after the resume follow from the losses before it."""
-    # half a deviation, so that ordinary steps are skipped; 8 steps of history, with all of which
-    # the second half starts
+    # half a deviation, so that ordinary steps are skipped; 8 steps of history, with all of which the second half starts
     changes: dict[str, Any] = {"logging__outlier_deviations": 0.5, "logging__outlier_window": 8}
     changes["train__on_outlier"] = "skip"
     whole = start("whole", **changes)
@@ -84,38 +81,33 @@ def test_ten_and_ten_equal_twenty_with_skipped_outliers(start: Any) -> None:
     require_same_bits(start("parts", **changes), whole)
 
 
-def test_a_trace_of_two_steps(start: Any) -> None:
-    """By torch's own names of operators. The run's results are unchanged."""
-    traced = start("traced", steps=3, profile={"start": 2, "stop": 3, "memory": True})
-    require_same_bits(traced, start("plain", steps=3))
-    with gzip.open(traced / "profile" / "steps_2_3_rank_0.json.gz") as file:
-        events = json.load(file)["traceEvents"]
-    found = [event["name"] for event in events if event.get("cat") == "cpu_op"]
-    assert found.count("aten::gelu") == 2 * 2 * 2  # steps, layers, micro batches
-
-
 def test_going_back_to_an_older_checkpoint_repeats_the_same_steps(start: Any) -> None:
-    """By its folder; later rows are dropped. Once more, the same command does nothing more. In
-    another folder the run is saved there.
-    """
+    """By its folder; later rows are dropped. Once more does nothing more. In another folder the run is saved there."""
     whole = start("whole", checkpoint__interval=5, checkpoint__keep=0)
-    before = results_of(whole), {key: each.tobytes() for key, each in tensors_of(whole).items()}
+
+    def bits_of(run: Path) -> dict[str, bytes]:
+        return {key: each.tobytes() for key, each in tensors_of(run).items()}
+
+    before = results_of(whole), bits_of(whole)
     for resume in (str(whole / "checkpoints" / "step_00000005"), "auto"):
         start("whole", checkpoint__resume=resume)
-        after = {key: each.tobytes() for key, each in tensors_of(whole).items()}
-        assert (results_of(whole), after) == before
-    copied = tensors_of(start("copy", checkpoint__resume=str(whole)))
-    assert {key: each.tobytes() for key, each in copied.items()} == before[1]
+        assert (results_of(whole), bits_of(whole)) == before
+    assert bits_of(start("copy", checkpoint__resume=str(whole))) == before[1]
 
 
-def test_validation_and_asynchronous_saving_do_not_change_the_run(start: Any) -> None:
+def test_validation_a_trace_and_asynchronous_saving_do_not_change_the_run(start: Any) -> None:
+    """The trace has torch's own names of operators."""
     plain, saved = start("plain"), {"checkpoint__interval": 2, "checkpoint__keep": 2}
-    busy = start("busy", validation__interval=3, **saved)
+    busy = start("busy", validation__interval=3, profile={"start": 2, "stop": 3, "memory": True}, **saved)
     inline = start("inline", data__prefetch=0, checkpoint__asynchronous=False, **saved)
     require_same_bits(busy, plain)
     require_same_bits(inline, plain)
     names = sorted(path.name for path in (busy / "checkpoints").iterdir())
     assert names == ["latest", "step_00000018", "step_00000020"]
+    with gzip.open(busy / "profile" / "steps_2_3_rank_0.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    found = [event["name"] for event in events if event.get("cat") == "cpu_op"]
+    assert found.count("aten::gelu") == 2 * 2 * 2  # steps, layers, micro batches
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -193,33 +185,27 @@ def test_bad_input(start: Any, tmp_path: Path, changes: dict[str, Any], error: t
     assert not (tmp_path / "run").exists()
 
 
-RUN, BASE = {"name": "run"}, {"name": "other", "checkpoint__init_from": "run"}
-OTHERS: list[tuple[dict[str, Any], dict[str, Any], type[UserError], str]] = [
-    (RUN, {"model__hidden_size": 32}, CheckpointError, "hidden_size is 16 there and 32 in the"),
-    (BASE, {"model__num_layers": 3}, CheckpointError, "=from_checkpoint, or model.num_layers=2"),
-    (RUN, {"optimizer": SGD}, CheckpointError, "optimizer.name=adamw, the config says sgd"),
-    (BASE, {"model__num_heads": 4}, CheckpointError, "or model.num_heads=2"),
-    (RUN, {"checkpoint__resume": "never"}, ConfigError, "checkpoint.resume=never"),
+OTHERS: list[tuple[str, dict[str, Any], type[UserError], str]] = [
+    ("run", {"model__hidden_size": 32}, CheckpointError, "hidden_size is 16 there and 32 in the"),
+    ("run", {"optimizer": SGD}, CheckpointError, "optimizer.name=adamw, the config says sgd"),
+    ("other", {"checkpoint__init_from": "run", "model__num_heads": 4}, CheckpointError, "or model.num_heads=2"),
+    ("run", {"checkpoint__resume": "never"}, ConfigError, "checkpoint.resume=never"),
 ]
 
 
 def test_a_checkpoint_of_another_run_is_refused(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one of the same shapes, whose function is another; what to write instead is named."""
+    """Also one of the same shapes, whose function is another, and a state that is broken."""
     monkeypatch.chdir(tmp_path)
-    start("run", steps=2)
-    for words, change, error, message in OTHERS:
+    checkpoint = require_checkpoint(start("run", steps=2), "test")
+    for name, change, error, message in OTHERS:
         with pytest.raises(error) as caught:
-            start(steps=3, **words, **change)
+            start(name, steps=3, **change)
         assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_broken_state_of_the_generators_is_one_message(start: Any) -> None:
-    checkpoint = require_checkpoint(start("run", steps=1), "test")
     manifest = read_manifest(checkpoint)
     manifest["engine"]["rng"]["torch"] = [{"cpu": "@@@"}]
     write_manifest(checkpoint, manifest)
     with pytest.raises(CheckpointError, match="the state of the random generators is broken"):
-        start("run", steps=2)
+        start("run", steps=3)
 
 
 def test_a_changed_precision_or_loss_scale_is_obeyed_on_resume(start: Any) -> None:
@@ -244,9 +230,7 @@ def test_going_back_and_being_killed_resumes_from_there(start: Any) -> None:
 
 
 def test_training_begins_at_the_shared_initial_weights(start: Any) -> None:
-    """Not at their rounding: the float32 copies of bfloat16 weights are filled from the generator
-    itself.
-    """
+    """Not at their rounding: the float32 copies of bfloat16 weights are filled from the generator itself."""
     precision = PRECISIONS["bf16 weights"]
     folder = start("run", steps=1, optimizer={"learning_rate": 1e-30}, **precision)
     name, model = "h.0.mlp.c_fc.weight", load_config(folder / "config.yaml").model
@@ -254,16 +238,13 @@ def test_training_begins_at_the_shared_initial_weights(start: Any) -> None:
     assert saved.tobytes() == initial_rows(model, 1234, name, saved.shape).tobytes()
 
 
-@pytest.mark.parametrize(
-    ("changes", "attention", "optimizer"),
-    [
-        ({}, "scaled_dot_product_attention", "fused AdamW"),
-        ({"train__fused_attention": False, "optimizer__name": "sgd"}, "written out", "SGD"),
-    ],
-)
-def test_a_run_names_its_kernels(start: Any, changes: dict[str, Any], attention: str, optimizer: str) -> None:
+def test_a_run_names_its_kernels(start: Any) -> None:
     """Without attention dropout, for which a CPU's kernel is not made."""
-    folder = start("run", 1, model__attention_dropout=0.0, **changes)
-    found = (folder / "config.yaml").read_text().splitlines()[-1]
-    norm = "layer norm native_layer_norm in float32"
-    assert found == f"# kernels: attention {attention}; {norm}; optimizer {optimizer}"
+    written = {"train__fused_attention": False, "optimizer__name": "sgd"}
+    for changes, attention, optimizer in (
+        ({}, "scaled_dot_product_attention", "fused AdamW"), (written, "written out", "SGD"),
+    ):  # fmt: skip
+        folder = start(optimizer, 1, model__attention_dropout=0.0, **changes)
+        found = (folder / "config.yaml").read_text().splitlines()[-1]
+        norm = "layer norm native_layer_norm in float32"
+        assert found == f"# kernels: attention {attention}; {norm}; optimizer {optimizer}"

@@ -61,9 +61,7 @@ def say_ascend() -> None:
 
 
 def say_ranks(rank: int, count: int) -> None:
-    """Answer for the communication library: in C++ by another table of virtual functions, in Python
-    by other functions.
-    """
+    """Answer for the communication library: in C++ by another table of functions, in Python by other functions."""
     library = ctypes.CDLL(str(LIBRARIES / "libmindspore_common.so"))
     get = library._ZN9mindspore11CommManager11GetInstanceEv
     get.restype = ctypes.c_void_p

@@ -1,11 +1,10 @@
-"""MindSpore's compiled semi-automatic step, compared with the layout's arithmetic:
-parts of parameters, stages, peers, and kind, group and number of every collective of forward and
-backward pass and update; nothing else may be communicated.
+"""MindSpore's compiled semi-automatic step, compared with the layout's arithmetic: parts of parameters, stages, peers,
+and kind, group and number of every collective of forward and backward pass and update; nothing else may be
+communicated.
 
-The compiler's front-end runs for chosen ranks in processes of its own (compile_rank.py), which are
-made to believe that the device is an Ascend. No kernel is built and nothing is executed:
-**this is not a proof that the graph runs on an Ascend**, nor that its numbers are right. It depends
-on MindSpore 2.10.0 to the byte, and is skipped with any other.
+The compiler's front-end runs for chosen ranks in processes of its own (compile_rank.py), which are made to believe that
+the device is an Ascend. No kernel is built and nothing is executed: **this is not a proof that the graph runs on an
+Ascend**, nor that its numbers are right. It depends on MindSpore 2.10.0 to the byte, and is skipped with any other.
 """
 
 import importlib.metadata
@@ -27,7 +26,6 @@ from common.config.schema import RunConfig
 from common.parallel.sharding import Role, padded_shapes, role_of, slice_of
 from common.parallel.topology import GroupKind
 from common.resolve.derive import resolve_config, written_ranks
-from common.run_config import load_config
 from common.weights.names import EMBEDDING, decays
 from tests.tiny import tiny_run
 
@@ -49,19 +47,14 @@ THRESHOLD = 4
 def toy(layers: int = 3, precision: str = "float32", **parallel: Any) -> dict[str, Any]:
     """4 x 2 x 3 unless said otherwise."""
     layout = {"data_parallel": 4, "model_parallel": 2, "pipeline_stage": 3, "parallel_mode": 1}
+    sizes = {"num_layers": layers, "num_heads": 4, "hidden_size": 64, "seq_length": 32}
     return tiny_run(
         backend="mindspore",
         device="npu",
-        model__num_layers=layers,
-        model__hidden_size=64,
-        model__seq_length=32,
-        model__vocab_size=250,
-        model__vocab_multiple=16,
+        model=sizes | {"vocab_size": 250, "vocab_multiple": 16},
         precision={"compute": precision},
         train={"max_steps": 10, "micro_batch_size": 2, "accumulation_steps": 3},
-        optimizer={"name": "adamw", "learning_rate": 0.1, "weight_decay": 0.1},
-        data={},
-        validation={},
+        optimizer={"learning_rate": 0.1, "weight_decay": 0.1},
         parallel=layout | parallel,
     )
 
@@ -78,18 +71,13 @@ CASES = {
 }
 
 
-def compile_rank(tree: dict[str, Any], rank: int, folder: Path, seconds: int = 600) -> dict[str, Any]:
+def compile_rank(tree: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(tree))
     program = str(Path(__file__).with_name("compile_rank.py"))
-    done = subprocess.run(
-        [sys.executable, program, str(folder / "config.json"), str(rank), str(folder)],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=seconds,
-        capture_output=True,
-        text=True,
-    )
+    words = [sys.executable, program, str(folder / "config.json"), str(rank), str(folder)]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=folder, env=environ, timeout=600, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     assert not found["failure"], found["failure"][:3000]
@@ -101,11 +89,8 @@ def compile_rank(tree: dict[str, Any], rank: int, folder: Path, seconds: int = 6
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("front_end")
     with ThreadPoolExecutor(2) as pool:
-        jobs = {
-            name: pool.submit(compile_rank, *case, folder / str(number))
-            for number, (name, case) in enumerate(CASES.items())
-        }
-        return {name: job.result() for name, job in jobs.items()}
+        found = pool.map(lambda name: compile_rank(*CASES[name], folder / name.split()[0]), CASES)
+        return dict(zip(CASES, found, strict=True))
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -113,21 +98,16 @@ def test_toy(case: str, compiled: dict[str, dict[str, Any]]) -> None:
     tree, rank = CASES[case]
     config = resolved(tree)
     check(compiled[case], config, rank, THRESHOLD)
-    operators = compiled[case]["operators"]
-    held = own_names(config, rank)
+    operators, held = compiled[case]["operators"], own_names(config, rank)
     assert operators["Adam"] == len(held), "one kernel updates a parameter"
     assert operators["ApplyGradientDescent"] == sum(map(decays, held)), "and one decays a matrix"
-    topology = config.topology
-    layers = len(topology.layers_of(topology.coordinates(rank).pipeline, config.model.num_layers))
-    norms = (2 * layers + topology.holds_head(rank)) * config.train.accumulation_steps
+    # one is whole in the graph of each micro batch: a norm, and where a kernel has it, attention
+    passes = len(layers_of(config, rank)) * config.train.accumulation_steps
+    norms = 2 * passes + config.topology.holds_head(rank) * config.train.accumulation_steps
     assert operators["LayerNorm"] == operators["LayerNormGrad"] == norms
-    if config.precision.compute == "float32":
-        assert operators["BatchMatMul"] >= 6
-        assert "FlashAttentionScore" not in operators
-    else:
-        passes = config.model.num_layers * config.train.accumulation_steps
-        assert operators["FlashAttentionScore"] == operators["FlashAttentionScoreGrad"] == passes
-        assert not {"BatchMatMul", "Softmax", "SoftmaxGrad"} & set(operators)
+    fused = 0 if config.precision.compute == "float32" else passes
+    assert operators.get("FlashAttentionScore", 0) == operators.get("FlashAttentionScoreGrad", 0) == fused
+    assert ("Softmax" in operators) == ("BatchMatMul" in operators) == (not fused)
 
 
 def test_mindspores_own_transform_gives_each_rank_its_part(compiled: dict[str, dict[str, Any]], tmp_path: Path) -> None:
@@ -153,15 +133,6 @@ def test_mindspores_own_transform_gives_each_rank_its_part(compiled: dict[str, d
             part = whole[name][slice(*piece.rows)]
             part = part[:, slice(*piece.columns)] if piece.columns else part
             np.testing.assert_array_equal(found[name].asnumpy(), part, err_msg=name)
-
-
-@pytest.mark.campaign
-def test_13b(tmp_path: Path) -> None:
-    """One rank of the 32 of the tutorial's 4x2x4 layout: about 11 GB of memory."""
-    words = ["device=npu", "parallel.micro_batch_num=4"]
-    config = load_config(ROOT / "configs" / "gpt2" / "run_gpt2_13b.yaml", words)
-    found = compile_rank(config.model_dump(mode="json"), 9, tmp_path / "13b", 3600)
-    check(found, resolve_config(config, world_size=32), 9, 64)
 
 
 def resolved(tree: dict[str, Any]) -> RunConfig:
@@ -193,9 +164,12 @@ def key(item: dict[str, Any]) -> Collective:
 # ---- what the layout says ----
 
 
+def layers_of(config: RunConfig, rank: int) -> range:
+    return config.topology.layers_of(config.topology.coordinates(rank).pipeline, config.model.num_layers)
+
+
 def own_names(config: RunConfig, rank: int) -> list[str]:
-    topology = config.topology
-    layers = topology.layers_of(topology.coordinates(rank).pipeline, config.model.num_layers)
+    topology, layers = config.topology, layers_of(config, rank)
     names = [name for name in padded_shapes(config) if name.startswith("h.") and int(name.split(".")[1]) in layers]
     if topology.holds_embedding(rank):
         names += [EMBEDDING, "wpe.weight"]
@@ -203,9 +177,7 @@ def own_names(config: RunConfig, rank: int) -> list[str]:
 
 
 def is_split(config: RunConfig, name: str, threshold: int) -> bool:
-    """By ZeRO: not what is whole on every tensor-parallel rank, nor what is small, nor an embedding
-    on two stages.
-    """
+    """By ZeRO: not what is whole on every tensor-parallel rank, nor what is small, nor an embedding on two stages."""
     on_two_stages = name == EMBEDDING and config.parallel.pipeline_stage > 1
     if config.parallel.zero_stage == 0 or role_of(name) is Role.REPLICATED or on_two_stages:
         return False
@@ -215,29 +187,22 @@ def is_split(config: RunConfig, name: str, threshold: int) -> bool:
 
 
 def held_shapes(config: RunConfig, rank: int, threshold: int) -> dict[str, tuple[int, ...]]:
-    topology = config.topology
-    return {
-        name: slice_of(
-            name,
-            padded_shapes(config)[name],
-            tensor=topology.tensor,
-            shards=topology.data if is_split(config, name, threshold) else 1,
-        ).shape
-        for name in own_names(config, rank)
-    }
+    found, shapes, topology = {}, padded_shapes(config), config.topology
+    for name in own_names(config, rank):
+        shards = topology.data if is_split(config, name, threshold) else 1
+        found[name] = slice_of(name, shapes[name], tensor=topology.tensor, shards=shards).shape
+    return found
 
 
 def expected_collectives(config: RunConfig, rank: int, split: set[str]) -> Counter[Collective]:
-    """Sums of a step. Within blocks they are Megatron's: two sums forward and two backward.
-    Sequence parallelism takes each apart.
-    """
+    """Within blocks they are Megatron's: two sums forward, two backward. Sequence parallelism takes each apart."""
     topology, micro = config.topology, config.train.accumulation_steps
     stage = topology.data * topology.tensor
     tensor = tuple(topology.group(GroupKind.TENSOR, rank))
     data = tuple(topology.group(GroupKind.DATA, rank))
     everyone = tuple(range(topology.world_size))
     stage_ranks = tuple(range(rank // stage * stage, (rank // stage + 1) * stage))
-    layers = len(topology.layers_of(topology.coordinates(rank).pipeline, config.model.num_layers))
+    layers = len(layers_of(config, rank))
     counts: Counter[Collective] = Counter()
     counts["AllReduce", everyone, "sum"] += 1  # the loss and the norm
     if config.parallel.sequence_parallel:
@@ -247,8 +212,7 @@ def expected_collectives(config: RunConfig, rank: int, split: set[str]) -> Count
         counts["AllReduce", tensor, "sum"] += 4 * layers * micro
     if topology.holds_embedding(rank):
         counts["AllReduce", tensor, "sum"] += 2 * micro
-    # the largest logit, the sum and the target's, forward and backward, the loss, forward and
-    # backward
+    # the largest logit, the sum and the target's, forward and backward, the loss, forward and backward
     if topology.holds_head(rank):
         # The slopes of all micro batches' losses are equal: without a pipeline the compiler finds
         # that, and communicates them once.

@@ -1,6 +1,4 @@
-"""Every layout of torch, of both engines and all strategies, against one process: the rows of
-tests/layouts.py, in one start of eight ranks.
-"""
+"""Every layout of torch against one process: the rows of tests/layouts.py, in one start of eight ranks."""
 
 import importlib.util
 import json
@@ -109,9 +107,7 @@ def test_ranks_evaluate_a_checkpoint_together(runs: Path, name: str, layout: str
 
 @pytest.mark.parametrize(("layout", "numerics"), [("dp2", "plain")])
 def test_gradients_exchanged_in_bfloat16(runs: Path, layout: str, numerics: str) -> None:
-    """Eight bits of mantissa in each gradient; rounding is unbiased, so that the norm moves by
-    much less than 2^-8.
-    """
+    """Eight bits of mantissa in each gradient; rounding is unbiased, so that the norm moves by much less than 2^-8."""
     rounded, exact = (rows_of(runs / layout / name)[0] for name in ("reduced", numerics))
     assert rounded["loss"] == exact["loss"]
     assert 0 < abs(rounded["grad_norm"] / exact["grad_norm"] - 1) < 2**-8
@@ -128,9 +124,8 @@ def watched(run: Path, what: str) -> list[int]:
     ("layout", "units"), [("zero1", 5), ("zero2 recomputed", 5), ("zero1 pp2", 3), ("zero3 pp2", 3)]
 )
 def test_parameters_are_gathered_once_a_step(runs: Path, layout: str, numerics: str, units: int) -> None:
-    """Gathers of each block and all others, for ten steps of three micro batches and two
-    validations, of which the sixth step uses what the first gathered; a pipeline tries its stages
-    once before.
+    """Gathers of each block and all others, for ten steps of three micro batches and two validations, of which the
+    sixth step uses what the first gathered; a pipeline tries its stages once before.
     """
     once = units * (STEPS + 2 - 1 + layout.endswith("pp2"))
     assert set(watched(runs / layout / numerics, "gathers")) == {once}
@@ -149,9 +144,7 @@ def test_parameters_are_gathered_once_a_step(runs: Path, layout: str, numerics: 
     ],
 )
 def test_buffers_are_those_of_micro_batches_under_way(runs: Path, layout: str, numerics: str, most: list[int]) -> None:
-    """Inputs of stages until their backward passes, and gradients, where torch has one of each for
-    all six micro batches.
-    """
+    """Inputs of stages until their backward passes, and gradients; torch itself has one of each for all six."""
     assert watched(runs / layout / numerics, "received") == most
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from common.cluster.environment import Process, torch_variables
 from common.errors import ConfigError, RunError
+from common.processes.addresses import listen
 from tests.layouts import TENSOR, TOLERANCE, TORCH
 from tests.ranks import ROOT, free_port
 from tests.run_scripts import clean_environment
@@ -44,21 +45,14 @@ def seconds(number: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=number)
 
 
-def test_all_meet_at_a_port_of_their_own(process: Process) -> None:
-    with ThreadPoolExecutor(3) as pool:
-        ranks = [replace(process, rank=rank, local_rank=rank) for rank in range(3)]
-        waiting = [pool.submit(_open_store, rank, seconds(30)) for rank in ranks]
-        stores = [store.result(timeout=30) for store in waiting]
-    stores[0].set("key", b"")
-    assert [store.check(["key"]) for store in stores] == [True] * 3, "of one attempt"
-    with pytest.raises(ConfigError, match=rf"port {process.port} of 127.0.0.1 is taken"):
+def test_a_port_that_is_taken_is_named(process: Process) -> None:
+    message = rf"port {process.port} of 127.0.0.1 is taken"
+    with listen("127.0.0.1", process.port), pytest.raises(ConfigError, match=message):
         _open_store(process, seconds(5))
 
 
 def test_attempts_of_one_store_are_apart(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torchrun's agent keeps the store. An early rank does not take what ranks of the attempt
-    before have written for answers of its own.
-    """
+    """Torchrun's agent keeps the store: an early rank does not take what the attempt before has written."""
     agent = dist.TCPStore("127.0.0.1", process.port, None, True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with ThreadPoolExecutor(3) as pool:
@@ -92,13 +86,12 @@ def test_the_rank_that_does_not_come_is_named(process: Process, *, dies: bool) -
 
 def test_groups_without_a_limit_get_that_of_the_run() -> None:
     """DeepSpeed makes groups of its own; torch gives a group 30 minutes."""
-    usual = dist.distributed_c10d.default_pg_timeout
-    limit_new_groups(seconds(77))
-    dist.init_process_group("cpu:gloo,cuda:gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=seconds(77))
+    usual, limit = dist.distributed_c10d.default_pg_timeout, seconds(77)
+    limit_new_groups(limit)
+    dist.init_process_group("cpu:gloo,cuda:gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     try:
-        groups = [dist.group.WORLD, dist.new_group([0])]
-        cpu = torch.device("cpu")
-        assert [group._get_backend(cpu).options._timeout for group in groups] == [seconds(77)] * 2
+        for group in (dist.group.WORLD, dist.new_group([0])):
+            assert group._get_backend(torch.device("cpu")).options._timeout == limit
     finally:
         dist.destroy_process_group()
         limit_new_groups(usual)
@@ -146,14 +139,9 @@ def test_launchers_train_as_one_process(corpus_prefix: Path, tmp_path: Path, sta
     config.write_text(json.dumps(run))
     words = {"python": sys.executable, "port": free_port(), "folder": tmp_path, "config": config}
     words["options"] = options.format(**words)
-    done = subprocess.run(
-        command.format(**words).split(),
-        cwd=ROOT,
-        env=clean_environment(DS_ACCELERATOR="cpu", PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environ = clean_environment(DS_ACCELERATOR="cpu", PYTHONPATH=str(ROOT))
+    command = command.format(**words).split()
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     require_equal(tmp_path / "run", train_here(alone), TOLERANCE)
     assert f"micro 1 x data parallel {replicas} x" in done.stdout

@@ -1,6 +1,4 @@
-"""Stands in for Ascend's adapter of PyTorch: registers the simulated device and its collectives
-under the names that programs use.
-"""
+"""Stands in for Ascend's adapter of PyTorch: registers the simulated device and its collectives."""
 
 import _simulated_npu
 import torch

@@ -17,26 +17,12 @@ calls: list[int] = []
 
 @library.impl("aten::_fused_adamw_", "PrivateUse1")
 def _fused_adamw(
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
-    largest: list[Tensor],
-    updates: list[Tensor],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
-    amsgrad: bool,
-    maximize: bool,
-    grad_scale: Any = None,
-    found_inf: Any = None,
+    *given: list[Tensor], lr: float, beta1: float, beta2: float, weight_decay: float, eps: float, **options: Any
 ) -> None:
+    weights, gradients, first, second, largest, updates = given
     lists = (weights, gradients, first, second, updates)
     assert len({len(each) for each in lists}) == 1 and not largest, "lists of equal length"
-    assert not amsgrad and not maximize, "not simulated"
+    assert not options["amsgrad"] and not options["maximize"], "not simulated"
     calls.append(len(weights))
     for weight, gradient, m, v, step in zip(*lists, strict=True):
         assert {each.dtype for each in (weight, gradient, m, v)} == {torch.float32}

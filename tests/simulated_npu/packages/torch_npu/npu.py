@@ -1,6 +1,4 @@
-"""The module ``torch.npu``: the functions of the real one that programs here use. Work is done
-when a call returns.
-"""
+"""The module ``torch.npu``: the functions of the real one that programs here use. Work is done when a call returns."""
 
 from __future__ import annotations
 
@@ -103,20 +101,6 @@ def reset_peak_memory_stats(device: Any = None) -> None:
     simulated.reset_peak_memory(_index(device))
 
 
-memory_reserved, max_memory_reserved, reset_max_memory_allocated = (
-    memory_allocated,
-    max_memory_allocated,
-    reset_peak_memory_stats,
-)
-
-
-def memory_stats(device: Any = None) -> dict[str, int]:
-    return {
-        "allocated_bytes.all.current": memory_allocated(device),
-        "allocated_bytes.all.peak": max_memory_allocated(device),
-    }
-
-
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     """Free and total bytes."""
     return MEMORY - memory_allocated(device), MEMORY
@@ -137,10 +121,6 @@ def manual_seed(seed: int) -> None:
 def manual_seed_all(seed: int) -> None:
     for index in range(device_count()):
         simulated.generator(index).manual_seed(seed)
-
-
-def initial_seed() -> int:
-    return int(simulated.generator(current_device()).initial_seed())
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
