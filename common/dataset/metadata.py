@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -106,45 +106,33 @@ PADDING = 128
 
 
 def vocabulary_remarks(
-    data_tokenizers: Sequence[Mapping[str, Any] | None],
+    made_with: Mapping[str, Any] | None,
     tokenizer: Mapping[str, Any] | None,
     vocab_size: int,
     *,
     share_of_row: float = 0.0,
 ) -> list[str]:
-    """Return warnings. Raises ConfigError if a tokenizer has more tokens than the model has rows.
+    """Return warnings. Raises ConfigError for a tokenizer with more tokens than the model has rows,
+    where the data's has not.
 
-    data_tokenizers: kind, sha256 and vocab_size of the tokenizer of each part of the data; None if
-    unknown. tokenizer: the same facts about data.tokenizer.
+    made_with: kind, sha256 and vocab_size of the tokenizer of the data; None if unknown.
+    tokenizer: the same facts about data.tokenizer.
     vocab_size: the model's, without padding. share_of_row: part of all parameters in one row of the
     table.
     """
-    made_with = list({record["sha256"]: record for record in data_tokenizers if record is not None}.values())
-    remarks = [
-        f"the data were made with {_describe(record)}, and data.tokenizer is"
-        f" {_describe(tokenizer)}: the model learns the tokens of the data, and predict with the"
-        " other would be refused; set data.tokenizer to the folder of the data's, or preprocess"
-        " again"
-        for record in made_with
-        if tokenizer is not None and record["sha256"] != tokenizer["sha256"]
-    ]
-    for name, record in [
-        *(("the tokenizer of the data", record) for record in made_with),
-        ("data.tokenizer", tokenizer),
-    ]:
-        if record is not None and record["vocab_size"] > vocab_size:
-            raise ConfigError(
-                remarks[0]
-                if remarks and record is tokenizer
-                else f"{name} has {record['vocab_size']} tokens and model.vocab_size={vocab_size}"
-                f" is less; set model.vocab_size={record['vocab_size']}, or give a tokenizer"
-                " that fits"
-            )
-    used = [record["vocab_size"] for record in made_with] or (
-        [tokenizer["vocab_size"]] if tokenizer is not None else []
-    )
-    if used and vocab_size > -(-max(used) // PADDING) * PADDING:
-        tokens = max(used)
+    remarks = []
+    if made_with is not None and tokenizer is not None and made_with["sha256"] != tokenizer["sha256"]:
+        remarks.append(
+            f"the data were made with {_describe(made_with)}, and data.tokenizer is"
+            f" {_describe(tokenizer)}: the model learns the tokens of the data, and predict with the"
+            " other would be refused; set data.tokenizer to the folder of the data's, or preprocess"
+            " again"
+        )
+        if tokenizer["vocab_size"] > vocab_size:
+            raise ConfigError(remarks[0])
+    record = made_with or tokenizer
+    if record is not None and vocab_size > -(-record["vocab_size"] // PADDING) * PADDING:
+        tokens = record["vocab_size"]
         share = f", {(vocab_size - tokens) * share_of_row:.0%} of all parameters" if share_of_row else ""
         remarks.append(
             f"model.vocab_size={vocab_size}, but the tokenizer has {tokens} tokens: no token"

@@ -129,7 +129,7 @@ def open_corpus(config: Run, *, training: bool = True) -> Corpus:
     size = vocabulary.get("vocab_size", model.vocab_size)
     parameters = count_parameters(model) - (model.vocab_size - size) * model.hidden_size
     share = model.hidden_size / parameters
-    remarks += vocabulary_remarks([made_with], given, size, share_of_row=share)
+    remarks += vocabulary_remarks(made_with, given, size, share_of_row=share)
     eod = _find_eod(config, records, size)
     samples = None
     if training:
@@ -380,7 +380,7 @@ def open_tokenizer(config: Run) -> tuple[Tokenizer, dict[str, int]]:
     tokenizer, source = load_given_tokenizer(config)
     vocabulary = fitting_vocabulary(config.model, tokenizer.vocab_size, f"the tokenizer in {source}")
     size = vocabulary.get("vocab_size", config.model.vocab_size)
-    for remark in vocabulary_remarks([], describe_tokenizer(tokenizer), size):
+    for remark in vocabulary_remarks(None, describe_tokenizer(tokenizer), size):
         LOG.warning(remark)
     return tokenizer, vocabulary
 

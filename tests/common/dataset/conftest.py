@@ -22,9 +22,7 @@ WHOLE: dict[str, Any] = {"split": "train", "split_weights": (1, 0, 0), "seed": 7
 
 @pytest.fixture
 def write_pair(tmp_path: Path) -> WritePair:
-    """write_pair(lengths, name="data", dtype="uint16") -> prefix; token i of the file is i, modulo
-    60,000.
-    """
+    """write_pair(lengths, name="data", dtype="uint16") -> prefix; token i of the file is i, modulo 60,000."""
 
     def write(
         lengths: Sequence[int], name: str = "data", dtype: str = "uint16", documents: Sequence[int] | None = None
@@ -37,10 +35,9 @@ def write_pair(tmp_path: Path) -> WritePair:
     return write
 
 
-@pytest.fixture
-def offsets_of() -> Callable[[TokenFiles], list[int]]:
+def offsets_of(data: TokenFiles) -> list[int]:
     """The first token of each document, and the number of tokens."""
-    return lambda data: [data.tokens_before(n) for n in range(data.document_count + 1)]
+    return [data.tokens_before(n) for n in range(data.document_count + 1)]
 
 
 def windows_of(data: Path | TokenFiles, seq_length: int, **changes: Any) -> GPTDataset:
@@ -101,9 +98,7 @@ def options_for(tmp_path: Path, byte_tokenizer: TokenizerChoice) -> Callable[...
 
 @pytest.fixture
 def read_back(options_for: Callable[..., PreprocessOptions]) -> Callable[..., list[str]]:
-    """read_back(file or files, **options) -> the documents of the one pair that preprocessing
-    writes, as text.
-    """
+    """read_back(file or files, **options) -> the documents of the one pair that preprocessing writes, as text."""
 
     def run(inputs: Path | Sequence[Path], **options: Any) -> list[str]:
         files = (inputs,) if isinstance(inputs, Path) else inputs

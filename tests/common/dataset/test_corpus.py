@@ -1,6 +1,4 @@
-"""Formats are told apart by content; every kind of corpus gives the same documents; what is no
-corpus is refused with its place.
-"""
+"""Formats are told by content; all give the same documents; what is no corpus is refused with its place."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import gzip
 import io
 import json
 import logging
-import os
 from pathlib import Path
 
 import pytest
@@ -27,18 +24,15 @@ TEXT, JSONL, ARRAY = CorpusFormat.TEXT, CorpusFormat.JSONL, CorpusFormat.ARRAY
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("a.txt", "Hello\n", TEXT),
         ("a.txt", "[Chapter 1]\n\nIt was\n", TEXT),
         ("a.txt", '["Well," he said', TEXT),
         ("a.txt", "{braces} in a text\n", TEXT),
         ("a.txt", '["one", "two"]', ARRAY),
         ("a.txt", '{"text": "one"}\n{"text": "two"}\n', JSONL),
         ("a.json", '\ufeff \n[{"text": "one"}]', ARRAY),
-        ("a.json", '{"text": "one"}\n{"text": "two"}\n', JSONL),
         ("a.json", '{"text": "one"}', JSONL),
         ("a.json", '["broken', ARRAY),
         ("a.jsonl", '{"text": "broken\n', JSONL),
-        ("a.json", '"one"\n\n"two"\n', JSONL),
         ("a.txt", '"one"\n"two"\n', JSONL),
         ("a.txt", '"One," he said.\n"Two."\n', TEXT),
         ("a.txt", '"A quotation."\n', TEXT),
@@ -58,18 +52,6 @@ def test_the_format_is_judged_by_content(tmp_path, caplog, name, content, expect
     assert [record.levelno for record in caplog.records] == [logging.WARNING if lies else logging.INFO]
 
 
-def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for path, message in (
-        (tmp_path / "absent.txt", "not found"),
-        (tmp_path, "is a folder"),
-        (tmp_path / "pipe", r"is a device, a pipe or a socket.*write its content to a file first"),
-        (Path("/dev/zero"), r"is a device, a pipe or a socket"),
-    ):
-        with pytest.raises(DataError, match=message):
-            open_corpus(path)
-
-
 def documents(path: Path, rule: DocumentRule = DocumentRule.BLANK_LINE, block_bytes: int = 1 << 20) -> list[str]:
     found = []
     for block in read_blocks(open_corpus(path), rule, ("text",), block_bytes):
@@ -77,9 +59,7 @@ def documents(path: Path, rule: DocumentRule = DocumentRule.BLANK_LINE, block_by
     return found
 
 
-PARAGRAPH = st.text(st.sampled_from("ab é中\U0001f600.,"), min_size=1, max_size=12).filter(
-    lambda text: not text.isspace()
-)
+PARAGRAPH = st.text(st.sampled_from("ab é中\U0001f600.,"), min_size=1, max_size=12).filter(str.strip)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -133,18 +113,14 @@ DEEP, LONG = "[" * 200_000, "9" * 5000
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", "", "is empty"),
         ("a.json", " \n\n", "is empty"),
-        ("a.json", "text".encode("utf-16"), "is UTF-16"),
         ("a.json", '{\n "a": "one",\n "b": "two"\n}\n', "one JSON object over several lines"),
-        ("a.json", b"\x1f\x8bxx", "gzip stream is broken"),
         ("a.json", gzip.compress(b"x" * 100, mtime=0)[:-9], "gzip stream is broken"),
         ("a.json", '["a"\n "b"]', "after 1 items: expected ',' or ']'"),
         ("a.json", '["a",\n]', "after 1 items: Expecting value"),
         ("a.json", '["a", "b\nc"]', "after 1 items: Invalid control character;"),
         ("a.json", '["a", "bcd', "after 1 items: Unterminated string; .* if it was cut short"),
         ("a.json", '["a"]\n["b"]', "after 1 items: the array has ended, and more text follows"),
-        ("a.json", '["a", ' + DEEP, "after 1 items: nested deeper than 64 levels"),
         ("a.json", f'["a", {LONG}]', "after 1 items: a number of more digits than Python"),
         ("a.json", b'["ab",\n "\xe7\x94\xb2\xff"]', "byte 12 is not UTF-8 .*; give its --encoding"),
         ("a.json", '[{"text": "a"},\n  {"body": "b"}]', "item 2: the key 'text' is missing.*'body"),
@@ -153,16 +129,13 @@ DEEP, LONG = "[" * 200_000, "9" * 5000
         ("a.jsonl", '{"text": "a"}\n{"text": 3}\n', "line 2, column 1: .*of 'text' is a number"),
         ("a.jsonl", '{"text": "a"}\n{"text": "b"\n', "line 2, column 13: Expecting ',' delimiter"),
         ("a.jsonl", '{"text": "a"}\n{"n": ' + DEEP, "line 2, column 1: nested deeper than 64"),
-        ("a.jsonl", '{"text": "a"}\n{"n": ' + LONG + "}", "line 2, column 1: a number of more"),
         ("a.jsonl", '{"text": "a"}\n\ufeff{"text": "b"}\n', "line 2, column 1: a byte order mark"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "line 2, column 11: byte 24 is not UTF-8"),
-        ("a.txt", "ab\n\nc\0d", "holds NUL bytes .0x00., 1 of 7; the file is binary"),
         ("a.txt", b"ab\n\nc\xe4d", "line 3, column 2: byte 5 is not UTF-8"),
     ],
 )
-def test_what_is_no_corpus_is_refused_and_leaves_nothing(
-    tmp_path, monkeypatch, options_for, name, content, message
-) -> None:
+def test_what_is_no_corpus_is_refused(tmp_path, monkeypatch, options_for, name, content, message) -> None:
+    """Nothing is left of its output."""
     monkeypatch.setattr(blocks, "_READ_BYTES", 16)
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -1,23 +1,25 @@
-"""The .bin/.idx pair: against megatron-core, in closed form, and broken in every field."""
+"""The .bin/.idx pair: against megatron-core, in closed form, and broken in every field. FleetX's against numpy."""
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 import tracemalloc
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from common.dataset import IndexedDataset, IndexedWriter, token_dtype
+from common.dataset import GPTDataset, IndexedDataset, IndexedWriter, open_samples, require_data, token_dtype
 from common.dataset.fleetx import FleetXDataset, FleetXWriter, fleetx_dtype
 from common.dataset.indexed import HEADER
 from common.dataset.preprocess import PreprocessResult, preprocess
 from common.errors import DataError
-from tests.common.dataset.conftest import files_of, write_table
+from tests.common.dataset.conftest import WHOLE, files_of, offsets_of
 
 
 @pytest.fixture(scope="module")
@@ -70,38 +72,31 @@ def test_bytes_equal_megatrons_and_each_reads_the_other(megatron, tmp_path, docu
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(documents=DOCUMENTS, vocab_size=st.sampled_from([65534, 65535]))
-def test_fleetx_files_have_the_bytes_of_numpy(tmp_path, documents, vocab_size, offsets_of) -> None:
+def test_fleetx_files_have_the_bytes_of_numpy(tmp_path, documents, vocab_size) -> None:
     """numpy.save and numpy.savez wrote FleetX's own."""
     dtype = np.uint16 if vocab_size < 65535 else np.int32
     assert fleetx_dtype(vocab_size) == dtype
     sequences = [sequence for document in documents for sequence in document]
-    flat = np.array([token for sequence in sequences for token in sequence], dtype)
-    np.save(tmp_path / "theirs_ids.npy", flat)
-    lens = np.array([len(sequence) for sequence in sequences], dtype=np.int32)
-    docs = np.cumsum([0, *map(len, documents)], dtype=np.int64)
-    np.savez(tmp_path / "theirs_idx.npz", lens=lens, docs=docs)
+    np.save(tmp_path / "theirs_ids.npy", np.array([token for sequence in sequences for token in sequence], dtype))
     write_ours(FleetXWriter, tmp_path / "ours", dtype, documents)
     assert files_of(tmp_path / "ours", "_ids.npy") == files_of(tmp_path / "theirs", "_ids.npy")
-    with np.load(tmp_path / "ours_idx.npz") as ours, np.load(tmp_path / "theirs_idx.npz") as theirs:
-        for name in ("lens", "docs"):
-            assert ours[name].dtype == theirs[name].dtype
-            assert ours[name].tolist() == theirs[name].tolist()
+    with np.load(tmp_path / "ours_idx.npz") as ours:
+        found = [(ours[name].dtype.str, ours[name].tolist()) for name in ("lens", "docs")]
+    lens, docs = [len(sequence) for sequence in sequences], np.cumsum([0, *map(len, documents)]).tolist()
+    assert found == [("<i4", lens), ("<i8", docs)]
     ends = np.cumsum([0, *(sum(map(len, document)) for document in documents)])
     assert offsets_of(FleetXDataset(tmp_path / "ours")) == ends.tolist()
 
 
-ROWS = [
-    *(" ".join(map(str, range(1, count))) for count in range(2, 40)),
-    *(line + "\n" for line in Path(__file__).read_text(encoding="utf-8").split("\n")[:60]),
-    *("", "\n", "  ", "\t\r\n", "\u3000", "", "last"),
-]
+LINES = Path(__file__).read_text(encoding="utf-8").splitlines(keepends=True)
+ROWS = [*(" ".join("1" * count) for count in range(1, 40)), *LINES[:60], "", "\n", "  ", "\t\r\n", "\u3000", "", "last"]
 """Rows as those of Megatron's own test, and more of white space and of nothing."""
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "strings.json", "array.json", "a.parquet", "a.arrow"])
-def test_every_row_is_a_document_as_in_megatron(megatron, tmp_path, options_for, name, offsets_of) -> None:
-    """Their builder is driven as tools/preprocess_data.py of Megatron-LM drives it: a text without
-    a token is a document without a sequence, and has no end-of-document token.
+@pytest.mark.parametrize("name", ["a.jsonl", "strings.json", "array.json"])
+def test_every_row_is_a_document_as_in_megatron(megatron, tmp_path, options_for, name) -> None:
+    """Their builder is driven as tools/preprocess_data.py of Megatron-LM drives it: a text without a token is a
+    document without a sequence, and has no end-of-document token. Rows of tables are those of JSON Lines.
     """
     builder = megatron.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
     for row in ROWS:
@@ -109,15 +104,8 @@ def test_every_row_is_a_document_as_in_megatron(megatron, tmp_path, options_for,
         builder.add_document(ids, [len(ids)] if ids else [])
     builder.finalize(str(tmp_path / "theirs.idx"))
     path = tmp_path / name
-    if name.endswith(("parquet", "arrow")):
-        pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-        kind = "parquet" if name.endswith("parquet") else "file"
-        write_table(pa, path, ROWS, kind, column="text")
-    elif name == "array.json":
-        path.write_text(json.dumps(ROWS))
-    else:
-        rows = [{"text": row} for row in ROWS] if name == "a.jsonl" else ROWS
-        path.write_text("\n".join(map(json.dumps, rows)))
+    rows = [{"text": row} for row in ROWS] if name == "a.jsonl" else ROWS
+    path.write_text(json.dumps(ROWS) if name == "array.json" else "\n".join(map(json.dumps, rows)))
 
     def run(format: str, block_bytes: int) -> PreprocessResult:
         options = {"format": format, "block_bytes": block_bytes}
@@ -136,10 +124,8 @@ def test_every_row_is_a_document_as_in_megatron(megatron, tmp_path, options_for,
 
 
 @pytest.mark.parametrize("writer", ["Megatron-LM", "fairseq"])
-def test_the_older_index_of_lazy_and_cached_is_read(tmp_path, writer, offsets_of) -> None:
-    """DeepSpeed still has the class that wrote it. fairseq's has neither documents nor their
-    number.
-    """
+def test_the_older_index_of_lazy_and_cached_is_read(tmp_path, writer) -> None:
+    """DeepSpeed still has the class that wrote it. fairseq's has neither documents nor their number."""
     torch = pytest.importorskip("torch", reason="the builder takes tensors, and torch is not installed")
     deepspeed = pytest.importorskip(
         "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset", reason="DeepSpeed is not installed"
@@ -168,30 +154,21 @@ def test_the_older_index_of_lazy_and_cached_is_read(tmp_path, writer, offsets_of
             IndexedDataset(tmp_path / "old")
 
 
-def test_members_in_closed_form(write_pair, offsets_of) -> None:
+def test_members_in_closed_form(write_pair) -> None:
     data = IndexedDataset(write_pair([3, 7, 2, 1], documents=[2, 0, 2]))
-    assert data.sizes[:].tolist() == [3, 7, 2, 1]
-    assert data.document_index[:].tolist() == [0, 2, 2, 4]
-    assert offsets_of(data) == [0, 10, 10, 13]
+    assert offsets_of(data) == [0, 10, 10, 13] and data.tokens.tolist() == list(range(13))
     assert (data.token_count, len(data), data.document_count) == (13, 4, 3)
-    assert data.tokens.tolist() == list(range(13))
-    assert data[1].tolist() == list(range(3, 10))
     for name in ("corpus.v1.2", "corpus.v1.2.bin", "corpus.v1.2.idx"):
         write_pair([4], name="corpus.v1.2")
         assert IndexedDataset(data.prefix.with_name(name)).token_count == 4
 
 
 def test_the_content_key_follows_the_content(write_pair, tmp_path) -> None:
-    keys = [
-        IndexedDataset(write_pair(lengths, name=f"n{n}")).content_key
-        for n, lengths in enumerate([[4, 4], [4, 4], [8], [4, 5]])
-    ]
-    assert keys[0] == keys[1]
-    assert len(set(keys)) == 3
+    lengths = [[4, 4], [4, 4], [8], [4, 5]]
+    keys = [IndexedDataset(write_pair(each, name=f"n{n}")).content_key for n, each in enumerate(lengths)]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
     (tmp_path / "n0.bin").write_bytes(b"\xff\xff" + (tmp_path / "n0.bin").read_bytes()[2:])
-    assert IndexedDataset(tmp_path / "n0").content_key != keys[0], (
-        "another vocabulary with the same lengths must be told apart"
-    )
+    assert IndexedDataset(tmp_path / "n0").content_key != keys[0], "another vocabulary with the same lengths"
 
 
 @pytest.mark.parametrize(
@@ -241,17 +218,15 @@ def test_a_damaged_pair_is_refused(write_pair, extension, at, data, message) -> 
 
 @pytest.mark.parametrize("writer", [IndexedWriter, FleetXWriter])
 def test_nothing_is_left_behind_by_a_failure(tmp_path, write_pair, writer) -> None:
-    def fail(name: str) -> None:
-        with writer(tmp_path / name, "<u2") as file:
-            file.append(np.array([70000]), np.array([1]))
-
-    with pytest.raises(DataError, match="token id 70000 does not fit uint16"):
-        fail("new")
-    assert list(tmp_path.iterdir()) == []
     prefix = write_pair([3, 7])
-    with pytest.raises(DataError):
-        fail("data")
-    assert IndexedDataset(prefix).sizes[:].tolist() == [3, 7]
+    there = sorted(tmp_path.iterdir())
+    for name in ("new", "data"):
+        with (
+            pytest.raises(DataError, match="token id 70000 does not fit uint16"),
+            writer(tmp_path / name, "<u2") as file,
+        ):
+            file.append(np.array([70000]), np.array([1]))
+    assert sorted(tmp_path.iterdir()) == there and IndexedDataset(prefix).sizes[:].tolist() == [3, 7]
     write_pair([1])
     assert IndexedDataset(prefix).sizes[:].tolist() == [1]
 
@@ -270,3 +245,95 @@ def test_ten_million_documents_are_written_with_the_memory_of_a_block(tmp_path, 
     assert (data.document_count, data.token_count) == (10_000_000, 10_000_000)
     places = (0, 1, 7_654_321, 10_000_000)
     assert tuple(data.tokens_before(place) for place in places) == places
+
+
+# ---- FleetX's token files, which numpy wrote ----
+
+TOKENS = (np.arange(13) * 7 % 50).astype(np.uint16)
+LENS = np.array([3, 7, 2, 1], dtype=np.int32)
+DOCS = np.array([0, 2, 2, 4], dtype=np.int64)
+
+
+def write_npy(folder: Path, name: str = "data", ids: Any = TOKENS, **arrays: Any) -> Path:
+    """Write both files as FleetX's preprocessing does: numpy.save and numpy.savez."""
+    np.save(folder / f"{name}_ids.npy", ids)
+    np.savez(folder / f"{name}_idx.npz", **(arrays or {"lens": LENS, "docs": DOCS}))
+    return folder / name
+
+
+def test_samples_equal_those_of_a_pair(tmp_path, write_pair) -> None:
+    lengths = np.random.default_rng(1).integers(1, 30, size=60)
+    pair = IndexedDataset(write_pair(lengths))
+    ours = FleetXDataset(write_npy(tmp_path, "theirs", np.array(pair.tokens), lens=lengths))
+    assert offsets_of(ours) == offsets_of(pair)
+    one, other = (GPTDataset(data, seq_length=8, **WHOLE).read(np.arange(40)) for data in (ours, pair))
+    assert (one == other).all()
+
+
+@pytest.mark.parametrize("given_as", ["data", "data_ids.npy", "data_idx.npz", ""])
+def test_a_prefix_a_file_or_the_folder_names_the_data(tmp_path, given_as) -> None:
+    write_npy(tmp_path)
+    require_data(str(tmp_path / given_as))
+    samples = open_samples([str(tmp_path / given_as)], seq_length=4, shuffle=False, **WHOLE)
+    assert samples.read(np.arange(2)).tolist() == [TOKENS[:5].tolist(), TOKENS[4:9].tolist()]
+    assert samples.source(0) == tmp_path / "data"
+    write_npy(tmp_path, "b")
+    if not given_as:
+        message = r"holds 2 sets of FleetX's .*name one, or a blend of weights: 1 .*b 1 .*data"
+        with pytest.raises(DataError, match=message):
+            require_data(str(tmp_path))
+
+
+def test_the_older_form_and_one_without_documents(tmp_path) -> None:
+    np.savez(tmp_path / "old_ids.npz", ids=TOKENS, lens=LENS)
+    np.savez_compressed(tmp_path / "packed_ids.npz", ids=TOKENS, lens=LENS)
+    for prefix in (tmp_path / "old", tmp_path / "packed_ids.npz", write_npy(tmp_path, lens=LENS)):
+        data = FleetXDataset(prefix)
+        assert data.tokens.tolist() == TOKENS.tolist()
+        assert offsets_of(data) == [0, 3, 10, 12, 13]
+    assert offsets_of(FleetXDataset(write_npy(tmp_path))) == [0, 10, 10, 13]
+
+
+def _npy(array: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=True)
+    return buffer.getvalue()
+
+
+def _npz(**arrays: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("ending", "data", "message"),
+    [
+        ("_ids.npy", None, r"data_ids\.npy: not found.*although data_idx\.npz is there"),
+        ("_ids.npy", _npy(TOKENS)[:-1], "is not an array file of FleetX's"),
+        ("_ids.npy", _npy(TOKENS.astype(np.float32)), "holds float32 .* expected whole numbers"),
+        ("_ids.npy", _npy(np.array([print, None])), "is not an array file of FleetX"),
+        ("_ids.npy", _npy(TOKENS[:12].reshape(3, 4)), r"of shape \(3, 4\), expected whole numbers"),
+        ("_idx.npz", _npz(docs=DOCS), "holds docs, expected the array lens"),
+        ("_idx.npz", _npz(lens=LENS[:0]), "lens is empty"),
+        ("_idx.npz", _npz(lens=np.array([14, -1])), "lens has numbers that no sentence can"),
+        # whose sum is 13 in 64 bits
+        ("_idx.npz", _npz(lens=np.array([2**64 - 1, 14], np.uint64)), "lens has numbers"),
+        ("_idx.npz", _npz(lens=LENS + 1), r"adds up to 17 tokens, but data_ids\.npy holds"),
+        (
+            "_idx.npz",
+            _npz(lens=LENS).replace(LENS.tobytes(), (LENS ^ [1, 1, 0, 0]).astype("i4").tobytes()),
+            "Bad CRC-32",
+        ),
+        ("_idx.npz", _npz(lens=LENS, docs=np.array([0, 3, 1, 4], np.uint64)), "docs does not rise from 0 to the 4 ent"),
+        ("_idx.npz", _npz(lens=LENS, docs=np.array([0, 9])), "docs does not rise from 0 to the 4 entries"),
+    ],
+)
+def test_broken_files_are_refused_with_their_name(tmp_path, ending, data, message) -> None:
+    path = Path(f"{write_npy(tmp_path)}{ending}")
+    if data is None:
+        path.unlink()
+    else:
+        path.write_bytes(data)
+    with pytest.raises(DataError, match=message):
+        open_samples([str(tmp_path / "data")], seq_length=4, **WHOLE)

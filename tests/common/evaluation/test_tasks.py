@@ -1,63 +1,51 @@
-"""Rows and figures of the tasks against counts and formulas by hand, and WikiText's spelling."""
+"""Rows and figures of the tasks against counts and formulas by hand; WikiText's spelling; windows against the loop of
+Hugging Face's guide, and scores against a model in plain numpy.
+"""
 
+import functools
 import json
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from common.errors import ConfigError, DataError
 from common.evaluation import text
 from common.evaluation.corpus import RowTask, read_evaluation_file
-from common.evaluation.rows import RowScores
+from common.evaluation.rows import RowBatch, RowScores, ScoredRow, TokenScores, score_rows, sliding_windows
 from common.evaluation.task import open_task
 from common.evaluation.text import detokenize_wikitext
 from common.parallel.run import Run
-from common.tokenizer.base import Framing, Ids, PackedIds
+from common.tokenizer import load_tokenizer
+from tests.reference import write_vocabulary
 from tests.tiny import tiny_config
 
 
-class Characters:
-    """A tokenizer whose ids can be read: one a character, and <|endoftext|>."""
-
-    kind, sha256, vocab_size, eod_id = "Characters", "0" * 64, 101, 100
-    framing, unknown_id, has_marks = Framing(suffix=(100,)), None, False
-
-    def encode(self, text: str, allow_special: bool = False) -> Ids:
-        parts = text.split("<|endoftext|>") if allow_special else [text]
-        ids = [[min(ord(character) - 9, 99) for character in part] for part in parts]
-        return np.array([*ids[0], *(each for part in ids[1:] for each in (100, *part))], np.int32)
-
-    def encode_packed(self, texts: list[str], allow_special: bool = False) -> PackedIds:
-        rows = [self.encode(text, allow_special) for text in texts]
-        offsets = np.cumsum([0, *map(len, rows)])
-        return PackedIds(ids=np.concatenate(rows), offsets=offsets)
-
-    def decode_bytes(self, ids: list[int]) -> bytes:
-        """Decode é for all other characters."""
-        return "".join(
-            "é" if each == 99 else "<|endoftext|>" if each == 100 else chr(each + 9) for each in ids
-        ).encode()
+@functools.cache
+def characters() -> Any:
+    """A tokenizer of one id a byte, with one for each of the two letters of two bytes in these texts."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load_tokenizer(None, write_vocabulary(Path(folder) / "vocabulary", ["Ã ©", "Ã ¶"]))
 
 
 def make_config(folder: Path, window: int = 8, **evaluation: Any) -> Run:
     return tiny_config(folder, model__seq_length=window, evaluation=evaluation)
 
 
-def open_text(folder: Path, name: str, content: str, **settings: Any) -> RowTask:
+def open_text(folder: Path, name: str, content: str, task: str = "text", **settings: Any) -> RowTask:
     (folder / name).write_text(content, encoding="utf-8")
-    config = make_config(folder, task="text", file=str(folder / name), **settings)
-    file = read_evaluation_file(config.evaluation)
-    return text.open_text(file, Characters(), config)  # type: ignore[arg-type]
+    config = make_config(folder, task=task, file=str(folder / name), **settings)
+    opened: Any = {"text": text.open_text, "lambada": text.open_lambada}[task]
+    return opened(read_evaluation_file(config.evaluation), characters(), config)
 
 
 def open_lambada(folder: Path, passages: list[str], **settings: Any) -> RowTask:
-    (folder / "passages.jsonl").write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
-    config = make_config(folder, task="lambada", file=str(folder / "passages.jsonl"), **settings)
-    file = read_evaluation_file(config.evaluation)
-    return text.open_lambada(file, Characters(), config)  # type: ignore[arg-type]
+    content = "".join(json.dumps({"text": passage}) + "\n" for passage in passages)
+    return open_text(folder, "passages.jsonl", content, "lambada", **settings)
 
 
 def scores(nats: list[float], hits: list[int]) -> RowScores:
@@ -83,18 +71,14 @@ def test_figures_of_a_plain_text(tmp_path: Path) -> None:
 
 def test_marks_in_a_plain_text_are_tokens_and_detokenized_words_are_counted_before(tmp_path: Path) -> None:
     task = open_text(tmp_path, "a.txt", "ab , c<|endoftext|>d", detokenize="wikitext")
-    assert task.rows[0].tokens.tolist() == [
-        *Characters().encode("ab, c").tolist(),
-        100,
-        *Characters().encode("d").tolist(),
-    ]
+    assert characters().decode_bytes(task.rows[0].tokens.tolist()) == b"ab, c<|endoftext|>d"
     assert task.result(scores([1.0], [0])).record["words"] == 3
 
 
 def test_documents_of_a_jsonl_begin_with_the_end_of_text(tmp_path: Path) -> None:
     content = '{"text": "abc"}\n{"text": "  "}\n\n{"text": "0123456789"}\n'
     task = open_text(tmp_path, "a.jsonl", content, stride=4)
-    assert [row.tokens[0] == 100 for row in task.rows] == [True, True, False]
+    assert [row.tokens[0] == characters().eod_id for row in task.rows] == [True, True, False]
     record = task.result(scores([1.0, 1.0, 1.0], [0, 0, 0])).record
     assert sum(row.scored for row in task.rows) == record["tokens"] == 13
     assert record["documents"] == 2 and record["first_context"] == "end-of-text token"
@@ -104,9 +88,7 @@ def test_documents_of_a_jsonl_begin_with_the_end_of_text(tmp_path: Path) -> None
 
 
 def test_a_part_of_a_text_has_no_figures_of_the_whole(tmp_path: Path) -> None:
-    """Bits a byte count the bytes of its tokens: windows of 8 targets each, behind a first token
-    that is not scored; a character of two bytes among them.
-    """
+    """Bits a byte count the bytes of its tokens: two windows of 8 targets, with characters of two bytes."""
     part = scores([8.0, 8.0], [0, 0])
     result = open_text(tmp_path, "a.txt", "a" + "aaaé" * 9, max_samples=2).result(part)
     record = result.record
@@ -122,14 +104,10 @@ def test_a_part_of_a_text_has_no_figures_of_the_whole(tmp_path: Path) -> None:
 
 
 def test_last_words(tmp_path: Path) -> None:
-    """The word keeps its space, a run of white space before it counts to the word, and the
-    beginning is what gets cut.
-    """
+    """The word keeps its space, a run of white space before it counts to the word, and the beginning gets cut."""
     task = open_lambada(tmp_path, ["to be or", "a b ", "so\n then", "ab cd ef gh"], window=6)
-    spaced = [" or", " b", "\n then", " gh"]
-    assert [row.tokens[-row.scored :].tolist() for row in task.rows] == [
-        Characters().encode(word).tolist() for word in spaced
-    ]
+    words = [row.tokens[-row.scored :].tolist() for row in task.rows]
+    assert words == [characters().encode(word).tolist() for word in (" or", " b", "\n then", " gh")]
     assert [len(row.tokens) for row in task.rows] == [7, 3, 7, 7]
     result = task.result(scores([1.0, 2.0, 3.0, 6.0], [3, 1, 6, 2]))
     record = result.record
@@ -142,13 +120,10 @@ def test_last_words(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("passages", "message"),
-    [
-        (["a b", "word"], "passage 2 is one word, 'word'"),
-        (["a bcdefghi"], "passage 1 has 9 tokens, expected 1 to model.seq_length=8"),
-    ],
+    [(["a b", "word"], "2 is one word, 'word'"), (["a bcdefghi"], "1 has 9 tokens, expected 1 to model.seq_length=8")],
 )
 def test_passages_without_context_or_room_are_refused(tmp_path: Path, passages: list[str], message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=f"passage {message}"):
         open_lambada(tmp_path, passages)
 
 
@@ -195,16 +170,95 @@ def test_settings_that_would_be_ignored_are_refused(tmp_path: Path, settings: di
     [
         (" \n = = Description = = \n \n The claws", "\n== Description ==\n\nThe claws"),
         ("\n = = = Range = = = \n", "\n=== Range ===\n"),
-        ("known as \" H. americanus \" , 60 cm ( 24 in ) long ; it", 'known as "H. americanus", 60'
-            ' cm (24 in) long; it'),
-        ("1 @,@ 000 @-@ 2 @.@ 5 g at 5 ° C . Why ? No : [ sic ] ! So", "1,000-2.5 g at 5°C. Why?"
-            " No: [sic]! So"),
+        ('known as " H. americanus " , 60 cm ( 24 in ) ; it', 'known as "H. americanus", 60 cm (24 in); it'),
+        ("1 @,@ 000 @-@ 2 @.@ 5 g at 5 ° C . Why ? No : [ sic ] ! So", "1,000-2.5 g at 5°C. Why? No: [sic]! So"),
         ("The dogs ' bowl", "The dogs' bowl"),
         ("Tom 's bowl", "Tom's bowl"),
         ("it said ' yes ' twice", "it said 'yes' twice"),
         ("a { b } c", "a {b} c"),
         ("an ordinary line, with (nothing) to mend", "an ordinary line, with (nothing) to mend"),
     ],
-)  # fmt: skip
+)
 def test_wikitext(spelt: str, expected: str) -> None:
     assert detokenize_wikitext(spelt) == expected
+
+
+# ---- windows and scores ----
+
+
+def guide(length: int, max_length: int, stride: int) -> list[tuple[int, int, int]]:
+    """begin, end and new tokens of each window, as the guide on perplexity of fixed-length models has them."""
+    found, previous_end = [], 0
+    for begin in range(0, length, stride):
+        end = min(begin + max_length, length)
+        found.append((begin, end, end - previous_end))
+        previous_end = end
+        if end == length:
+            break
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2, 80), st.integers(1, 20), st.data())
+def test_every_token_but_the_first_is_scored_once_in_the_guides_windows(
+    length: int, window: int, data: st.DataObject
+) -> None:
+    stride = data.draw(st.integers(1, window))
+    rows = sliding_windows(np.arange(length, dtype=np.int32), window, stride)
+    scored = np.concatenate([row.tokens[-row.scored :] for row in rows])
+    np.testing.assert_array_equal(scored, np.arange(1, length))
+    for row in rows:
+        inputs, first = len(row.tokens) - 1, int(row.tokens[-row.scored])
+        assert row.scored <= inputs <= window
+        assert inputs - row.scored + 1 >= min(first, window - stride + 1), "tokens before the first scored one"
+    expected = guide(length, window + 1, stride)
+    # the guide counts the very first token, whose loss it then shifts away
+    expected[0] = (0, expected[0][1], expected[0][2] - 1)
+    assert [(int(row.tokens[0]), int(row.tokens[-1]) + 1, row.scored) for row in rows] == expected
+
+
+def numpy_scores(batch: RowBatch) -> TokenScores:
+    """A model that predicts from the running sum of its inputs; it gives nonsense for padding."""
+    state = np.cumsum(batch.ids, axis=1, dtype=np.int64).reshape(-1)[batch.places]
+    losses = ((state * 7 + batch.targets) % 13).astype(np.float32)
+    hits = losses < 4
+    losses[len(batch.owners) :], hits[len(batch.owners) :] = np.nan, True
+    return TokenScores(losses=losses, hits=hits)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
+def test_scores_do_not_depend_on_the_batch(batch_size: int) -> None:
+    generator = np.random.default_rng(0)
+    rows = []
+    for length in (2, 9, 5, 3, 9):
+        tokens = generator.integers(0, 50, length).astype(np.int32)
+        rows.append(ScoredRow(tokens=tokens, scored=int(generator.integers(1, length))))
+    shapes = set()
+
+    def scorer(batch: RowBatch) -> TokenScores:
+        shapes.add((batch.ids.shape, batch.targets.shape))
+        return numpy_scores(batch)
+
+    found = score_rows(rows, scorer, batch_size)
+    for row, nats, hits in zip(rows, found.nats, found.hits, strict=True):
+        each = [(int(row.tokens[:at].sum()) * 7 + int(row.tokens[at])) % 13 for at in range(1, len(row.tokens))]
+        each = each[-row.scored :]
+        assert nats == sum(each) and hits == sum(loss < 4 for loss in each)
+    assert len(shapes) == 1, "a graph is compiled for one shape"
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_few_positions_without_a_target_pass_the_head(batch_size: int) -> None:
+    """Padding is up to the batch with the most targets: the one with the first window, which is scored whole."""
+    rows = sliding_windows(np.arange(1000, dtype=np.int32), 64, 16)
+    sizes, scored = [], 0
+
+    def scorer(batch: RowBatch) -> TokenScores:
+        nonlocal scored
+        sizes.append(len(batch.targets))
+        scored += len(batch.owners)
+        return numpy_scores(batch)
+
+    score_rows(rows, scorer, batch_size)
+    assert scored == 999 and set(sizes) == {64 + (batch_size - 1) * 16}
+    assert batch_size == 1 or sum(sizes) < 2 * scored

@@ -9,12 +9,12 @@ from common.errors import DataError
 from common.failures import (
     Kind,
     error_of,
-    explain,
     explain_code,
     explain_log,
     find_errors,
     find_in_logs,
     known_errors,
+    language_of,
 )
 from common.yaml_files import read_yaml_mapping
 
@@ -107,4 +107,4 @@ def test_the_locale_chooses_the_language() -> None:
         ({"LC_ALL": "", "LC_MESSAGES": "zh_TW"}, "zh"),
         ({}, "en"),
     ):
-        assert explain.language_of(environment) == language
+        assert language_of(environment) == language

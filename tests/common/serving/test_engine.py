@@ -1,5 +1,5 @@
-"""The engine over a model that needs no arithmetic: the next token follows from the whole context,
-and each call is held against what the engine may do.
+"""The engine over a model that needs no arithmetic: the next token follows from the whole context, and each call is
+held against what the engine may do.
 """
 
 import threading
@@ -73,9 +73,14 @@ class Job(Greedy):
         return alone.tokens
 
 
-def finish(engine: Engine) -> None:
+def finish(engine: Engine | Model, *requests: list[Job]) -> Engine:
+    """Do all of the requests, in an engine of its own for a model."""
+    engine = engine if isinstance(engine, Engine) else Engine(engine, queue_limit=40)
+    for jobs in requests:
+        engine.submit(jobs)
     while engine.turn():
         pass
+    return engine
 
 
 @pytest.mark.parametrize("takes_prompts", [True, False])
@@ -88,64 +93,48 @@ def test_each_sequence_is_what_it_is_in_a_batch_of_one(takes_prompts: bool, wind
         Job([*common[: random.integers(0, 40)], number % VOCABULARY], random.integers(1, 30), window)
         for number in range(40)
     ]
-    model = Model(3, takes_prompts)
-    engine = Engine(model, queue_limit=40)
-    for first in range(0, 40, 8):
-        engine.submit(jobs[first : first + 8])
-    finish(engine)
+    engine = finish(Model(3, takes_prompts), *(jobs[first : first + 8] for first in range(0, 40, 8)))
     assert [job.tokens for job in jobs] == [job.expected() for job in jobs]
     assert engine.running == engine.waiting == 0 and engine.counts.prompts == 40
     assert (engine.counts.reused_tokens > 100) == (window is None)
 
 
+def lengths_of(model: Model) -> list[int]:
+    return [call[2] for call in model.calls if call[0] == "admit"]
+
+
 def test_at_most_one_pass_lies_between_two_steps_and_windows_take_turns_with_requests() -> None:
     """A sequence whose window slides needs a pass a token."""
     model = Model(4)
-    engine = Engine(model, queue_limit=20)
-    engine.submit([Job([number], 30) for number in range(3)])
-    engine.submit([Job([number], 40, window=8) for number in range(3)])
-    finish(engine)
+    finish(model, [Job([number], 30) for number in range(3)], [Job([number], 40, window=8) for number in range(3)])
     kinds = [call[0] for call in model.calls]
     assert kinds.count("admit") > 60
     first, last = kinds.index("step"), len(kinds) - kinds[::-1].index("step")
     gaps = " ".join(kinds[first:last]).split("step")
     assert max(gap.count("admit") for gap in gaps) == 1
     model = Model(2)
-    engine = Engine(model, queue_limit=20)
-    engine.submit([Job([1, 2, 3], 30, window=3)])
-    engine.submit([Job([number], 1) for number in range(10)])
-    finish(engine)
-    lengths = [call[2] for call in model.calls if call[0] == "admit"]
-    assert lengths[:21].count(1) == 10
+    finish(model, [Job([1, 2, 3], 30, window=3)], [Job([number], 1) for number in range(10)])
+    assert lengths_of(model)[:21].count(1) == 10
 
 
 def test_requests_take_turns_at_free_slots() -> None:
     """One of ten sequences and two of one, which came later, in one slot."""
     model = Model(1)
-    engine = Engine(model, queue_limit=20)
-    engine.submit([Job([1], 2) for _ in range(10)])
-    engine.submit([Job([1, 2], 2)])
-    engine.submit([Job([1, 2, 3], 2)])
-    finish(engine)
-    lengths = [call[2] for call in model.calls if call[0] == "admit"]
-    assert lengths == [1, 2, 3, *[1] * 9]
+    finish(model, [Job([1], 2) for _ in range(10)], [Job([1, 2], 2)], [Job([1, 2, 3], 2)])
+    assert lengths_of(model) == [1, 2, 3, *[1] * 9]
 
 
 def test_a_prompt_is_taken_over_from_whoever_holds_it() -> None:
     """From a slot at work by a copy, from a free one in place; below MIN_SHARED not at all."""
     prompt = list(range(MIN_SHARED + 4))
     model = Model(2)
-    engine = Engine(model, queue_limit=20)
-    engine.submit([Job(prompt, 4), Job(prompt, 4)])
-    finish(engine)
+    engine = finish(model, [Job(prompt, 4), Job(prompt, 4)])
     reuse = len(prompt) - 1
     assert model.calls[0] == ("admit", 0, len(prompt), 0)
     assert ("copy", 0, 1, reuse) in model.calls
     assert ("admit", 1, len(prompt), reuse) in model.calls
     model.calls.clear()
-    engine.submit([Job([*prompt, 9], 1)])
-    engine.submit([Job([*prompt[: MIN_SHARED - 1], 40], 1)])
-    finish(engine)
+    finish(engine, [Job([*prompt, 9], 1)], [Job([*prompt[: MIN_SHARED - 1], 40], 1)])
     assert "copy" not in [call[0] for call in model.calls]
     assert [call[3] for call in model.calls if call[0] == "admit"] == [len(prompt), 0]
 
@@ -154,21 +143,15 @@ def test_a_prompt_is_taken_over_from_whoever_holds_it() -> None:
 def test_an_observer_sees_the_logits_after_every_token(takes_prompts: bool) -> None:
     """Even of a prompt whose keys are there already."""
     prompt = list(range(30))
-    engine = Engine(Model(2, takes_prompts), queue_limit=4)
-    engine.submit([Job(prompt, 1)])
-    finish(engine)
-    job = Job(prompt, 3)
+    engine, job = finish(Model(2, takes_prompts), [Job(prompt, 1)]), Job(prompt, 3)
     seen: dict[int, int] = {}
 
     def observe(first: int, logits: Logits) -> None:
         seen.update({first + n: int(row.argmax()) for n, row in enumerate(logits)})
 
     job.observe = observe
-    engine.submit([job])
-    finish(engine)
-    assert {place: seen[place] for place in range(30)} == {
-        place: next_token(prompt[: place + 1]) for place in range(30)
-    }
+    finish(engine, [job])
+    assert [seen[place] for place in range(30)] == [next_token(prompt[: place + 1]) for place in range(30)]
 
 
 def test_a_cancelled_job_frees_its_slot_and_its_place() -> None:
@@ -195,10 +178,8 @@ def test_a_job_that_fails_does_not_change_the_others_and_a_model_that_fails_ends
         def step(self, *_: Any) -> Logits:
             raise RuntimeError("out of memory")
 
-    engine = Engine(Model(2), queue_limit=4)
     bad, good = Bad([1], 3), Job([2], 3)
-    engine.submit([bad, good])
-    finish(engine)
+    engine = finish(Model(2), [bad, good])
     assert str(bad.error) == "nan" and good.tokens == good.expected() and engine.failure is None
     engine = Engine(Broken(1), queue_limit=4)
     jobs = [Job([1], 3), Job([2], 3)]

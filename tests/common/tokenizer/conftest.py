@@ -1,6 +1,4 @@
-"""Two oracles built from the files without any code of the project, and a small vocabulary to
-break.
-"""
+"""Two oracles built from the files without any code of the project, and a small vocabulary to break."""
 
 from __future__ import annotations
 
@@ -10,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from common.tokenizer.bpe_files import byte_alphabet
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from tests.reference import MERGES
 
 Encode = Callable[[str], list[int]]
 BACKENDS = ("gigatoken", "tiktoken", "tokenizers")
@@ -51,34 +51,19 @@ def tokenizer(request: pytest.FixtureRequest, gpt2_vocab_files: tuple[Path, Path
     return built
 
 
-@pytest.fixture(scope="session")
-def byte_characters() -> list[str]:
-    """The 256 characters of GPT-2's byte alphabet, in byte order (openai/gpt-2 src/encoder.py,
-    bytes_to_unicode).
-    """
-    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    hidden = iter(range(256, 512))
-    return [chr(byte if byte in shown else next(hidden)) for byte in range(256)]
-
-
 class SmallVocabulary:
     """256 bytes, a few merges, <|endoftext|>: change ``ids`` or ``merges``, then write."""
 
-    def __init__(self, folder: Path, byte_characters: list[str]) -> None:
-        self.folder = folder
-        self.merges = ["h e", "l l", "he ll", "hell o", "Ġ t"]
-        made = [merge.replace(" ", "") for merge in self.merges]
-        tokens = [*byte_characters, *made, "<|endoftext|>"]
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.merges = folder, list(MERGES)
+        tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES), "<|endoftext|>"]
         self.ids: dict[str, object] = {token: number for number, token in enumerate(tokens)}
 
     def write(self, vocab_text: str | None = None, merge_text: str | None = None) -> tuple[Path, Path]:
         files = self.folder / "vocab.json", self.folder / "merges.txt"
-        texts = (
-            json.dumps(self.ids) if vocab_text is None else vocab_text,
-            "\n".join(["#version: 0.2", *self.merges, ""]) if merge_text is None else merge_text,
-        )
-        for file, text in zip(files, texts, strict=True):
-            file.write_text(text, encoding="utf-8")
+        merges = "\n".join(["#version: 0.2", *self.merges, ""])
+        files[0].write_text(json.dumps(self.ids) if vocab_text is None else vocab_text, encoding="utf-8")
+        files[1].write_text(merges if merge_text is None else merge_text, encoding="utf-8")
         return files
 
     def build(self, backend: str = "tokenizers") -> GPT2BPETokenizer:
@@ -86,5 +71,5 @@ class SmallVocabulary:
 
 
 @pytest.fixture
-def small(tmp_path: Path, byte_characters: list[str]) -> SmallVocabulary:
-    return SmallVocabulary(tmp_path, byte_characters)
+def small(tmp_path: Path) -> SmallVocabulary:
+    return SmallVocabulary(tmp_path)

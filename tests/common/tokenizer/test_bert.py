@@ -1,6 +1,4 @@
-"""BERT's tokenizer: ids equal to those of transformers' BertTokenizer, and the text of ids equal to
-what GPT2-Chinese's generate.py prints.
-"""
+"""BERT's tokenizer: ids of transformers' BertTokenizer, and text of ids as GPT2-Chinese's generate.py prints it."""
 
 import json
 import re
@@ -39,22 +37,22 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Characters of several scripts, every third Chinese one, and pieces of words, as in
-    GPT2-Chinese's vocabularies.
-    """
+    """Characters of several scripts, every third Chinese one, and pieces of words, as in GPT2-Chinese's."""
     letters = [chr(point) for point in (*range(0x21, 0x600), *range(0x3041, 0x3100))]
     letters = [letter for letter in letters if letter.isprintable() and not letter.isspace()]
     pieces = ["##" + letter for letter in letters] + ["##ing", "##un", "the", "world", "ab"]
-    ideographs = [chr(point) for point in range(0x4E00, 0x9FA6, 3)]
+    ideographs = [*map(chr, range(0x4E00, 0x9FA6, 3)), *"，。！？“”：；、《》"]
     path = tmp_path_factory.mktemp("large") / "vocab.txt"
-    tokens = [*SPECIAL, *letters, *pieces, *ideographs, *"，。！？“”：；、《》"]
-    path.write_text("\n".join(tokens), encoding="utf-8")
+    path.write_text("\n".join([*SPECIAL, *letters, *pieces, *ideographs]), encoding="utf-8")
     return path
 
 
-def fast(file: Path, lower_case: bool) -> Any:
+LOWER, CASED = "BertWordPieceLowerCase", "BertWordPieceCase"
+
+
+def fast(file: Path, kind: str) -> Any:
     """Its backend, in which marks that text spells are text, as in ours."""
-    backend = transformers.BertTokenizer(str(file), do_lower_case=lower_case).backend_tokenizer
+    backend = transformers.BertTokenizer(str(file), do_lower_case=kind == LOWER).backend_tokenizer
     backend.encode_special_tokens = True
     return backend
 
@@ -63,10 +61,9 @@ def ids_of(backend: Any, texts: list[str]) -> list[list[int]]:
     return [each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-@pytest.mark.parametrize("lower_case", [True, False])
-def test_ids_of_odd_texts(vocabulary: Path, lower_case: bool) -> None:
-    tokenizer = load_tokenizer(_kind(lower_case), vocabulary)
-    theirs = fast(vocabulary, lower_case)
+@pytest.mark.parametrize("kind", [LOWER, CASED])
+def test_ids_of_odd_texts(vocabulary: Path, kind: str) -> None:
+    tokenizer, theirs = load_tokenizer(kind, vocabulary), fast(vocabulary, kind)
     for repeated in (TEXTS, TEXTS[::-1]):  # the second time from the memory of words
         rows = [row.tolist() for row in tokenizer.encode_packed(repeated).rows()]
         assert rows == ids_of(theirs, repeated)
@@ -77,26 +74,21 @@ def test_ids_of_odd_texts(vocabulary: Path, lower_case: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lower_case", "forms", "step"),
+    ("kind", "forms", "step"),
     [
-        (True, ["a{}中b{}d"], 50),
+        (LOWER, ["a{}中b{}d"], 50),
         *(
-            pytest.param(lower, [" {} ", "a{}中b{}d"], step, marks=mark)
-            for lower in (True, False)
+            pytest.param(kind, [" {} ", "a{}中b{}d"], step, marks=mark)
+            for kind in (LOWER, CASED)
             for step, mark in ((11, pytest.mark.long), (1, pytest.mark.campaign))
         ),
     ],
 )
-def test_ids_of_every_code_point(large, lower_case, forms, step) -> None:
-    """Alone, and between a letter, a Chinese character and a space. step: among those that are not
-    a character, or one of the two large blocks whose characters are alike.
-    """
-    tokenizer, theirs = load_tokenizer(_kind(lower_case), large), fast(large, lower_case)
-    points = [
-        chr(point)
-        for point in range(0x110000)
-        if not 0xD800 <= point < 0xE000 and (point % step == 0 or not _is_alike(point))
-    ]
+def test_ids_of_every_code_point(large, kind, forms, step) -> None:
+    """Alone, and between a letter, a Chinese character and a space. step: among those unassigned or alike."""
+    tokenizer, theirs = load_tokenizer(kind, large), fast(large, kind)
+    numbers = (*range(0xD800), *range(0xE000, 0x110000))
+    points = [chr(point) for point in numbers if point % step == 0 or not _is_alike(point)]
     for form in forms:
         texts = [
             " ".join(form.replace("{}", each) for each in points[first : first + 64])
@@ -119,16 +111,12 @@ def test_ids_of_a_novel(large, chinese, name, request) -> None:
         file = data / "vocab" / "gpt2-chinese" / f"{name}.txt"
     tokenizer = load_tokenizer("BertTokenizer", file)
     rows = [row.tolist() for row in tokenizer.encode_packed(chapters).rows()]
-    assert rows == ids_of(fast(file, True), chapters)
+    assert rows == ids_of(fast(file, LOWER), chapters)
 
 
 def _is_alike(point: int) -> bool:
     ranges = ((0x3500, 0x9F00), (0xAC10, 0xD700), (0x20010, 0x2A600))
     return unicodedata.category(chr(point)) in ("Cn", "Co") or any(first <= point < last for first, last in ranges)
-
-
-def _kind(lower_case: bool) -> str:
-    return "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
 
 
 def spoken(tokens: list[str]) -> str:
@@ -197,7 +185,6 @@ def test_the_digest_is_of_the_ids(vocabulary: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\n \n", "is empty"),
         ("她\n说\n".encode(), r"its 2 lines lack the special tokens \[PAD\] \[UNK\]"),
         ("\n".join([*TOKENS, "她"]).encode(), r"line 28: the token '她' stands on line 6 already"),
         ("\n".join([*TOKENS, "她们", "他们"]).encode("gbk", "ignore"), "it may be GBK, convert it"),

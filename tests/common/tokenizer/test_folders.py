@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from common.dataset.workers import TokenizerChoice
 from common.errors import TokenizerError
 from common.systems.hugging_face.tokenizer import files_of
 from common.tokenizer import Tokenizer, load_tokenizer
-from common.tokenizer.marks import Mark, Marks
 from common.tokenizer.text_tokenizer import encode_prompt, encode_words
 from common.tokenizer.training import TRAINERS
 
@@ -43,51 +43,45 @@ def decoder(**flags: bool) -> dict[str, Any]:
     return {str(SIZE + number): {"content": text, "special": True} | flags for number, text in enumerate(MARKS)}
 
 
+def settings(**keys: Any) -> Files:
+    return {"tokenizer_config.json": CLASS | keys}
+
+
+def config(**keys: Any) -> Files:
+    return {"config.json": BASE["config.json"] | keys}
+
+
+BERT = settings(tokenizer_class="BertTokenizer") | {"kind": "BertWordPieceLowerCase"}
 ADDED = {text: SIZE + number for number, text in enumerate(MARKS)}
 FOLDERS: dict[str, Files] = {
     "the plain pair": {},
     "the names of Megatron-LM": {"vocab.json": "gpt2-vocab.json", "merges.txt": "gpt2-merges.txt"},
     "saved by transformers 5": {"save": True},
-    "saved by transformers 5, with marks": {"added_tokens.json": ADDED, "save": True,
-        "special_tokens_map.json": MAP},
-    "transformers 4: pair and tokenizer.json": {"added_tokens.json": ADDED, "save": "beside",
-        "special_tokens_map.json": MAP, "tokenizer_config.json": CLASS | NAMES},
-    "added_tokens.json, special_tokens_map.json": {"added_tokens.json": ADDED,
-        "special_tokens_map.json": MAP},
-    "added_tokens.json, tokenizer_config.json": {"added_tokens.json": ADDED,
-        "tokenizer_config.json": CLASS | NAMES},
+    "saved by transformers 5, with marks": {"added_tokens.json": ADDED, "special_tokens_map.json": MAP, "save": True},
+    "transformers 4: pair and tokenizer.json": settings(**NAMES) | {
+        "added_tokens.json": ADDED, "save": "beside", "special_tokens_map.json": MAP},
+    "one mark begins as another": {"added_tokens.json": ADDED | {"<|user": SIZE + 4}, "special_tokens_map.json": MAP},
+    "added_tokens.json, tokenizer_config.json": settings(**NAMES) | {"added_tokens.json": ADDED},
     "special_tokens_map.json": {"special_tokens_map.json": MAP},
-    "added_tokens_decoder": {"tokenizer_config.json": CLASS | NAMES | {
-        "added_tokens_decoder": decoder()}},
-    "marks that take white space": {"tokenizer_config.json": CLASS | {
-        "added_tokens_decoder": decoder(lstrip=True, rstrip=True)}},
-    "marks that stand alone": {"tokenizer_config.json": CLASS | {
-        "added_tokens_decoder": decoder(single_word=True)}},
-    "add_prefix_space": {"tokenizer_config.json": CLASS | {"add_prefix_space": True},
-        "added_tokens.json": ADDED},
-    "add_bos_token": {"tokenizer_config.json": CLASS | {"add_bos_token": True}},
-    "add_bos_token, saved by transformers 5": {"tokenizer_config.json": CLASS | {
-        "add_bos_token": True}, "save": True},
-    "ends of generation_config.json": {"generation_config.json": {"eos_token_id": [3, 198]},
-        "config.json": BASE["config.json"] | {"eos_token_id": 5}},
-    "ends and filling of config.json": {"config.json": BASE["config.json"] | {
-        "eos_token_id": [7, 8], "pad_token_id": 9, "bos_token_id": 4}},
-    "</s>": {"end": "</s>", "tokenizer_config.json": CLASS | {"eos_token": "</s>",
-        "bos_token": "<s>", "unk_token": "<unk>"}},
-    "no row for a mark": {"special_tokens_map.json": {"pad_token": "<|pad|>"},
-        "config.json": BASE["config.json"] | {"vocab_size": SIZE}},
-    "vocab.txt of BERT": {"kind": "BertWordPieceLowerCase", "tokenizer_config.json": {
-        "tokenizer_class": "BertTokenizer", "do_lower_case": True}},
-    "vocab.txt of BERT, with marks": {"kind": "BertWordPieceLowerCase", "tokenizer_config.json": {
-        "tokenizer_class": "BertTokenizer"}, "special_tokens_map.json": {
-        "additional_special_tokens": MARKS[2:]}},
-    "tokenizer.json of BERT": {"kind": "BertWordPieceCase", "save": True,
-        "tokenizer_config.json": {"tokenizer_class": "BertTokenizer", "do_lower_case": False}},
+    "added_tokens_decoder": settings(**NAMES, added_tokens_decoder=decoder()),
+    "marks that take white space": settings(added_tokens_decoder=decoder(lstrip=True, rstrip=True)),
+    "marks that stand alone": settings(added_tokens_decoder=decoder(single_word=True)),
+    "add_prefix_space": settings(add_prefix_space=True) | {"added_tokens.json": ADDED},
+    "add_bos_token": settings(add_bos_token=True),
+    "add_bos_token, saved by transformers 5": settings(add_bos_token=True) | {"save": True},
+    "ends of generation_config.json": config(eos_token_id=5) | {
+        "generation_config.json": {"eos_token_id": [3, 198]}},
+    "ends and filling of config.json": config(eos_token_id=[7, 8], pad_token_id=9, bos_token_id=4),
+    "</s>": settings(eos_token="</s>", bos_token="<s>", unk_token="<unk>") | {"end": "</s>"},
+    "no row for a mark": config(vocab_size=SIZE) | {"special_tokens_map.json": {"pad_token": "<|pad|>"}},
+    "vocab.txt of BERT": BERT,
+    "vocab.txt of BERT, with marks": BERT | {
+        "special_tokens_map.json": {"additional_special_tokens": MARKS[2:]}},
+    "tokenizer.json of BERT": settings(tokenizer_class="BertTokenizer", do_lower_case=False) | {
+        "kind": "BertWordPieceCase", "save": True},
     "SentencePiece": {"kind": "SentencePieceTokenizer"},
 }  # fmt: skip
-"""Changes to the files of a trained vocabulary. save: what transformers writes is the folder, or
-lies beside it.
-"""
+"""Changes to the files of a trained vocabulary. save: what transformers writes is the folder, or lies beside it."""
 
 
 @pytest.fixture(scope="module")
@@ -160,21 +154,17 @@ def test_documents_and_prompts_have_one_encoder(name, has_marks, folder, tmp_pat
     end = next(text for text, each in tokenizer.special.items() if each == tokenizer.eod_id)
     texts = [f"hi {end} there", "<|user|> hi<|bot|>", "the king\n said"]
     (tmp_path / "corpus.json").write_text(json.dumps(texts))
-    frame = [list(tokenizer.framing.prefix), list(tokenizer.framing.suffix)]
+    choice = TokenizerChoice(kind=None, vocab_file=folder, merge_file=None, backend="auto")
+    options = PreprocessOptions(inputs=(tmp_path / "corpus.json",), output_prefix=tmp_path / "out", tokenizer=choice)
     for wish in ("tokens", "text", None):
         caplog.clear()
-        options = PreprocessOptions(
-            inputs=(tmp_path / "corpus.json",),
-            output_prefix=tmp_path / "out",
-            tokenizer=TokenizerChoice(kind=None, vocab_file=folder, merge_file=None, backend="auto"),
-            special_tokens=wish,  # type: ignore[arg-type]
-        )
-        (prefix,) = preprocess(options).prefixes
+        (prefix,) = preprocess(replace(options, special_tokens=wish)).prefixes
         data, metadata = IndexedDataset(prefix), read_metadata(Path(f"{prefix}.meta.json"))
-        found = [data[number].tolist() for number in range(len(data))]
         as_tokens = wish == "tokens" or (wish is None and has_marks)
         encode = encode_words if as_tokens else encode_text
-        assert found == [[*frame[0], *encode(tokenizer, text), *frame[1]] for text in texts]
+        frame = tokenizer.framing
+        expected = [[*frame.prefix, *encode(tokenizer, text), *frame.suffix] for text in texts]
+        assert [data[number].tolist() for number in range(len(data))] == expected
         assert (metadata.options.get("special_tokens") == "tokens") == as_tokens
         stays = sum(text.count(mark) for text in texts for mark in tokenizer.special)
         said = [each.getMessage() for each in caplog.records if "spell" in each.getMessage()]
@@ -191,8 +181,7 @@ def test_the_ends_of_the_model_come_before_those_beside_the_vocabulary(folder, t
 @pytest.mark.parametrize("name", ["</s>"])
 def test_a_named_end_without_a_row_leaves_that_of_the_vocabulary(name: str, folder: Path) -> None:
     """In dbmdz/german-gpt2 the id of <|endoftext|> is the one behind the last row."""
-    write(folder, {"tokenizer_config.json": CLASS | {"eos_token": "<|endoftext|>"}})
-    write(folder, {"config.json": BASE["config.json"] | {"vocab_size": SIZE, "eos_token_id": SIZE}})
+    write(folder, settings(eos_token="<|endoftext|>") | config(vocab_size=SIZE, eos_token_id=SIZE))
     write(folder, {"manifest.json": ["of another program"]})
     tokenizer = load_tokenizer(None, folder)
     assert (tokenizer.eod_id, tokenizer.ends) == (SIZE - 1, (SIZE - 1,))
@@ -200,10 +189,9 @@ def test_a_named_end_without_a_row_leaves_that_of_the_vocabulary(name: str, fold
 
 
 CLOSED = {
-    "type": "TemplateProcessing", "pair": [], "special_tokens": {"<s>": {
-        "id": "<s>", "ids": [327], "tokens": ["<s>"]}},
-    "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<s>",
-        "type_id": 0}}],
+    "type": "TemplateProcessing", "pair": [],
+    "special_tokens": {"<s>": {"id": "<s>", "ids": [327], "tokens": ["<s>"]}},
+    "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<s>", "type_id": 0}}],
 }  # fmt: skip
 
 
@@ -253,31 +241,22 @@ def test_prompts_and_ends_are_those_of_transformers(name: str, folder: Path) -> 
     if "Megatron" in name:
         write(folder, {"gpt2-vocab.json": "vocab.json", "gpt2-merges.txt": "merges.txt"})
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    config = transformers.AutoConfig.from_pretrained(folder)
+    model = transformers.AutoConfig.from_pretrained(folder)
     is_bert = ours.framing.newline is not None
     for text in PROMPTS:
         # GPT2-Chinese has [SEP] between lines, and no [CLS] and [SEP] around a prompt
         shown = text.replace("\n", "[SEP]") if is_bert else text
         expected = theirs(shown, add_special_tokens=not is_bert)["input_ids"]
         assert encode_prompt(ours, text).tolist() == expected, text
-    rows = config.vocab_size
+    rows = model.vocab_size
     assert ours.vocab_size == min(rows, len(theirs))
     assert ours.bos_id == theirs.bos_token_id
-    expected = config.pad_token_id if theirs.pad_token_id is None else theirs.pad_token_id
+    expected = model.pad_token_id if theirs.pad_token_id is None else theirs.pad_token_id
     assert ours.pad_id == (expected if expected is None or expected < rows else None)
-    try:
-        settings = transformers.GenerationConfig.from_pretrained(folder)
-    except OSError:
-        settings = transformers.GenerationConfig.from_model_config(config)
-    ends = np.atleast_1d(settings.eos_token_id)
+    generation = transformers.GenerationConfig
+    has_own = (folder / "generation_config.json").exists()
+    ends = (generation.from_pretrained(folder) if has_own else generation.from_model_config(model)).eos_token_id
+    ends = np.atleast_1d(ends)
     assert ours.ends == (tuple(ends[ends < rows]) or (ours.eod_id,))
     if theirs.eos_token_id is not None:
         assert ours.eod_id == theirs.eos_token_id
-
-
-def test_the_longest_mark_is_found_first() -> None:
-    marks = (Mark(text="<|end", id=1), Mark(text="<|end|>", id=2))
-    nothing: dict[str, Any] = {"ends": (), "end": None, "bos_id": None, "pad_id": None}
-    found = Marks(marks=marks, size=3, named={}, implied=frozenset(), **nothing)
-    pattern = found.pattern(special=True)
-    assert pattern is not None and pattern.search("a<|end|>")[0] == "<|end|>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,8 +93,7 @@ def test_a_disputed_character_in_a_batch(tokenizer: GPT2BPETokenizer, tiktoken_i
     expected = [tiktoken_ids(text) for text in batch]
     assert [ids.tolist() for ids in tokenizer.encode_packed(batch).rows()] == expected
     assert [tokenizer.encode(text).tolist() for text in batch] == expected
-    disputed = [is_disputed(text) for text in batch]
-    assert disputed == [False, True, False, True, False, False]
+    assert [is_disputed(text) for text in batch] == [False, True, False, True, False, False]
 
 
 # Any character, and far more often than chance those at which the pattern of GPT-2 cuts.
@@ -104,22 +103,16 @@ quick = settings(max_examples=200, deadline=None, suppress_health_check=[HealthC
 
 
 @quick
-@given(text=texts)
-def test_any_text(tokenizer: GPT2BPETokenizer, tiktoken_ids: Encode, text: str) -> None:
-    ids = tokenizer.encode(text)
-    assert same(ids, tiktoken_ids(text))
-    assert tokenizer.decode(ids) == text
-
-
-@quick
 @given(batch=st.lists(texts, max_size=8))
-def test_a_batch_is_its_texts(tokenizer: GPT2BPETokenizer, batch: list[str]) -> None:
-    expected = [tokenizer.encode(text).tolist() for text in batch]
-    assert [ids.tolist() for ids in tokenizer.encode_packed(batch).rows()] == expected
+def test_any_texts_alone_and_in_a_batch(tokenizer: GPT2BPETokenizer, tiktoken_ids: Encode, batch: list[str]) -> None:
+    expected = [list(tiktoken_ids(text)) for text in batch]
+    assert [tokenizer.encode(text).tolist() for text in batch] == expected
     packed = tokenizer.encode_packed(batch)
+    assert [ids.tolist() for ids in packed.rows()] == expected
     assert packed.ids.tolist() == [token for ids in expected for token in ids]
     assert packed.lengths.tolist() == [len(ids) for ids in expected]
     assert packed.ids.dtype == np.int32 and packed.offsets.dtype == np.int64
+    assert [tokenizer.decode(ids) for ids in expected] == batch
 
 
 @functools.cache
@@ -139,22 +132,8 @@ def long_text(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def oracle_of_long_text(huggingface_ids: Encode) -> Callable[[str], np.ndarray]:
-    """Hugging Face's ids: its merges use a heap, its lexer does not backtrack. Made once for the
-    three backends.
-    """
+    """Hugging Face's ids: its merges use a heap, its lexer does not backtrack. Made once for the three backends."""
     return functools.cache(lambda name: np.array(huggingface_ids(long_text(name))))
-
-
-def within(seconds: float, call: Callable[[], np.ndarray]) -> np.ndarray:
-    """The result of ``call``; fails when it takes longer, which native code does not let a signal
-    do.
-    """
-    results: list[np.ndarray] = []
-    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert results, f"no result, or none within {seconds} s"
-    return results[0]
 
 
 LONG = ["letters", "Chinese", "spaces, a word"]
@@ -166,20 +145,17 @@ LONGER = [
 
 @pytest.mark.parametrize("name", [*LONG, *LONGER])
 def test_a_megabyte_without_a_border(tokenizer, oracle_of_long_text, name) -> None:
-    """Completes at all (quadratic code takes minutes here; tiktoken panics on the white
-    space) and is exact.
-    """
+    """Completes at all (quadratic code takes minutes here; tiktoken panics on the white space) and is exact."""
     text = long_text(name)
-    ids = within(120, lambda: tokenizer.encode_packed(["x", text]).rows()[1])
-    assert np.array_equal(ids, oracle_of_long_text(name))
+    oracle, began = oracle_of_long_text(name), time.monotonic()
+    assert np.array_equal(tokenizer.encode_packed(["x", text]).rows()[1], oracle)
     if name == "spaces, a word" and tokenizer.backend != "tokenizers":
-        assert np.array_equal(within(120, lambda: tokenizer.encode(text)), ids)
+        assert np.array_equal(tokenizer.encode(text), oracle)
+    assert time.monotonic() - began < 240
 
 
 def test_texts_that_hold_the_border_between_texts(tokenizer, tiktoken_ids) -> None:
-    """tiktoken gets many texts in one call, with a border between them; a text may hold that
-    border.
-    """
+    """tiktoken gets many texts in one call, with a border between them; a text may hold that border."""
     texts = ["a", "", f"b{_BORDER}c", _BORDER, "d " * 5, "", _BORDER[:-1], _BORDER[1:]]
     for some in (texts, texts[:2], texts[4:]):
         for text, ids in zip(some, tokenizer.encode_packed(some).rows(), strict=True):

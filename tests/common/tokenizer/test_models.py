@@ -1,8 +1,9 @@
-"""SentencePiece models, tokenizer.json and words against their libraries. Kinds are told from
-files; what opens in transformers.
-"""
+"""SentencePiece models, tokenizer.json and words against their libraries; kinds of files; what transformers opens."""
 
+import json
+import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from common.tokenizer import Tokenizer, load_tokenizer
 from common.tokenizer.bert import SPECIAL
 from common.tokenizer.text_tokenizer import encode_prompt, whole_text
 from common.tokenizer.training import TRAINERS
+from tools import make_vocab, train_tokenizer
 
 TEXTS = [
     "她说：你好，world！ 世界。", "第二行，2019年３月。", 
@@ -59,9 +61,8 @@ def write_json(folder: Path) -> None:
     options = {"vocab_size": 300, "special_tokens": marks, "initial_alphabet": alphabet}
     model.train_from_iterator(TEXTS, trainers.BpeTrainer(**options, show_progress=False))
     model.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}'
-    )
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def library_ids(folder: Path, kind: str, text: str) -> list[int]:
@@ -106,6 +107,9 @@ def test_ids_and_text_are_those_of_the_library(folder: Path) -> None:
     assert rows == [tokenizer.encode(text).tolist() for text in [*TEXTS, *ODD]]
     if not tokenizer.kind.startswith("Bert"):  # which changes white space and case
         assert [tokenizer.decode(row) for row in rows] == [*TEXTS, *ODD]
+    mark = next(text for text, token in tokenizer.special.items() if token == tokenizer.eod_id)
+    assert tokenizer.eod_id in encode_prompt(tokenizer, f"她{mark}说").tolist()
+    assert tokenizer.eod_id not in tokenizer.encode(f"她{mark}说").tolist()
     with pytest.raises(TokenizerError, match="is outside 0"):
         tokenizer.decode([tokenizer.vocab_size])
     with pytest.raises(TokenizerError, match=r"character 1 .line 1.: the surrogate"):
@@ -126,15 +130,6 @@ def test_text_comes_in_whole_characters(folder: Path) -> None:
             assert not any("\ufffd" in part for part in parts)
         halves = tokenizer.stream()
         assert halves.push(ids, final=True) == whole
-
-
-def test_marks_in_a_prompt_are_tokens_and_in_a_corpus_are_text(folder: Path) -> None:
-    tokenizer = load_tokenizer(None, folder)
-    marks = {"SentencePieceTokenizer": "</s>", "HuggingFaceTokenizer": "<|im_end|>"}
-    is_bert = tokenizer.kind.startswith("Bert")
-    mark = "[CLS]" if is_bert else marks.get(tokenizer.kind, "<|endoftext|>")
-    assert tokenizer.eod_id in encode_prompt(tokenizer, f"她{mark}说").tolist()
-    assert tokenizer.eod_id not in tokenizer.encode(f"她{mark}说").tolist()
 
 
 def test_transformers_opens_what_is_exported(folder: Path, tmp_path: Path) -> None:
@@ -164,11 +159,9 @@ SPECIALS = "\n".join(SPECIAL)
 
 
 def test_names_of_other_systems() -> None:
-    names = ("GPT2Tokenizer", "BertTokenizer", "BertWordPieceCase", "LlamaTokenizer")
-    kinds = ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
-    assert tuple(map(kind_named, names)) == (*kinds, "SentencePieceTokenizer")
-    assert kind_named("GPTSentencePieceTokenizer") == "SentencePieceTokenizer"
-    assert kind_named("PreTrainedTokenizerFast") == "HuggingFaceTokenizer"
+    names = ("GPT2Tokenizer", "BertTokenizer", "GPTSentencePieceTokenizer", "PreTrainedTokenizerFast")
+    kinds = ("GPT2BPETokenizer", "BertWordPieceLowerCase", "SentencePieceTokenizer", "HuggingFaceTokenizer")
+    assert tuple(map(kind_named, names)) == kinds
 
 
 @pytest.mark.parametrize(
@@ -176,7 +169,6 @@ def test_names_of_other_systems() -> None:
     [
         (None, "readme.md", "x", "no vocabulary: looked for vocab.json with merges.txt"),
         (None, "tokenizer.json", "{}", "not a tokenizer.json"),
-        (None, "tokenizer.json", "她", "not JSON"),
         (None, "x.model", "no model", "not a SentencePiece model"),
         (None, "tokenizer.json", WITHOUT_END, "has no token that ends a document"),
         ("HuggingFaceTokenizer", "vocab.txt", SPECIALS, r"eeds tokenizer\.json there"),
@@ -191,16 +183,14 @@ def test_files_that_are_not_a_tokenizer(tmp_path, kind, file, content, message) 
         load_tokenizer(kind, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("library", "kind", "name"),
-    [("sentencepiece", "SentencePieceTokenizer", "a.model"), ("rjieba", "BertWordLevel", "vocab.txt")],
-)
-def test_a_library_that_is_not_there_is_named(tmp_path, monkeypatch, library, kind, name) -> None:
-    monkeypatch.setitem(sys.modules, library, None)
-    (tmp_path / name).write_text(SPECIALS)
-    message = r"install it with: pip install -c constraints\.txt -e '\.\[chinese\]'"
-    with pytest.raises(TokenizerError, match=message):
-        load_tokenizer(kind, tmp_path)
+def test_a_library_that_is_not_there_is_named(tmp_path, monkeypatch) -> None:
+    for number, name in enumerate(("a.model", "vocab.txt")):
+        monkeypatch.setitem(sys.modules, ("sentencepiece", "rjieba")[number], None)
+        (tmp_path / name).write_text(SPECIALS)
+        with pytest.raises(
+            TokenizerError, match=r"install it with: pip install -c constraints\.txt -e '\.\[chinese\]'"
+        ):
+            load_tokenizer(("SentencePieceTokenizer", "BertWordLevel")[number], tmp_path / name)
 
 
 def test_a_merge_file_and_the_case_of_bert(tmp_path: Path) -> None:
@@ -209,3 +199,100 @@ def test_a_merge_file_and_the_case_of_bert(tmp_path: Path) -> None:
         load_tokenizer("BertTokenizer", tmp_path / "vocab.txt", tmp_path / "vocab.txt")
     (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
     assert load_tokenizer(None, tmp_path).kind == "BertWordPieceCase"
+
+
+# ---- vocabularies and tokenizers of own text: they cover it, give it back, and the same text gives the same files ----
+
+
+ROOT = Path(__file__).resolve().parents[3]
+OWN = [
+    "她说：你好，world！Unaffable 世界。\n第二行，2019年３月。",
+    "黛玉道：“宝玉，你来了？”宝玉笑道：“来了，来了。”",
+    "To be, or not to be: that is the question.  Naïve café ﬁn.",
+    "寒来暑往，秋收冬藏；闰余成岁，律吕调阳。龘 한국어 カタカナ 豈 😀",
+]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps(OWN * 3, ensure_ascii=False), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("cased", [False, True])
+def test_a_vocabulary_of_all_characters_knows_every_text(corpus, tmp_path, cased) -> None:
+    target = tmp_path / "cache" / "vocab.txt"
+    words = ["--raw_data_path", str(corpus), "--vocab_file", str(target), "--vocab_size", "500"]
+    assert make_vocab.main([*words, *(["--cased"] if cased else [])]) == 0
+    lines = target.read_text(encoding="utf-8").splitlines()
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.BertTokenizer(str(target), do_lower_case=not cased)
+    counts = Counter(token for text in OWN for token in theirs.tokenize(text))
+    expected = sorted(counts, key=lambda token: (-counts[token], token))
+    assert lines == ["[SEP]", "[CLS]", "[MASK]", "[PAD]", "[UNK]", *expected]
+    ours = load_tokenizer("BertWordPieceCase" if cased else "BertWordPieceLowerCase", target)
+    for text in OWN:
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode(text).tolist() == ids and theirs.unk_token_id not in ids
+    assert make_vocab.main([*words[:-1], "3", *(["--cased"] if cased else [])]) == 0
+    assert len(target.read_text(encoding="utf-8").splitlines()) == 5 + 3
+
+
+def test_a_vocabulary_of_words_knows_every_text(corpus: Path, tmp_path: Path) -> None:
+    pytest.importorskip("rjieba", reason="the extra chinese is not installed")
+    target = tmp_path / "vocab_seg.txt"
+    words = ["--raw_data_path", str(corpus), "--vocab_file", str(target), "--segment"]
+    assert make_vocab.main(words) == 0
+    tokenizer = load_tokenizer("BertWordLevel", target)
+    assert all(tokenizer.unknown_id not in tokenizer.encode(text) for text in OWN)
+    assert "宝玉" in target.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        ("GPT2BPETokenizer", 300),
+        ("BertWordPieceLowerCase", 230),
+        ("BertTokenizer", 150),
+        ("SentencePieceTokenizer", 350),
+        ("SentencePieceTokenizer/bpe", 350),
+    ],
+)
+def test_the_same_text_gives_the_same_tokenizer(corpus, tmp_path, kind, size) -> None:
+    if "Sentence" in kind:
+        pytest.importorskip("sentencepiece", reason="the extra chinese is not installed")
+    words = ["--input", str(corpus), "--vocab-size", str(size), "--type", kind]
+    assert train_tokenizer.main([*words, "--output-folder", str(tmp_path / "a")]) == 0
+    # another process: the libraries' hash tables begin with other seeds there
+    command = [sys.executable, str(ROOT / "tools/train_tokenizer.py"), *words]
+    subprocess.run([*command, "--output-folder", str(tmp_path / "b")], check=True, timeout=120)
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    tokenizer = load_tokenizer(None, tmp_path / "a")
+    assert tokenizer.vocab_size == size or kind.startswith("Bert")
+    assert tokenizer.kind == kind.partition("/")[0].replace("BertTokenizer", "BertWordPieceLowerCase")
+    assert kind.startswith("Bert") or [tokenizer.decode(tokenizer.encode(text)) for text in OWN] == OWN
+
+
+def test_options_that_cannot_be(corpus, tmp_path, capsys) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text(" \n")
+    train = ["--output-folder", str(tmp_path / "out")]
+    make = ["--vocab_file", str(tmp_path / "out" / "vocab.txt"), "--raw_data_path"]
+    for main, words, said in (
+        (train_tokenizer.main, [*train, "--input", str(corpus), "--vocab-size", "100"], "at least"),
+        (
+            train_tokenizer.main,
+            [*train, "--input", str(corpus), "--vocab-size", "300", "--type", "Word"],
+            "--type Word: ex",
+        ),
+        (train_tokenizer.main, [*train, "--input", str(empty), "--vocab-size", "300"], "is empty"),
+        (make_vocab.main, [*make, str(corpus), "--vocab_size", "0"], "expected 1 or more"),
+        (make_vocab.main, ["--vocab_file", str(corpus), "--raw_data_path", str(corpus)], "choose"),
+    ):
+        assert main(words) == 2
+        message = capsys.readouterr().err
+        assert said in message and message.count("error:") == 1
+    assert not (tmp_path / "out").exists()

@@ -45,8 +45,8 @@ def batches() -> Iterator[Batch]:
 
 @dataclass(kw_only=True)
 class Scripted:
-    """A step is skipped where its loss is not finite or ``skips`` has it. late: the result of a
-    step is told when it is asked for the next one. act: called with each step.
+    """A step is skipped where its loss is not finite or ``skips`` has it. late: the result of a step is told when it
+    is asked for the next one. act: called with each step.
     """
 
     config: Run = field(default=None)  # type: ignore[assignment]
@@ -95,15 +95,9 @@ class Scripted:
     def snapshot(self, state: TrainState) -> Snapshot:
         assert not self.under_way and self.step == state.step
         scale = LossScale(self.config.loss_scale).state()
-        return make_snapshot(
-            self.config,
-            state,
-            weights={"w": np.full(3, state.step, np.float32)},
-            moments={},
-            engine=EngineState(optimizer_steps=0, loss_scale=scale, rng={}),
-            versions={},
-            extra={},
-        )
+        weights = {"w": np.full(3, state.step, np.float32)}
+        engine = EngineState(optimizer_steps=0, loss_scale=scale, rng={})
+        return make_snapshot(self.config, state, weights=weights, moments={}, engine=engine, versions={}, extra={})
 
 
 def start(
@@ -122,26 +116,24 @@ def start(
         if found is not None:
             state = Checkpoint(found).states(config, LossScale(config.loss_scale))[0]
         engine.config, engine.step = config, state.step
+        data = TrainingData(
+            sampler=None,
+            validation={"all": lambda: iter([np.zeros((1, 3), np.int32)] * 3)},
+            validation_bytes=dict,
+            no_validation=None,
+            tokenizer_record=None,
+        )
+        keeper = run_folder.keeper(folder, [run_folder.holder(folder)], 0)
+        keys = {"keep": config.checkpoint.keep, "asynchronous": config.checkpoint.asynchronous}
         with (
-            CheckpointWriter(
-                folder / "checkpoints",
-                keep=config.checkpoint.keep,
-                asynchronous=config.checkpoint.asynchronous,
-                require_folder=run_folder.keeper(folder, [run_folder.holder(folder)], 0),
-            ) as checkpoints,
+            CheckpointWriter(folder / "checkpoints", **keys, require_folder=keeper) as checkpoints,
             MetricsWriter(folder, step=state.step, tensorboard=False) as metrics,
         ):
             run = TrainingParts(
                 config=config,
                 engine=engine,
                 batches=feed(),
-                data=TrainingData(
-                    sampler=None,
-                    validation={"all": lambda: iter([np.zeros((1, 3), np.int32)] * 3)},
-                    validation_bytes=dict,
-                    no_validation=None,
-                    tokenizer_record=None,
-                ),
+                data=data,
                 checkpoints=checkpoints,
                 metrics=metrics,
                 device=SimpleNamespace(peak_flops=lambda name: 1e9, peak_memory=lambda: 12345),

@@ -1,11 +1,10 @@
-"""The data of a run, opened from its config: what training says of vocabularies before its first
-step.
-"""
+"""The data of a run, opened from its config: what training says of vocabularies before its first step."""
 
 import itertools
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 import threading
@@ -56,12 +55,8 @@ def pair(corpus_prefix: Path, tmp_path: Path) -> Path:
 
 
 def make_config(prefix: Path, tokenizer: Path | None, vocab_size: int = SIZE, **changes: Any) -> Run:
-    model = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 16}
-    usual: dict[str, Any] = {
-        "model": model | {"vocab_size": vocab_size},
-        "train": {"max_steps": 1, "micro_batch_size": 1},
-        "validation": {},
-    }
+    model = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "seq_length": 16, "vocab_size": vocab_size}
+    usual: dict[str, Any] = {"model": model, "train": {"max_steps": 1, "micro_batch_size": 1}, "validation": {}}
     if tokenizer is not None:
         usual["data__tokenizer"] = str(tokenizer)
     return resolve_config(build_config(tiny_run("unused", prefix, **(usual | changes))))
@@ -88,35 +83,53 @@ def remarks(prefix: Path, tokenizer: Path | None, **changes: Any) -> tuple[str, 
     return open_all(make_config(prefix, tokenizer, **changes))[0].remarks
 
 
-def test_more_rows_than_tokens_and_another_tokenizer_than_that_of_the_data(
-    pair: Path, tmp_path: Path, given: SimpleNamespace, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert remarks(pair, tmp_path) == remarks(pair, None) == ()
-    (remark,) = remarks(pair, tmp_path, vocab_size=1001)
-    # 8 x 1001 of 8 x 1001 + 16 x 8 + 12 x 64 + 13 x 8 + 16 parameters are the table's
-    assert "no token uses 900 rows of the embedding, 80% of all parameters" in remark
-    open_tokenizer(make_config(pair, tmp_path, vocab_size=1001))
-    assert "no token uses 900 rows" in caplog.text, "predict says so too"
-    given.sha256 = "b" * 64
-    data, _ = open_all(make_config(pair, tmp_path))
-    (remark,) = data.remarks
-    assert "the data were made with Characters of 101 tokens (sha256 aaaaaaaaaaaa)" in remark
-    assert data.tokenizer_record is not None and data.tokenizer_record["sha256"] == "a" * 64
+MADE = r"made with Characters of 101 .*\(sha256 a{12}\), and data\.tokenizer is Characters of 102 .*\(sha256 b{12}\)"
+TOO_SMALL = r"has 101 tokens but model\.vocab_size=100; set model\.vocab_size=101"
 
 
-def test_a_tokenizer_that_is_not_there_or_broken(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("data", "tokenizer", "vocab_size", "said"),
+    [
+        ("", "", 50257, None),
+        ("a", "", 101, None),
+        ("a", "a", 128, None),
+        ("", "a", 129, "model.vocab_size=129, but the tokenizer has 101 tokens: no token uses 28 rows"),
+        # 8 x 1001 of 8 x 1001 + 16 x 8 + 12 x 64 + 13 x 8 + 16 parameters are the table's
+        ("a", "", 1001, "no token uses 900 rows of the embedding, 80% of all param.*model.vocab_size=101$"),
+        ("a", "b", 102, MADE),
+        ("a", "", 100, f"the tokenizer of the data {TOO_SMALL}"),
+        ("", "a", 100, rf"data\.tokenizer {TOO_SMALL}"),
+        ("a", "b", 101, f"{MADE}.* set data.tokenizer to the folder"),
+    ],
+)
+def test_what_is_said_of_vocabularies(pair, corpus_prefix, tmp_path, given, data, tokenizer, vocab_size, said) -> None:
+    """data, tokenizer: the letter of the digest. Of a vocabulary beyond the model an error, of others one remark."""
+    if tokenizer == "b":
+        given.sha256, given.vocab_size = "b" * 64, SIZE + 1
+    config = make_config(pair if data else corpus_prefix, tmp_path if tokenizer else None, vocab_size)
+    if vocab_size < (102 if tokenizer == "b" else 101):
+        with pytest.raises(ConfigError, match=said):
+            open_all(config)
+        return
+    found, _ = open_all(config)
+    assert len(found.remarks) == (said is not None) and all(re.search(said, remark) for remark in found.remarks)
+    assert (found.tokenizer_record or {"sha256": ""})["sha256"] == 64 * (data or tokenizer)
+
+
+def test_predict_says_so_too(tmp_path, given, caplog) -> None:
+    open_tokenizer(make_config(tmp_path, tmp_path, vocab_size=1001))
+    assert "no token uses 900 rows" in caplog.text
+
+
+def test_a_tokenizer_that_is_not_there_or_broken(pair, tmp_path) -> None:
     (remark,) = remarks(pair, tmp_path / "none")
-    assert f"{tmp_path / 'none'} is not there" in remark
-    assert "training does not need it, but predict does" in remark
-
-    def broken(*words: Any) -> None:
-        raise TokenizerError("merges.txt: broken")
-
-    monkeypatch.setattr(module, "load_tokenizer", broken)
-    assert "merges.txt: broken" in remarks(pair, tmp_path)[0]
+    assert f"{tmp_path / 'none'} is not there, and training does not need it, but predict does" in remark
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("broken")
+    assert "tokenizer.json: not JSON" in remarks(pair, tmp_path / "broken")[0]
     with_extension(pair, METADATA_EXTENSION).unlink()
     with pytest.raises(TokenizerError):  # now only it tells the vocabulary
-        open_all(make_config(pair, tmp_path))
+        open_all(make_config(pair, tmp_path / "broken"))
     (remark,) = remarks(pair, tmp_path / "none")
     assert "the data does not record its vocabulary" in remark
 
@@ -124,9 +137,7 @@ def test_a_tokenizer_that_is_not_there_or_broken(pair: Path, tmp_path: Path, mon
 POSITIONS = {"data__reset_position_ids": True}
 
 
-def test_the_end_of_document_is_the_data_s_else_the_tokenizer_s_else_given(
-    pair: Path, corpus_prefix: Path, tmp_path: Path, given: SimpleNamespace
-) -> None:
+def test_the_end_of_document_is_the_data_s_else_the_tokenizer_s(pair, corpus_prefix, tmp_path, given) -> None:
     def eod_of(prefix: Path, tokenizer: Path | None = None, **changes: Any) -> int | None:
         return open_all(make_config(prefix, tokenizer, **changes))[1].data.eod_id
 
@@ -142,9 +153,7 @@ def test_the_end_of_document_is_the_data_s_else_the_tokenizer_s_else_given(
 
 @pytest.fixture
 def told(tmp_path: Path) -> Path:
-    """A vocabulary of 262 byte-level tokens in OpenAI's files, and ``told`` beside it: documents
-    with characters of two and three bytes, which windows cut.
-    """
+    """A vocabulary of 262 byte-level tokens; ``told`` beside it has characters of 2 and 3 bytes, which windows cut."""
     write_vocabulary(tmp_path / "vocabulary", MERGES)
     tokenizer = load_tokenizer("GPT2BPETokenizer", tmp_path / "vocabulary")
     with IndexedWriter(tmp_path / "told", np.uint16) as writer:
@@ -155,59 +164,46 @@ def told(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("masks", [False, True, "targets"])
-def test_the_bytes_of_a_validation_are_those_of_the_text_that_its_windows_predict(
-    told: Path, masks: bool | str
-) -> None:
+def test_bytes_of_a_validation_are_those_of_the_text_that_its_windows_predict(told, masks) -> None:
     """In OpenAI's encoder.json each character of a token stands for one byte."""
-    vocabulary = told / "vocabulary"
+    vocabulary, end = told / "vocabulary", 261
     spelling = list(json.loads((vocabulary / "encoder.json").read_text()))
-    end = 261
     changes: dict[str, Any] = {"data__eod_mask_loss": masks, "data__split": "50,50,0"}
     changes["train"] = {"max_steps": 1, "micro_batch_size": 1, "global_batch_size": 2}
     config = make_config(told / "told", vocabulary, 262, **changes)
     data, _ = open_all(config)
     [windows] = data.require_validation().values()
     expected = 0
-    for row in (row.tolist() for batch in windows() for row in batch):
-        for before, token in itertools.pairwise(row):
-            if token != end and not (masks is True and before == end):
-                expected += len(spelling[token])
+    for before, token in (pair for batch in windows() for row in batch.tolist() for pair in itertools.pairwise(row)):
+        if token != end and not (masks is True and before == end):
+            expected += len(spelling[token])
     sizes = data.validation_bytes()
     assert expected > 500 and list(sizes.values()) == [expected]
     of_two = [open_all(config, rank=rank, ranks=2)[0] for rank in range(2)]
     assert [each.validation_bytes() for each in of_two] == [sizes, {}], "one rank of two reports"
 
 
-def test_no_bytes_where_they_are_not_known(told: Path, pair: Path) -> None:
-    """Without a tokenizer, for an id that it lacks, with another one than the data's, and with
-    a vocabulary of words.
-    """
+def test_no_bytes_where_they_are_not_known(told, pair) -> None:
+    """Without a tokenizer, for an id that it lacks, with one of words, and with another one than the data's."""
     write_vocabulary(told / "fewer", MERGES[:1])
     (told / "words").mkdir()
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abc"]
-    (told / "words" / "vocab.txt").write_text("\n".join(words))
-    split = {"data__split": "50,50,0"}
-    for name in ("", "none", "fewer", "words"):
+    (told / "words" / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abc"]))
+    for data, name in (("told", ""), ("told", "none"), ("told", "fewer"), ("told", "words"), ("corpus", "vocabulary")):
         tokenizer = told / name if name else None
-        data, _ = open_all(make_config(told / "told", tokenizer, 262, **split))
-        assert data.validation and data.validation_bytes() == {}, name
-    of_others, _ = open_all(make_config(pair, told / "vocabulary", 262, **split))
-    assert of_others.validation_bytes() == {}
+        found, _ = open_all(make_config(told / data, tokenizer, 262, data__split="50,50,0"))
+        assert found.validation and found.validation_bytes() == {}, name
 
 
-def test_data_without_an_end_of_document_are_refused(pair: Path, corpus_prefix: Path) -> None:
+def test_data_without_an_end_of_document_are_refused(pair, corpus_prefix) -> None:
     keys = POSITIONS | {"data__eod_mask_loss": True}
-    wrong = keys | {"data__eod_id": 101}
-    both = "data.reset_position_ids and data.eod_mask_loss: "
-    for prefix, words, message in (
-        (pair, keys, f"{both}.*corpus do not end.*--no-append-eod"),
-        (corpus_prefix, keys, f"{both}.*not known.*set data.tokenizer or data.eod_id"),
-        (pair, wrong, f"{both}data.eod_id=101 is not a token.*has 101"),
+    for prefix, eod, training, message in (
+        (pair, None, True, "corpus do not end.*--no-append-eod"),
+        (corpus_prefix, None, True, "not known.*set data.tokenizer or data.eod_id"),
+        (pair, 101, True, "data.eod_id=101 is not a token.*has 101"),
+        (pair, 101, False, "data.eod_id=101 is not a token"),
     ):
-        with pytest.raises(ConfigError, match=message):
-            open_all(make_config(prefix, None, **words))
-    with pytest.raises(ConfigError, match=r"data\.eod_id=101"):
-        open_all(make_config(pair, None, **wrong), training=False)
+        with pytest.raises(ConfigError, match=f"data.reset_position_ids and data.eod_mask_loss: .*{message}"):
+            open_all(make_config(prefix, None, data__eod_id=eod, **keys), training=training)
 
 
 def test_a_warning_if_no_window_holds_the_end_of_document(pair: Path) -> None:
@@ -227,12 +223,9 @@ def test_batches_are_the_samplers_from_any_place(corpus_prefix: Path) -> None:
     tenth, threads = expected[9], threading.active_count()
     state = TrainState(consumed_samples=tenth.consumed_samples, sample_hash=tenth.sample_hash)
     with data.training_batches(state) as batches:
-        for batch in expected[10:]:
-            found = next(batches)
+        for batch, found in zip(expected[10:], batches, strict=False):
             np.testing.assert_array_equal(found.tokens, batch.tokens)
-            assert found.consumed_samples == batch.consumed_samples
-            assert found.sample_hash == batch.sample_hash
-            assert found.tokens.dtype == np.int32
+            assert (found.consumed_samples, found.sample_hash) == (batch.consumed_samples, batch.sample_hash)
     assert threading.active_count() == threads
     # a fault of the data arrives as it is: the corpus holds tokens up to 100
     data, _ = open_all(make_config(corpus_prefix, None, vocab_size=50))
@@ -240,21 +233,16 @@ def test_batches_are_the_samplers_from_any_place(corpus_prefix: Path) -> None:
         list(islice(batches, 50))
 
 
-NEVER = {"validation__interval": "never"}
-
-
 @pytest.mark.parametrize(
-    ("changes", "reason", "can_evaluate"),
+    ("split", "interval", "reason", "can_evaluate"),
     [
-        (NEVER, "validation.interval is never", True),  # only training reads the key
-        ({"data__split": "1,0,0", "validation__interval": 1000}, "data.split is 1,0,0", False),
-        ({"data__split": "100000,1,0", "validation__interval": 2}, "holds 0 of ", False),
+        ("90,10,0", "never", "validation.interval is never", True),  # only training reads the key
+        ("1,0,0", 1000, "data.split is 1,0,0", False),
+        ("100000,1,0", 2, "holds 0 of ", False),
     ],
 )
-def test_a_run_without_validation_starts_and_says_why(
-    corpus_prefix: Path, changes: dict[str, Any], reason: str, can_evaluate: bool
-) -> None:
-    config = make_config(corpus_prefix, None, vocab_size=1000, **changes)
+def test_a_run_without_validation_starts_and_says_why(corpus_prefix, split, interval, reason, can_evaluate) -> None:
+    config = make_config(corpus_prefix, None, 1000, data__split=split, validation__interval=interval)
     data, _ = open_all(config)
     assert not data.validation and reason in str(data.no_validation)
     evaluated, _ = open_all(config, training=False)
@@ -289,30 +277,24 @@ def blend_config(sets: list[str | float], **changes: Any) -> Run:
         (False, 100, {"big": 99, "small": 1}),
     ],
 )
-def test_a_validation_reads_every_window_of_every_part_once(
-    sets: list[str | float], whole: bool, limit: int, windows: dict[str, int]
-) -> None:
+def test_a_validation_reads_every_window_of_every_part_once(sets, whole, limit, windows) -> None:
     """Ranks and micro batch do not change which windows these are."""
     changes = {"data__validation": sets if whole else None, "validation__max_samples": limit}
     found = []
     for ranks, micro in ((1, 8), (3, 16)):
         config = blend_config(sets, **changes, validation__micro_batch_size=micro)
-        passes = [
-            open_all(config, training=False, rank=rank, ranks=ranks)[0].require_validation() for rank in range(ranks)
-        ]
+        runs = [open_all(config, training=False, rank=rank, ranks=ranks)[0] for rank in range(ranks)]
+        passes = [run.require_validation() for run in runs]
         assert all(list(each) == list(windows) for each in passes)
         rows = {name: np.concatenate([batch[:, 0] for each in passes for batch in each[name]()]) for name in windows}
         assert {name: len(row) for name, row in rows.items()} == windows
         found.append({name: sorted(row.tolist()) for name, row in rows.items()})
-    assert found[0] == found[1]
     first = 0 if whole else 9490 * 300
     starts = [(first + 128 * window) % 60_000 for window in range(windows["big"])]
-    assert found[0]["big"] == sorted(starts)
+    assert found[0] == found[1] and found[0]["big"] == sorted(starts)
 
 
-def test_an_epoch_of_a_blend_has_the_windows_of_all_parts(
-    sets: list[str | float], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_epoch_of_a_blend_has_the_windows_of_all_parts(sets, caplog) -> None:
     """22,242 + 89, half of them from each."""
     config = blend_config(sets, train={"max_epochs": 1, "micro_batch_size": 1})
     data, config = open_all(config)

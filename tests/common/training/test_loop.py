@@ -1,6 +1,11 @@
-"""The loop with an engine of a few lines that takes several steps at once, as a data sink does."""
+"""The loop with an engine of a few lines that takes several steps at once, as a data sink does. Limits of outliers
+against numpy; the steps that a trace covers.
+"""
 
+import json
+import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +15,14 @@ import pytest
 
 from common.checkpoint.folders import find_checkpoint, read_manifest, whole_checkpoints
 from common.checkpoint.snapshot import TrainState
+from common.config.schema import LoggingConfig
 from common.dataset import Batch
-from common.training.engine import NO_LIMITS
+from common.errors import ConfigError
+from common.training.engine import NO_LIMITS, Limits, limits_of, record_outlier
 from common.training.metrics import read_metrics
-from common.training.steps import Steps
+from common.training.steps import ProfileWindow, Steps
 from tests.common.training.scripted import Scripted, batches, start
-from tests.tiny import require_equal, rows_of
+from tests.tiny import require_equal, rows_of, tiny_config
 
 
 def run_loop(folder: Path, steps_per_run: int, late: bool = False, **changes: Any) -> Scripted:
@@ -25,9 +32,8 @@ def run_loop(folder: Path, steps_per_run: int, late: bool = False, **changes: An
         "validation": {"interval": 4},
         "checkpoint": {"interval": 3, "keep": 0},
     }
-    feed, seconds = changes.pop("feed", batches), changes.pop("seconds", None)
-    own = {"steps_per_run": steps_per_run, "late": late, "seconds": seconds}
-    engine = Scripted(loss=lambda step: 1 / step, skips=[3], **own)
+    feed, own = changes.pop("feed", batches), {"late": late, "seconds": changes.pop("seconds", None)}
+    engine = Scripted(loss=lambda step: 1 / step, skips=[3], steps_per_run=steps_per_run, **own)
     start(folder, engine, feed, **(usual | changes))
     last = engine.step
     newest = find_checkpoint(folder)
@@ -72,9 +78,7 @@ def test_a_run_ends_at_a_step_with_a_checkpoint(tmp_path: Path, late: bool, step
 
 
 def test_rows_hold_the_arithmetic_of_speed(tmp_path: Path) -> None:
-    """By the device's own time of a step: the host sees the last two results at once, long after or
-    soon after the device had them.
-    """
+    """By the device's own time of a step: the host sees the last two results at once, long or soon after it."""
     run_loop(tmp_path, 1, late=True, seconds=0.25)
     # two blocks of width 32, 101 tokens, positions not counted; and attention 12 L h T
     parameters = 101 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
@@ -150,3 +154,104 @@ def test_an_engine_is_told_limits_only_to_skip_and_from_the_steps_before(tmp_pat
     assert limits[:4] == [NO_LIMITS] * 4
     assert limits[4].loss == pytest.approx(first.mean() + 2 * first.std(ddof=1), rel=1e-6)
     assert limits[9].loss == pytest.approx((last := 1 / np.arange(2, 10)).mean() + 2 * last.std(ddof=1), rel=1e-6)
+
+
+# ---- outliers ----
+
+CALM = [5.0, 5.1] * 4
+FOUR = LoggingConfig(outlier_deviations=4.0, outlier_window=8)
+
+
+def after(losses: list[float], config: LoggingConfig) -> tuple[TrainState, list[bool]]:
+    """The state after steps of these losses, with gradient norms twice as large, and which were outliers."""
+    state = TrainState()
+    return state, [record_outlier(state, config, loss, 2 * loss, skipped=False) for loss in losses]
+
+
+def test_limits_are_the_mean_and_the_sample_deviation_of_the_last_window() -> None:
+    """None before half a window, without spread, and when off, which also forgets."""
+    config = LoggingConfig(outlier_deviations=3.0, outlier_window=16)
+    losses = np.random.default_rng(0).normal(5.0, 0.1, 40).tolist()
+    found = limits_of(after(losses, config)[0], config)
+    last = np.array(losses[-16:])
+    for value, history in ((found.loss, last), (found.grad_norm, 2 * last)):
+        assert value == pytest.approx(history.mean() + 3 * history.std(ddof=1), rel=1e-6)
+        assert value == np.float32(value)
+    assert limits_of(after([1.0, 2.0, 3.0], FOUR)[0], FOUR) == NO_LIMITS
+    assert limits_of(after([1.0, 2.0, 3.0, 4.0], FOUR)[0], FOUR).loss < 20.0
+    assert limits_of(after([1.0] * 8, FOUR)[0], FOUR) == NO_LIMITS
+    remembering = TrainState(losses=[1.0, 2.0] * 4, grad_norms=[1.0, 2.0] * 4)
+    assert not record_outlier(remembering, LoggingConfig(), 1e9, 2.0, skipped=False)
+    assert remembering == TrainState()
+
+
+def test_only_what_is_far_above_is_an_outlier_and_it_enters_the_history() -> None:
+    """A lasting change of level is let through once the history knows it. Others are for the loss scale."""
+    state, found = after([*CALM, 0.1, *CALM, 50.0], FOUR)
+    assert found == [False] * 17 + [True]
+    assert state.losses == [*CALM[1:], 50.0]
+    assert after([*CALM, *[9.0, 9.1] * 4], FOUR)[1] == [False] * 8 + [True] + [False] * 7
+    state, found = after([*CALM, math.nan, math.inf], FOUR)
+    assert not any(found) and state.losses == CALM
+    limits = Limits(loss=1.0, grad_norm=1.0)
+    assert not limits.exceeded(math.inf, 2.0) and not limits.exceeded(2.0, math.nan)
+    assert limits.exceeded(2.0, 0.5) and limits.exceeded(0.5, 2.0) and not limits.exceeded(1.0, 1.0)
+
+
+def test_the_history_survives_a_manifest() -> None:
+    state = TrainState(step=3, losses=[0.1 + 0.2, 1 / 3], grad_norms=[1e-30, 7.0])
+    saved = json.loads(json.dumps(state.to_dict()))
+    assert TrainState.from_dict(saved) == state
+    old = {name: value for name, value in saved.items() if name not in ("losses", "grad_norms")}
+    assert TrainState.from_dict(old) == TrainState(step=3)
+
+
+# ---- traces ----
+
+
+def traced(profile: dict[str, int], done: int = 0, stop_after: int = 10, *, full: bool = False) -> str:
+    """Events of a run from ``done`` that ends after ``stop_after``. full: no trace is written."""
+    events: list[str] = []
+
+    @contextmanager
+    def trace(path: Path) -> Iterator[None]:
+        assert path.parent == Path("unused/profile")
+        events.append(path.name.removesuffix("_rank_0.json.gz"))
+        yield
+        if full:
+            raise OSError(28, "No space left on device")
+        events.append("written")
+
+    config = tiny_config(train__max_steps=10, profile=profile)
+    with ProfileWindow(config, TrainState(step=done), trace) as window:
+        for step in range(done + 1, stop_after + 1):
+            window.begin(step)
+            events.append(str(step))
+            window.end(step)
+    return " ".join(events)
+
+
+@pytest.mark.parametrize(
+    ("profile", "done", "stop", "events"),
+    [
+        ({"start": 3, "stop": 5}, 0, 10, "1 2 steps_3_5 3 4 5 written 6 7 8 9 10"),
+        ({"start": 3}, 0, 4, "1 2 steps_3_3 3 written 4"),
+        ({}, 0, 2, "1 2"),
+        # a run that ends or begins inside the window
+        ({"start": 9, "stop": 99}, 8, 10, "steps_9_10 9 10 written"),
+        ({"start": 2, "stop": 9}, 1, 2, "steps_2_9 2 written"),
+        ({"start": 2, "stop": 5}, 4, 6, "steps_5_5 5 written 6"),
+    ],
+)
+def test_a_window_of_steps(profile: dict[str, int], done: int, stop: int, events: str) -> None:
+    assert traced(profile, done, stop) == events
+
+
+def test_a_window_that_is_done_never_comes_or_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """A trace that fails does not end the run."""
+    assert traced({"start": 2, "stop": 4}, done=4, stop_after=5) == "5"
+    assert "steps 2 to 4 are done already" in caplog.text
+    with pytest.raises(ConfigError, match=r"profile\.start=11 is beyond the last step, 10"):
+        traced({"start": 11})
+    assert traced({"start": 1}, stop_after=2, full=True) == "steps_1_1 1 2"
+    assert "profile: no trace: [Errno 28] No space left on device" in caplog.text

@@ -1,19 +1,25 @@
-"""A checkpoint of another model: the words that the error gives, pasted, make the config that
-fits.
+"""A checkpoint of another model: the words that the error gives, pasted, make the config that fits. Every host compares
+the checksums of the checkpoint that it reads, once, and a fault on one rank ends all.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.config.resolved import as_run
 from common.errors import CheckpointError
 from common.parallel.run import Run
 from common.resolve.derive import fitting_vocabulary, resolve_config
 from common.run_config import load_config
+from common.training import opened_checkpoint
+from common.training.opened_checkpoint import Checkpoint
 from common.training.start import require_same_model
+from tests.common.parallel.test_world import Told
 
 CONFIG = """
 output_dir: OUTPUT
@@ -23,8 +29,7 @@ optimizer: {learning_rate: 0.1}
 """
 GPT2 = {
     "num_layers": 12, "hidden_size": 768, "num_heads": 12, "seq_length": 1024, "vocab_size": 50257,
-    "ffn_hidden_size": 3072,
-    "max_positions": 1024, "layer_norm_epsilon": 1e-5,
+    "ffn_hidden_size": 3072, "max_positions": 1024, "layer_norm_epsilon": 1e-5,
 }  # fmt: skip
 
 
@@ -48,38 +53,28 @@ OURS = {"num_layers": 4, "hidden_size": 192, "num_heads": 6, "seq_length": 128}
 
 
 @pytest.mark.parametrize(
-    ("model", "words", "given"),
+    ("model", "words", "given", "tokens"),
     [
-        (GPT2, [], "num_layers=12 hidden_size=768 num_heads=12 ffn_hidden_size=3072"
-         " max_positions=1024"),
-        (GPT2 | {"layer_norm_epsilon": 1e-6}, WRITTEN, "layer_norm_epsilon=1e-06"),
-        # every value explicit, as in the config.yaml of a run folder; a window longer than the
-        # checkpoint's positions
-        (GPT2 | {"max_positions": 64}, WRITTEN, "max_positions=64 seq_length=64"),
+        (GPT2, [], "num_layers=12 hidden_size=768 num_heads=12 ffn_hidden_size=3072 max_positions=1024",
+         None),
+        (GPT2 | {"layer_norm_epsilon": 1e-6}, WRITTEN, "layer_norm_epsilon=1e-06", None),
+        # every value explicit, as in the config.yaml of a run folder; a window longer than the positions
+        (GPT2 | {"max_positions": 64}, WRITTEN, "max_positions=64 seq_length=64", None),
         # a section with its defaults left out, as model.yaml may have it
-        (OURS | {"vocab_size": 101}, [], "vocab_size=101"),
+        (OURS | {"vocab_size": 101}, [], "vocab_size=101", None),
+        # a padded table as PaddleFleetX's, which a config of 50304 would be cut to
+        (OURS | {"vocab_size": 50304}, [], "vocab_size=50304 vocab_multiple=5", 50257),
     ],
 )  # fmt: skip
-def test_the_words_make_the_config_fit(tmp_path: Path, model: dict[str, Any], words: list[str], given: str) -> None:
-    """Another window, dropout or multiple is not another model."""
-    message = fault_of(model, config_of(tmp_path, words))
+def test_the_words_make_the_config_fit(tmp_path, model, words, given, tokens) -> None:
+    """Another window, dropout or multiple is not another model. tokens: of the tokenizer."""
+    message = fault_of(model, config_of(tmp_path, words, tokens))
     added = re.findall(r"model\.\w+=\S+", message.partition("add: ")[2])
     assert added == [f"model.{word}" for word in given.split()] and "output_dir" not in message
-    config = config_of(tmp_path, [*words, *added, *(["model.seq_length=64"] if words else [])])
+    config = config_of(tmp_path, [*words, *added, *(["model.seq_length=64"] if words else [])], tokens)
     more = {"dropout": 0.5, "vocab_multiple": 64}
     require_same_model({"config": {"model": model | more}}, config, Path("output/hf"))
-
-
-def test_a_table_of_padded_size_keeps_its_rows(tmp_path: Path) -> None:
-    """A table as PaddleFleetX's of 50304 rows with 50257 tokens, which a config of 50304 would be
-    cut to.
-    """
-    model = OURS | {"vocab_size": 50304}
-    message = fault_of(model, config_of(tmp_path, [], tokenizer=50257))
-    added = re.findall(r"model\.\w+=\S+", message.partition("add: ")[2])
-    config = config_of(tmp_path, added, tokenizer=50257)
-    require_same_model({"config": {"model": model}}, config, Path("output/hf"))
-    assert config.model.vocab_size == 50304
+    assert config.model.vocab_size == model["vocab_size"]
 
 
 def test_a_new_size_in_the_same_folder_is_offered_another_folder(tmp_path: Path) -> None:
@@ -96,3 +91,61 @@ def test_a_new_size_in_the_same_folder_is_offered_another_folder(tmp_path: Path)
 def test_a_manifest_that_does_not_tell(tmp_path: Path, model: dict[str, Any]) -> None:
     message = fault_of(model, config_of(tmp_path, []))
     assert re.search(r"manifest\.json: has no number for model\.\w+", message)
+
+
+# ---- hosts that read other files ----
+
+
+Check = Callable[..., str]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    manifest = {"state": {"step": 5}, "engine": {}, "config": {}}
+    files = {"model.safetensors": {"w": np.ones(3, np.float32)}}
+    made = CheckpointWriter(tmp_path, asynchronous=False)
+    return made.save(Snapshot(files=files, manifest=manifest))
+
+
+@pytest.fixture
+def check(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """What a rank says of the checkpoint. hosts: a letter for each rank; fault: another rank's."""
+
+    def of(hosts: str, rank: int, fault: str | None = None) -> str:
+        def gathered(own: Any) -> list[Any]:
+            if own == hosts[rank]:
+                return list(hosts)
+            return [own, fault] if own is None else [own] * len(hosts)
+
+        monkeypatch.setattr(opened_checkpoint, "_view_of", lambda path: hosts[rank])
+        world = Told(rank=rank, size=len(hosts), answer=gathered)
+        try:
+            opened_checkpoint.check_everywhere(world, Checkpoint(checkpoint))
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    return of
+
+
+@pytest.mark.parametrize(("hosts", "readers"), [("aabb", [2]), ("abab", [1]), ("abcd", [1, 2, 3])])
+def test_one_rank_of_each_host_reads(checkpoint: Path, check: Check, hosts: str, readers: Any) -> None:
+    """Rank 0 has read its own before. A file is changed, so that who reads it says so."""
+    path = checkpoint / "model.safetensors"
+    assert [check(hosts, rank) for rank in range(4)] == [""] * 4
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    said = [check(hosts, rank) for rank in range(4)]
+    changed = f"{path}: its bytes have changed since it was written (CRC-32); use another checkpoint"
+    wanted = [f"rank {rank}: {changed}" if rank in readers else "" for rank in range(4)]
+    assert said == wanted
+    assert check(hosts, 0, fault=said[readers[0]]) == said[readers[0]]
+
+
+def test_processes_of_one_host_that_read_the_same_files_see_the_same(checkpoint: Path) -> None:
+    before = opened_checkpoint._view_of(checkpoint)
+    assert opened_checkpoint._view_of(checkpoint) == before
+    copy = checkpoint.parent / "copy"
+    copy.write_bytes((checkpoint / "model.safetensors").read_bytes())
+    copy.replace(checkpoint / "model.safetensors")
+    assert opened_checkpoint._view_of(checkpoint) != before, "as a file mounted over another"
+    assert opened_checkpoint._view_of(copy) != opened_checkpoint._view_of(copy), "absent files are nobody's"

@@ -1,22 +1,26 @@
-"""Saves of the loop when a run diverges, is stopped in a validation, or loses its folder. An
-engine of a few lines has the losses.
+"""Saves of the loop when a run diverges, is stopped in a validation, or loses its folder. Ctrl-C while the main thread
+is inside a call that does not return to Python; who leaves without exit handlers.
 """
 
 import math
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from common import run_folder
+from common import interrupts, run_folder
 from common.checkpoint.folders import whole_checkpoints
 from common.checkpoint.snapshot import TrainState
 from common.errors import ConfigError, DivergedError, StopRequested, StorageError
+from common.interrupts import StopSignal
 from common.training.metrics import MetricsWriter, read_metrics
 from common.training.saving import Saver
 from tests.common.training import scripted
@@ -65,9 +69,7 @@ def broken_at(first: int, value: float = NAN) -> Callable[[int], float]:
 
 
 def test_a_run_that_diverges_leaves_its_good_checkpoints(tmp_path: Path) -> None:
-    """The update of step 11 breaks the weights: from step 12 on the loss is not finite, and nothing
-    learns from it.
-    """
+    """The update of step 11 breaks the weights: from step 12 on the loss is not finite, and nothing learns from it."""
     changes = {"train__max_steps": 90, "train__max_skipped_steps": 20}
     with pytest.raises(DivergedError, match="step 31: 20 steps in a row"):
         start(tmp_path, loss=broken_at(12), **changes)
@@ -78,9 +80,7 @@ def test_a_run_that_diverges_leaves_its_good_checkpoints(tmp_path: Path) -> None
 
 
 def test_weights_broken_by_the_very_step_that_is_saved(tmp_path: Path) -> None:
-    """keep=1: the checkpoint of step 10 is bad, which only step 11 shows, and must not be all that
-    is left. So it is with a loss that is finite and huge.
-    """
+    """keep=1: the checkpoint of step 10 is bad, which only step 11 shows, and must not be all that is left."""
     with pytest.raises(DivergedError):
         start(tmp_path / "nan", loss=broken_at(11), checkpoint__keep=1, train__max_steps=90)
     assert saved(tmp_path / "nan") == [5, 10]
@@ -124,16 +124,13 @@ def test_a_last_validation_that_is_not_finite_is_not_a_success(tmp_path: Path, m
 
 
 def rows_of(folder: Path) -> list[tuple[Any, ...]]:
-    return [
-        (row["step"], row.get("loss"), row.get("validation_loss")) for row in read_metrics(folder / "metrics.jsonl")
-    ]
+    rows = read_metrics(folder / "metrics.jsonl")
+    return [(row["step"], row.get("loss"), row.get("validation_loss")) for row in rows]
 
 
 @pytest.mark.parametrize(("step", "interval"), [(8, 4), (10, 5), (20, 0)])
 def test_a_stop_in_a_validation_is_made_up_for(tmp_path: Path, step: int, interval: int) -> None:
-    """In the middle, at a step that was saved before its validation, and at the end. What was
-    validated is not validated again.
-    """
+    """In the middle, at a step that was saved before, and at the end. What was validated is not validated again."""
     start(tmp_path / "whole", validation__interval=interval)
     with pytest.raises(StopRequested) as stopped:
         start(tmp_path / "run", validation__interval=interval, stop_in_validation=step)
@@ -178,21 +175,18 @@ def test_a_run_notices_that_its_folder_is_gone(tmp_path: Path, replaced: bool, i
 
 def test_a_disk_that_does_not_answer_is_not_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with run_folder.owned_folder(tmp_path):
-        require = run_folder.keeper(tmp_path, [run_folder.holder(tmp_path)], 0)
-
-        monkeypatch.setattr(Path, "stat", Mock(side_effect=OSError(5, "Input/output error")))
-        require()
-        monkeypatch.undo()
-        token = (tmp_path / ".lock").read_text()
-        (tmp_path / ".lock").write_text("an export where nothing can be locked")
-        require()
-        (tmp_path / "copy").write_text(token)
-        (tmp_path / "copy").replace(tmp_path / ".lock")
-        require()
-        (tmp_path / "copy").write_text("another run")
-        (tmp_path / "copy").replace(tmp_path / ".lock")
-        with pytest.raises(StorageError):
+        require, lock = run_folder.keeper(tmp_path, [run_folder.holder(tmp_path)], 0), tmp_path / ".lock"
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "stat", Mock(side_effect=OSError(5, "Input/output error")))
             require()
+        token = lock.read_text()
+        lock.write_text("an export where nothing can be locked")
+        require()
+        for content, holds in ((token, nullcontext()), ("another run", pytest.raises(StorageError))):
+            (tmp_path / "copy").write_text(content)
+            (tmp_path / "copy").replace(lock)
+            with holds:
+                require()
         run_folder.keeper(tmp_path, ["rank 0's", "of another disk"], 1)()
 
 
@@ -227,6 +221,92 @@ def test_a_snapshot_waits_for_the_save_before_it() -> None:
     """Taken earlier, it would copy the arrays that the writer still reads."""
     writer = Mock()
     Saver(writer, writer.take, vocabulary=101, saved_step=None).save_last(TrainState(step=3))
-    assert [call[0] for call in writer.method_calls if call[0] != "confirm"] == [
-        "wait", "take", "save",
-    ]  # fmt: skip
+    assert [call[0] for call in writer.method_calls if call[0] != "confirm"] == ["wait", "take", "save"]
+
+
+# ---- signals ----
+
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = """
+import signal, sys, time
+from common.interrupts import StopSignal, receive_interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)
+receive_interrupts()
+with StopSignal() as stop:
+    print("ready", flush=True)
+    time.sleep(float(sys.argv[1]))  # the thread holds the signal, so that nothing cuts this short
+    end = time.monotonic() + 20
+    while stop.number is None and time.monotonic() < end:
+        time.sleep(0.05)
+    print("number", stop.number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_the_first_waits_and_the_second_ends_at_once(twice: bool) -> None:
+    program = [sys.executable, "-c", PROGRAM, "60" if twice else "1"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGINT)
+        if twice:
+            with pytest.raises(subprocess.TimeoutExpired):
+                child.wait(timeout=0.5)
+            child.send_signal(signal.SIGINT)
+        rest = child.communicate(timeout=40)[0]
+    assert (child.returncode, rest) == ((130, "") if twice else (0, "number 2\n"))
+
+
+def test_signals_ignored_from_the_start_stay_ignored() -> None:
+    """A job in the background of a shell script, which Ctrl-C on the terminal reaches too."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert stop.number is None
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.number == signal.SIGTERM
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+LEAVING = """
+import atexit, sys, types
+from common.interrupts import end_process
+if sys.argv[1] == "torch":
+    sys.modules["torch.distributed"] = types.SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True)
+else:
+    sys.modules["mindspore"] = types.SimpleNamespace(get_context=lambda key: sys.argv[1])
+atexit.register(lambda: print("handlers", flush=True))
+print("said")
+end_process(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "variables", "handlers"),
+    [
+        ("CPU", {"MS_ROLE": "MS_WORKER", "GPT2_LAUNCHER_PID": "1"}, False),
+        ("CPU", {"MS_ROLE": "MS_WORKER"}, True),  # under msrun, whose scheduler waits for them
+        ("Ascend", {"MS_ROLE": "MS_WORKER", "GPT2_LAUNCHER_PID": "1"}, True),
+        ("torch", {}, False),  # its group is open, so an error ends it
+    ],
+)
+def test_a_rank_leaves_without_exit_handlers(target: str, variables: dict[str, str], handlers: bool) -> None:
+    clean = {k: v for k, v in os.environ.items() if k not in ("MS_ROLE", "GPT2_LAUNCHER_PID")}
+    command = [sys.executable, "-c", LEAVING, target]
+    done = subprocess.run(command, env=clean | variables, cwd=ROOT, capture_output=True, text=True)
+    said = ["said", "handlers"] if handlers else ["said"]
+    assert (done.returncode, done.stdout.split()) == (3, said), done.stderr
+
+
+def test_an_interrupt_that_a_library_dropped_stops_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++ code may clear KeyboardInterrupt as any other error."""
+    monkeypatch.setattr(interrupts, "_raised", [])
+    with StopSignal() as stop:
+        assert stop.number is None
+    with pytest.raises(KeyboardInterrupt):
+        interrupts._raise(signal.SIGINT, None)
+    with StopSignal() as stop:
+        assert stop.number == signal.SIGINT

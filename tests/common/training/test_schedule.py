@@ -1,6 +1,4 @@
-"""Rates of 30 updates and the loss scale beside Megatron's, transformers' and MindSpore's; text and
-warnings.
-"""
+"""Rates of 30 updates and the loss scale beside Megatron's and transformers'; text and warnings."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -65,12 +63,9 @@ BY_SAMPLES: dict[str, Any] = {"warmup_samples": 50, "decay_samples": 300}
     ],
     ids=["steps", "no warm-up", "fraction", "samples", "samples and ramp", "fraction and ramp"],
 )
-def test_rates_are_megatrons(
-    given: dict[str, Any], ramp: list[int] | None, style: str, skipped: tuple[int, ...]
-) -> None:
-    """Megatron's train_step: the optimizer, then the schedule by the samples of the step if that
-    was successful. Lengths in iterations are multiplied by the batch, as in get_optimizer_param_
-    scheduler of megatron/training/training.py.
+def test_rates_are_megatrons(given, ramp, style, skipped) -> None:
+    """Megatron's train_step: the optimizer, then the schedule by the samples of the step if that was successful.
+    Lengths in iterations are multiplied by the batch, as in Megatron's get_optimizer_param_scheduler.
     """
     module = pytest.importorskip("megatron.core.optimizer_param_scheduler")
     torch = pytest.importorskip("torch")
@@ -79,9 +74,8 @@ def test_rates_are_megatrons(
     decay = unit * given.get("decay_steps", given.get("decay_samples"))
     warmup = given.get("warmup_fraction", 0) * decay or unit * given.get("warmup_steps", given.get("warmup_samples", 0))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    theirs = module.OptimizerParamScheduler(
-        optimizer, 0.0, 0.1, 0.001, warmup, decay, style, 0.0, 0.0, decay, "constant"
-    )
+    ends = (0.0, 0.0, decay, "constant")  # of the weight decay
+    theirs = module.OptimizerParamScheduler(optimizer, 0.0, 0.1, 0.001, warmup, decay, style, *ends)
     expected = []
     for samples, made in attempts(run, skipped):
         if made:
@@ -109,33 +103,13 @@ def test_rates_are_transformers(style: str) -> None:
     assert ours(run) == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
-def test_rates_are_those_of_optimizers_of_mindspore(mindspore: Any) -> None:
-    """Weights of SGD with a gradient of 1 move by the rate: global_step counts from 0. float32."""
-    ms, nn = mindspore, mindspore.nn
-    for style, schedule, warmup in (
-        ("cosine", nn.CosineDecayLR(0.001, 0.1, 20), 0),
-        ("polynomial", nn.PolynomialDecayLR(0.1, 0.001, 20, 2.0), 0),
-        ("constant", nn.WarmUpLR(0.1, 4), 4),
-    ):
-        weight = ms.Parameter(ms.Tensor([0.0], ms.float32), name="weight")
-        optimizer, moved = nn.SGD([weight], learning_rate=schedule), []
-        for _ in range(UPDATES):
-            optimizer((ms.Tensor([-1.0], ms.float32),))
-            moved.append(float(weight.asnumpy()[0]))
-        run = make_run(schedule=style, power=2.0, decay_steps=20, warmup_steps=warmup)
-        assert np.cumsum(ours(run)) == pytest.approx(moved, rel=1e-5, abs=1e-7), style
-
-
 def test_ends_and_another_start() -> None:
     def rates(*positions: int, **optimizer: Any) -> list[float]:
         run = make_run(min_learning_rate=0.02, **optimizer)
         return [learning_rate(run.optimizer, position) for position in positions]
 
-    found = rates(0, 5, 10, 20, 30, 999, warmup_steps=10)
-    assert found == pytest.approx([0, 0.05, 0.1, 0.06, 0.02, 0.02])
-    assert rates(0, 99, schedule="constant") == [0.1, 0.1]
-    found = rates(0, 9, 10, 11, warmup_steps=10, decay_steps=10)
-    assert found == pytest.approx([0, 0.09, 0.1, 0.02])
+    assert rates(0, 5, 10, 20, 30, 999, warmup_steps=10) == pytest.approx([0, 0.05, 0.1, 0.06, 0.02, 0.02])
+    assert rates(0, 9, 10, 11, warmup_steps=10, decay_steps=10) == pytest.approx([0, 0.09, 0.1, 0.02])
     # FleetX's LRScheduler is stepped once when it is made: the n-th update takes f(n)
     later = ours(make_run(warmup_steps=10, schedule_start=1))
     assert later[:-1] == ours(make_run(warmup_steps=10))[1:]
@@ -158,22 +132,18 @@ def test_text() -> None:
     assert describe_schedule(constant) == "constant, warm-up 0 steps, learning rate 0.1"
 
 
-BEFORE = "is before the end of the run (3,000 steps): the last 2,700 steps train at 1% of the peak"
-BEYOND = "is far beyond the run (60 steps): its last update has 96% of the peak rate; unless"
+BEFORE = (
+    "optimizer.decay_steps=300 is before the end of the run (3,000 steps): the last 2,700 steps train at 1% of the peak"
+)
+BEYOND = "optimizer.decay_steps=480 is far beyond the run (60 steps): its last update has 96% of the peak rate; unless"
 
 
 @pytest.mark.parametrize(
     ("steps", "optimizer", "expected"),
     [
-        (40, {"warmup_steps": 2000},
-         "the warm-up (2,000 steps) is not shorter than the run (40): the rate reaches 2% of its"
-         " peak; set optimizer.warmup_steps"),
-        (3000, {"decay_steps": 300},
-         f"optimizer.decay_steps=300 {BEFORE} rate; set optimizer.decay_steps=3000, or null for"
-         " the end of the run"),
-        (60, {"decay_steps": 480},
-         f"optimizer.decay_steps=480 {BEYOND} the run goes on later, set optimizer.decay_steps=60,"
-         " or null for the end of the run"),
+        (40, {"warmup_steps": 2000}, "the warm-up (2,000 steps) is not shorter than the run (40): the rate reaches 2%"),
+        (3000, {"decay_steps": 300}, f"{BEFORE} rate; set optimizer.decay_steps=3000, or null for the end of the run"),
+        (60, {"decay_steps": 480}, f"{BEYOND} the run goes on later, set optimizer.decay_steps=60, or null for the"),
         (40, {"decay_samples": 300}, "the last 340 samples train at 1% of"),
         (300, {"decay_steps": 300, "warmup_steps": 299}, None),
         (600, {"decay_steps": 300}, None),
@@ -206,14 +176,10 @@ def test_hysteresis_is_megatrons(hysteresis: int, monkeypatch: pytest.MonkeyPatc
     assert len(seen) > 5
 
 
-def test_a_scale_that_stays() -> None:
+def test_a_scale_that_stays_and_a_clip_that_only_lowers_gradients() -> None:
     static = LossScale(LossScaleConfig(mode="static", initial=128.0))
     static.update(False)
-    assert static.value == 128.0
-    assert LossScale(LossScaleConfig(mode="none")).value == 1.0
-
-
-def test_the_clip_only_lowers_gradients() -> None:
+    assert (static.value, LossScale(LossScaleConfig(mode="none")).value) == (128.0, 1.0)
     assert [clip_factor(norm, 2.0) for norm in (0.0, 1.0, 1.9)] == [1.0] * 3
     assert clip_factor(8.0, 2.0) == pytest.approx(0.25, rel=1e-6)
     assert clip_factor(8.0, 0.0) == 1.0
