@@ -76,7 +76,7 @@ def test_the_cause_on_one_rank_comes_before_its_consequences_on_others(tmp_path:
 
 def test_a_huge_log_is_read_at_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a progress bar, which draws its states over each other, is one huge line."""
-    monkeypatch.setattr(explain, "MAX_LOG_BYTES", 2**20)
+    monkeypatch.setattr("common.failures.MAX_LOG_BYTES", 2**20)
     for filler in (b"\0" * 100, b"\r 50% |#####     |"):
         log = tmp_path / "huge.log"
         log.write_bytes(filler * (2**20 // len(filler) + 9) + b"\rCUDA out of memory\n")
