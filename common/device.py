@@ -148,8 +148,7 @@ def naming_auto(config: RunConfig, kind: str, missing: str) -> Iterator[None]:
             raise
         raise type(error)(
             f"device=auto chose cpu because no {missing} was found (if this host has one,"
-            f" device={_WANTED[config.backend]} reports why), and the CPU does not support this:"
-            f" {error}"
+            f" device={_WANTED[config.backend]} reports why), and the CPU does not support this: {error}"
         ) from None
 
 

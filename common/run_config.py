@@ -27,8 +27,7 @@ def fill_model(tree: dict[str, Any], sources: Sources) -> None:
         if tree.get("model") is not None:
             raise ConfigError(
                 "model: its sizes come from the checkpoint, and none is named; give"
-                " checkpoint.load or checkpoint.init_from, an output_dir that holds a run, or the"
-                " sizes"
+                " checkpoint.load or checkpoint.init_from, an output_dir that holds a run, or the sizes"
             )
         return
     source = find_source(path)

@@ -111,9 +111,8 @@ def keeper(folder: Path, holders: Sequence[str], rank: int) -> Callable[[], None
             is_ours = True
         if not is_ours:
             raise LostFolderError(
-                f"output_dir={folder}: the folder was removed, or replaced by another run's, while"
-                " this run was writing there; it stops, and writes nothing more; give every run an"
-                " output_dir of its own"
+                f"output_dir={folder}: the folder was removed, or replaced by another run's, while this run was"
+                " writing there; it stops, and writes nothing more; give every run an output_dir of its own"
             )
 
     return require

@@ -61,9 +61,8 @@ def _fleetx(name: str, words: list[str]) -> int:
 def main_with_flags(main: Callable[..., int], flags: Sequence[str], program: str) -> int:
     """Call ``main`` of run_gpt2.py with the flags as its configuration; returns its exit code.
 
-    Words section.key=value among the flags are overrides; --run_mode (train where it is left out),
-    --show_config and --help are its own. The file of the flags is deleted at the end, unless the
-    ranks read it later (DETACH).
+    Words section.key=value among the flags are overrides; --run_mode (train where it is left out), --show_config and
+    --help are its own. The file of the flags is deleted at the end, unless the ranks read it later (DETACH).
     """
     from common.config.hints import schema_keys  # not above: --help loads no library
     from common.launcher.request import is_asked

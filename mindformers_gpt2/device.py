@@ -154,9 +154,8 @@ def select_device(kind: str, *, index: int = 0, threads: int | None = None) -> M
         kind = "npu" if _available("npu") else "cpu"
     if not _available(kind):
         raise DeviceError(
-            f"device={kind}: this MindSpore {ms.__version__} has no {_TARGETS[kind]} device; use"
-            f" device=cpu, or check that this is MindSpore's {_TARGETS[kind]} build, its driver is"
-            " loaded and the device is seen"
+            f"device={kind}: this MindSpore {ms.__version__} has no {_TARGETS[kind]} device; use device=cpu, or check"
+            f" that this is MindSpore's {_TARGETS[kind]} build, its driver is loaded and the device is seen"
         )
     if kind == "cpu":
         keep_freed_memory()

@@ -37,9 +37,7 @@ def table_0(job: str, *pods: tuple[str, str, Devices]) -> dict[str, Any]:
 
 
 def table_2() -> dict[str, Any]:
-    """HCCL's table of version 2.0 (Ascend 950): two network instances of two ranks, numbers in
-    place of strings.
-    """
+    """HCCL's table of version 2.0 (Ascend 950): two network instances of two ranks, numbers in place of strings."""
 
     def address(layer: int, last: int, *ports: str, **more: str) -> dict[str, Any]:
         return {"addr_type": "IPV4", "addr": f"172.16.{layer}.{last}", "ports": list(ports), **more}

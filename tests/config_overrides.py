@@ -11,9 +11,7 @@ def sizes_of(preset: str) -> tuple[str, ...]:
 
 
 def changed(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """``tree`` with ``changes`` put in: ``train__max_steps=3`` sets one key, ``train={...}``
-    replaces the section.
-    """
+    """``tree`` with ``changes`` put in: ``train__max_steps=3`` sets one key, ``train={...}`` replaces the section."""
     for dotted, value in changes.items():
         section, _, key = dotted.partition("__")
         if key:

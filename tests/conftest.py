@@ -93,8 +93,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _interrupts() -> Iterator[None]:
     """Undo what a run of MindSpore in the process of the tests leaves.
 
-    It turns SIGINT into SIGTERM, takes it in a thread of its own, and blocks it elsewhere, which
-    children inherit.
+    It turns SIGINT into SIGTERM, takes it in a thread of its own, and blocks it elsewhere, which children inherit.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield

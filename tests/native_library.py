@@ -15,9 +15,7 @@ from pathlib import Path
 
 
 class CannotBuild(Exception):
-    """A compiler is missing, or what it needs of Python or torch is not installed. The message says
-    which.
-    """
+    """A compiler is missing, or what it needs of Python or torch is not installed. The message says which."""
 
 
 def built(source: Path, name: str, libraries: Sequence[str]) -> Path:

@@ -1,5 +1,4 @@
-"""Several ranks on this machine: every job in turn, each rank a process that goes through all of
-them.
+"""Several ranks on this machine: every job in turn, each rank a process that goes through all of them.
 
     run_ranks(2, [job, job])      starts ``python tests/ranks.py`` once, which becomes two ranks
                                   (fork) when it has imported the framework
@@ -116,9 +115,8 @@ def run_ranks(
     watched: str = "",
     seconds: float = 20.0,
 ) -> None:
-    """Start and wait. Every rank must succeed. watched: module of tests/ whose ``watch`` leaves
-    ``watched_RANK.json`` of each rank beside its output, such as message_counters. seconds: of the
-    time limit, by rank and job.
+    """Start and wait. Every rank must succeed. watched: module of tests/ whose ``watch`` leaves ``watched_RANK.json``
+    of each rank beside its output, such as message_counters. seconds: of the time limit, by rank and job.
     """
     # its threads do not outlive a fork; it compiles a graph for each job
     if jobs[0].get("backend") == "mindspore":

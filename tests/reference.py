@@ -26,9 +26,7 @@ def write_vocabulary(folder: Path, merges: list[str]) -> Path:
 
 
 def save_model(folder: Path, vocabulary: Path, size: int) -> Path:
-    """Random weights, which with 262 tokens end some continuations early, and the tokenizer's
-    files.
-    """
+    """Random weights, which with 262 tokens end some continuations early, and the tokenizer's files."""
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=2, n_embd=32, n_head=4, n_positions=POSITIONS, vocab_size=size,

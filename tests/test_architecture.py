@@ -130,9 +130,7 @@ def test_the_files_of_a_package_form_no_cycle(package: str) -> None:
 
 
 def test_common_imports_with_every_framework_blocked() -> None:
-    """The doctor, which tells what is wrong with a framework, does not even try one. Help needs no
-    library at all.
-    """
+    """The doctor, which tells what is wrong with a framework, does not even try one. Help needs no library at all."""
     modules = sorted(module_name(path) for path in (ROOT / "common").rglob("*.py"))
     program = f"""
 import importlib, runpy, sys

@@ -76,9 +76,8 @@ def generate(arguments: Request) -> None:
         visible = list(parse_devices(arguments.visible_devices, "--visible_devices"))
     if logical[-1] >= len(visible):
         raise DataError(
-            f"--device_num {arguments.device_num} needs {logical[-1] + 1} visible devices, but"
-            f" --visible_devices names {len(visible)}: it maps logical to physical devices, and"
-            " --device_num counts logical ones from 0"
+            f"--device_num {arguments.device_num} needs {logical[-1] + 1} visible devices, but --visible_devices names"
+            f" {len(visible)}: it maps logical to physical devices, and --device_num counts logical ones from 0"
         )
     server_id = _server_id(arguments.server_ip)
     physical = [visible[number] for number in logical]

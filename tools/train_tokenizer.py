@@ -84,8 +84,7 @@ def main(arguments: Request) -> None:
             file.write(content)
     tokenizer = load_tokenizer(kind.partition("/")[0], folder)
     print(
-        f"wrote {' and '.join(str(folder / name) for name in files)}: {tokenizer.vocab_size}"
-        f" tokens, {time.monotonic() - started:.1f} s; set data.tokenizer={folder} and"
-        f" model.vocab_size={tokenizer.vocab_size}",
+        f"wrote {' and '.join(str(folder / name) for name in files)}: {tokenizer.vocab_size} tokens,"
+        f" {time.monotonic() - started:.1f} s; set data.tokenizer={folder} and model.vocab_size={tokenizer.vocab_size}",
         file=sys.stderr,
     )

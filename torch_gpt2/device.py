@@ -330,9 +330,8 @@ def check_support(config: Run, device: TorchDevice) -> None:
             raise ConfigError("context.max_device_memory is for accelerators; leave it out on a CPU")
         if device.kind == "cpu" and config.train.offload_activations:
             raise ConfigError(
-                "train.offload_activations=true moves activations from an accelerator to the host;"
-                " on a CPU they are there already; leave it out, or set train.recompute=full, which"
-                " needs less memory"
+                "train.offload_activations=true moves activations from an accelerator to the host; on a CPU they are"
+                " there already; leave it out, or set train.recompute=full, which needs less memory"
             )
         _check_float8(config.precision, device)
         if config.precision.compute == "float32":

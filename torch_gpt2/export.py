@@ -137,9 +137,8 @@ class ProgramModel:
             self._program = program.module()
         except Exception as error:  # torch raises many types, and documents none
             raise ConfigError(
-                f"{file}: torch {torch.__version__} cannot open it ({_first_line(error)});"
-                " export.json beside it names the version that wrote it: export it again with this"
-                " one"
+                f"{file}: torch {torch.__version__} cannot open it ({_first_line(error)}); export.json beside it names"
+                " the version that wrote it: export it again with this one"
             ) from None
         self._model = model
         self._kept: tuple[Tensor, ...] = ()

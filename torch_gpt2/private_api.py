@@ -36,8 +36,7 @@ PRIVATE = {
     "torch.distributed._symmetric_memory.enable_symm_mem_for_group": "memory that the ranks of a"
     " group read from each other, which the compiler asks for by name; no public replacement",
     "torch._foreach_norm": "norms of all gradients in a few kernels; publicly"
-    " torch.nn.utils.get_total_norm, which sums tensors of each type apart and so rounds"
-    " differently",
+    " torch.nn.utils.get_total_norm, which sums tensors of each type apart and so rounds differently",
     "torch._foreach_mul_": "all gradients times a factor in a few kernels; publicly a kernel a tensor",
     "torch._foreach_copy_": "all weights rounded in a few kernels; publicly a kernel a tensor",
     **dict.fromkeys(

@@ -188,11 +188,9 @@ def surplus(found: Iterable[Kept], written: Kept, keep: int, order: Callable[[Ke
 
 
 def find_checkpoint(where: Path) -> Path | None:
-    """Return the checkpoint in a step folder, a ``checkpoints`` folder, a run folder or a
-    ``latest`` file.
+    """Return the checkpoint in a step folder, a ``checkpoints`` folder, a run folder or a ``latest`` file.
 
-    None if there is none yet. Raises CheckpointError if that cannot be known, and if no checkpoint
-    there is complete.
+    None if there is none yet. Raises CheckpointError if that cannot be known, and if no checkpoint there is complete.
     """
     where = Path(where)
     if where.name == LATEST and _is_file(where):
@@ -235,9 +233,8 @@ def _look(folder: Path) -> tuple[str | None, list[Path], list[Path]]:
 
 def _remedy(folder: Path) -> str:
     return (
-        "bring its files back, name another checkpoint (checkpoint.resume=FOLDER to train,"
-        f" checkpoint.load=FOLDER else), choose another output_dir, or remove {folder} to start"
-        " over"
+        "bring its files back, name another checkpoint (checkpoint.resume=FOLDER to train, checkpoint.load=FOLDER"
+        f" else), choose another output_dir, or remove {folder} to start over"
     )
 
 

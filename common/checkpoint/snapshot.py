@@ -168,9 +168,7 @@ def open_integers(folder: Path, manifest: Mapping[str, Any]) -> Iterator[Quantiz
 
 
 def load_scales(folder: Path, manifest: Mapping[str, Any], scales: ActivationScales) -> None:
-    """Load the scales of activations of a checkpoint, if any. Raises CheckpointError for broken
-    ones.
-    """
+    """Load the scales of activations of a checkpoint, if any. Raises CheckpointError for broken ones."""
     try:
         scales.load(manifest.get("engine", {}).get("quantization", {}))
     except (AttributeError, TypeError, ValueError) as error:

@@ -8,13 +8,12 @@
         manifest.json                    state, resolved config, tokenizer, versions; sizes and
                                          checksums of the files
 
-Where several ranks hold different parts, each writes model.rank_00003.safetensors and
-optimizer.rank_00003.safetensors with its rectangles of the tensors. Its rank_00003.json describes
-them, and rank 0 copies these descriptions into the manifest when all are there.
+Where several ranks hold different parts, each writes model.rank_00003.safetensors and optimizer.rank_00003.safetensors
+with its rectangles of the tensors. Its rank_00003.json describes them, and rank 0 copies these descriptions into the
+manifest when all are there.
 
-A folder is written under a temporary name, fsynced and renamed. Then ``latest`` is replaced, and
-old folders are removed last. The next writer on rank 0 removes the temporary files of one that
-died.
+A folder is written under a temporary name, fsynced and renamed. Then ``latest`` is replaced, and old folders are
+removed last. The next writer on rank 0 removes the temporary files of one that died.
 """
 
 from __future__ import annotations
@@ -51,9 +50,7 @@ from common.weights.names import parameter_of
 from common.weights.pieces import Rectangle, file_of_rank
 
 PATIENCE_AFTER_FAILURE = 60.0
-"""Seconds that rank 0 waits for the parts of others after its own run has failed, since they may be
-dead.
-"""
+"""Seconds that rank 0 waits for the parts of others after its own run has failed, since they may be dead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +67,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Everything needed to resume a run, copied out of the framework and written while training
-    continues.
-    """
+    """Everything needed to resume a run, copied out of the framework and written while training continues."""
 
     files: Mapping[str, Tensors]
     """File name -> tensors by name."""
@@ -82,8 +77,7 @@ class Snapshot:
     ready: Callable[[], None] = lambda: None
     """Function that waits until tensors which a device copies are there."""
     also_write: Callable[[Path], None] | None = None
-    """Function that writes another form, called on each rank with the complete checkpoint's folder.
-    """
+    """Function that writes another form, called on each rank with the complete checkpoint's folder."""
 
 
 class CheckpointWriter:
@@ -106,11 +100,10 @@ class CheckpointWriter:
     ) -> None:
         """Create a writer.
 
-        active: False on ranks other than 0, which must not change the folder. patience: seconds
-        within which all ranks must have written their parts after rank 0. require_folder: raises
-        LostFolderError if the folder is no longer this run's. after_saving: called on rank 0 with
-        each complete checkpoint, before the next one begins. Raises CheckpointError if the folder
-        cannot be read.
+        active: False on ranks other than 0, which must not change the folder. patience: seconds within which all ranks
+        must have written their parts after rank 0. require_folder: raises LostFolderError if the folder is no longer
+        this run's. after_saving: called on rank 0 with each complete checkpoint, before the next one begins. Raises
+        CheckpointError if the folder cannot be read.
         """
         self._patience = patience
         self.folder = Path(folder)
@@ -122,9 +115,7 @@ class CheckpointWriter:
         self._failure: Exception | None = None
         self._known: set[str] = set()
         self._newest = self._good = self._sane = -1
-        """Steps of the newest checkpoint, of the newest good one before it, and of the last good
-        weights.
-        """
+        """Steps of the newest checkpoint, of the newest good one before it, and of the last good weights."""
         if active:
             with reading(self.folder, CheckpointError):
                 clean_up(self.folder, "step_*")
@@ -250,9 +241,7 @@ class CheckpointWriter:
         fsync_folder(temporary)
 
     def _collect_parts(self, temporary: Path, ranks: int) -> dict[str, dict[str, Any]]:
-        """Wait for all ranks, and return their descriptions. Raises StorageError naming missing
-        ranks.
-        """
+        """Wait for all ranks, and return their descriptions. Raises StorageError naming missing ranks."""
         paths = [temporary / f"rank_{rank:05d}.json" for rank in range(ranks)]
 
         def absent() -> list[int]:  # what is there is complete: it was renamed

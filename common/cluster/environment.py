@@ -34,8 +34,7 @@ class Process:
     local_rank: int = 0
     """Rank among the processes of this host."""
     local_world_size: int = 1
-    """Processes of this host. msrun does not tell it; with several hosts it is a lower bound there.
-    """
+    """Processes of this host. msrun does not tell it; with several hosts it is a lower bound there."""
     device_id: int | None = None
     """Device assigned to this process; None means local_rank."""
     master: str | None = None
@@ -58,10 +57,9 @@ ALONE = Process()
 def find_process(environ: Mapping[str, str]) -> Process:
     """Find the rank of this process in each launcher's variables in turn.
 
-    The order is ours and torchrun's, horovodrun's, msrun's, Ascend's, Open MPI's, Slurm's. Without
-    any, this is the only process. Raises ConfigError for a value that is not a number, for an
-    incomplete pair, where two launchers contradict each other, and for several processes of an MPI
-    that does not number those of a host.
+    The order is ours and torchrun's, horovodrun's, msrun's, Ascend's, Open MPI's, Slurm's. Without any, this is the
+    only process. Raises ConfigError for a value that is not a number, for an incomplete pair, where two launchers
+    contradict each other, and for several processes of an MPI that does not number those of a host.
     """
     variables = _Variables(environ)
     horovod = partial(_of_mpi, "HOROVOD_", "horovodrun")
@@ -282,10 +280,9 @@ def _torchrun(variables: _Variables) -> Process | None:
         return None
     if variables.rank_and_size("HOROVOD_RANK", "HOROVOD_SIZE") not in (None, pair):
         raise ConfigError(
-            f"environment: RANK={pair[0]} of WORLD_SIZE={pair[1]}, but"
-            f" HOROVOD_RANK={environ['HOROVOD_RANK']} of HOROVOD_SIZE={environ['HOROVOD_SIZE']};"
-            " unset RANK and WORLD_SIZE where horovodrun starts the processes, else HOROVOD_RANK"
-            " and HOROVOD_SIZE"
+            f"environment: RANK={pair[0]} of WORLD_SIZE={pair[1]}, but HOROVOD_RANK={environ['HOROVOD_RANK']} of"
+            f" HOROVOD_SIZE={environ['HOROVOD_SIZE']}; unset RANK and WORLD_SIZE where horovodrun starts the"
+            " processes, else HOROVOD_RANK and HOROVOD_SIZE"
         )
     same_in_both = (environ.get("RANK_ID"), environ.get("RANK_SIZE")) == (environ["RANK"], environ["WORLD_SIZE"])
     # for one process both may agree by chance, where the container has RANK_ID=0 and RANK_SIZE=1
@@ -400,9 +397,8 @@ def _in_table(variables: _Variables) -> Process:
         )
     if not variables.text("RANK_ID") and world > 1:
         raise ConfigError(
-            f"environment: RANK_TABLE_FILE={path} holds {world} ranks, but RANK_ID is not set, so"
-            " the rank of this process is unknown; start with scripts/run_distribute.sh, or unset"
-            " RANK_TABLE_FILE"
+            f"environment: RANK_TABLE_FILE={path} holds {world} ranks, but RANK_ID is not set, so the rank of this"
+            " process is unknown; start with scripts/run_distribute.sh, or unset RANK_TABLE_FILE"
         )
     rank = variables.rank("RANK_ID", world, 0)
     server, device = table.places()[rank]

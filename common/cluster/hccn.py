@@ -33,10 +33,9 @@ def npu_numbers(root: Path = Path("/")) -> list[int]:
 def device_addresses(devices: Sequence[int], conf: Path | None = None) -> dict[int, str]:
     """Map the physical number of each of ``devices`` to its address.
 
-    conf: file to read instead of asking hccn_tool. With None, ``hccn_tool -i N -ip -g`` is asked if
-    it is on PATH, and /etc/hccn.conf is read if it is absent or fails for any device. Addresses of
-    the two are never mixed. Raises DataError if a device has no address, naming the sources that
-    were tried.
+    conf: file to read instead of asking hccn_tool. With None, ``hccn_tool -i N -ip -g`` is asked if it is on PATH, and
+    /etc/hccn.conf is read if it is absent or fails for any device. Addresses of the two are never mixed. Raises
+    DataError if a device has no address, naming the sources that were tried.
     """
     tried = ""
     if conf is None:
@@ -53,9 +52,8 @@ def device_addresses(devices: Sequence[int], conf: Path | None = None) -> dict[i
         if device not in found:
             listed = ", ".join(map(str, sorted(found))) or "none"
             raise DataError(
-                f"{tried}{conf or DEFAULT_CONF}: no line address_{device}=...; devices with an"
-                f" address there: {listed}; add the line, or leave device {device} out of"
-                " --device_num or --visible_devices"
+                f"{tried}{conf or DEFAULT_CONF}: no line address_{device}=...; devices with an address there:"
+                f" {listed}; add the line, or leave device {device} out of --device_num or --visible_devices"
             )
     return {device: found[device] for device in devices}
 

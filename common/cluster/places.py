@@ -115,11 +115,10 @@ def find_places(
 ) -> Placement:
     """Return the placement of a run from the arguments of ``run_distribute.sh``.
 
-    numbers: devices of this machine, or with ``rank_size`` a range of global ranks. master, nodes,
-    node_rank: for several hosts without a table, where every host runs equally many ranks. The last
-    two follow from ``numbers`` if these are ranks. master overrides the address in a table. pod:
-    server of the table that this pod is; its devices may be counted from 0, as its driver does.
-    Raises ConfigError where two of these contradict each other.
+    numbers: devices of this machine, or with ``rank_size`` a range of global ranks. master, nodes, node_rank: for
+    several hosts without a table, where every host runs equally many ranks. The last two follow from ``numbers`` if
+    these are ranks. master overrides the address in a table. pod: server of the table that this pod is; its devices may
+    be counted from 0, as its driver does. Raises ConfigError where two of these contradict each other.
     """
     if table is not None and (nodes is not None or node_rank is not None):
         raise ConfigError("--nnodes and --node_rank are for RANK_TABLE none; a rank table names the hosts")
@@ -201,8 +200,7 @@ def _in_table(
 def server_of_pod(table: RankTable, environ: Mapping[str, str]) -> Server | None:
     """Return the only server of a table, or the one that carries a name of this pod.
 
-    None outside pods, and if none or several do. Source: MindCluster's description of hccl.json and
-    its rank_table.sh.
+    None outside pods, and if none or several do. Source: MindCluster's description of hccl.json and its rank_table.sh.
     """
     if not in_pod(environ):
         return None
@@ -223,10 +221,9 @@ def _own_server(whole: Placement) -> str:
     if len(here) == 1:
         return here[0]
     raise ConfigError(
-        f"the rank table is of {len(whole.hosts)} servers, so the range must be of ranks: put"
-        f" RANK_SIZE behind the mode, such as '[0,{len(whole.of_host(whole.hosts[0]))})' MODE"
-        f" {whole.world_size}; a range of devices is enough where one server has an address of this"
-        f" machine; here {' and '.join(here) or 'none'} has"
+        f"the rank table is of {len(whole.hosts)} servers, so the range must be of ranks: put RANK_SIZE behind the"
+        f" mode, such as '[0,{len(whole.of_host(whole.hosts[0]))})' MODE {whole.world_size}; a range of devices is"
+        f" enough where one server has an address of this machine; here {' and '.join(here) or 'none'} has"
     )
 
 

@@ -27,17 +27,14 @@ FOREIGN = (
     "HOROVOD_RANK",
     "HOROVOD_SIZE",
 )
-"""Variables of an earlier run in the user's shell that would mislead a rank; removed unless set
-again.
-"""
+"""Variables of an earlier run in the user's shell that would mislead a rank; removed unless set again."""
 RDMA = {"NCCL_IB_DISABLE": "0", "NCCL_NET": "IB"}
 """Settings for InfiniBand or RoCE between hosts, with an error instead of slow sockets."""
 SCHEDULER = (
     sys.executable,
     "-c",
-    f"import sys; sys.path.insert(0, {str(ROOT)!r}); from common.processes.heartbeat import"
-    " start_heartbeat; start_heartbeat(); import mindspore.communication;"
-    " mindspore.communication.init()",
+    f"import sys; sys.path.insert(0, {str(ROOT)!r}); from common.processes.heartbeat import start_heartbeat;"
+    " start_heartbeat(); import mindspore.communication; mindspore.communication.init()",
 )
 """Command of MindSpore's scheduler, by which ranks find each other without a rank table.
 
@@ -49,9 +46,8 @@ Under MS_ROLE=MS_SCHED it ends when they do, and also when its launcher dies.
 class Rendezvous:
     """Information by which the ranks find each other.
 
-    table: absolute path of the rank table. own_address: of this host, for the others; None if not
-    needed or unknown. interface: the one that has it. scheduler: whether MindSpore uses its
-    scheduler. rdma: whether NCCL must use RDMA.
+    table: absolute path of the rank table. own_address: of this host, for the others; None if not needed or unknown.
+    interface: the one that has it. scheduler: whether MindSpore uses its scheduler. rdma: whether NCCL must use RDMA.
     """
 
     port: int
@@ -138,8 +134,7 @@ def rank_variables(
 def hccl_seconds(limit: float) -> str:
     """Return HCCL_EXEC_TIMEOUT for a limit in seconds, where HCCL's own is 1836.
 
-    A first Ascend takes multiples of 68, at most 17340 (CANN's reference of variables,
-    envref_07_0078).
+    A first Ascend takes multiples of 68, at most 17340 (CANN's reference of variables, envref_07_0078).
     """
     return str(68 * min(math.ceil(limit / 68), 255))
 

@@ -158,8 +158,7 @@ class SuperPodTable(RankTable):
 def parse_address(text: str, place: str) -> Address:
     """Parse an IPv4 or IPv6 address that another machine can reach.
 
-    Raises DataError that begins with ``place``. Loopback is accepted: whether it is an error
-    depends on the caller.
+    Raises DataError that begins with ``place``. Loopback is accepted: whether it is an error depends on the caller.
     """
     try:
         address = ipaddress.ip_address(text)
@@ -196,8 +195,7 @@ def validate(table: RankTable, place: str) -> None:
             f"{place}: {len(ranks)} devices have the ranks {spans(ranks)}; expected 0 to"
             f" {len(ranks) - 1}, each once; make the table again"
         )
-    # a server is then a network instance, which may span machines; local_id is checked while
-    # reading
+    # a server is then a network instance, which may span machines; local_id is checked while reading
     if table.version != "2.0":
         for server in table.server_list:
             ids = (device.device_id for device in server.device)

@@ -50,9 +50,8 @@ def read_table(path: Path) -> RankTable:
 def wait_for_table(path: Path, limit_seconds: float) -> RankTable:
     """Read a table that a platform fills, looking again each second until it is complete.
 
-    It may be absent, half written or 'initializing' meanwhile, which is logged each half minute.
-    Raises DataError with the last reason after ``limit_seconds``, and at once for a table that is
-    complete and wrong.
+    It may be absent, half written or 'initializing' meanwhile, which is logged each half minute. Raises DataError with
+    the last reason after ``limit_seconds``, and at once for a table that is complete and wrong.
     """
     started = said = time.monotonic()
     while True:

@@ -226,8 +226,7 @@ def run_config(side: Side, steps: int, place: Workplace) -> Path:
 def record_step(
     sides: Sequence[Side], runs: Sequence[RecordedRun], place: Workplace, *, step: int, samples: int, own_weights: bool
 ) -> tuple[Path, Path]:
-    """Let both runs make one step, on one set of weights or each on its own. Returns the folders of
-    the records.
+    """Let both runs make one step, on one set of weights or each on its own. Returns the folders of the records.
 
     Raises ConfigError, CheckpointError, DataError and RunError.
     """

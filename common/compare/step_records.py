@@ -173,9 +173,8 @@ def default_tolerance(one: Mapping[str, Any], other: Mapping[str, Any]) -> float
 def order(layers: int) -> Iterator[tuple[str, str]]:
     """Yield section and name of all tensors in the order in which a step computes them.
 
-    The gradients of the token table come last: the embedding adds its part there to the head's. The
-    softmax does not see the biases of keys. Adam moves them by rounding errors, so they are left
-    out among the weights.
+    The gradients of the token table come last: the embedding adds its part there to the head's. The softmax does not
+    see the biases of keys. Adam moves them by rounding errors, so they are left out among the weights.
     """
     yield TOKENS, ""
     forward = list(activation_names(layers))
@@ -226,11 +225,10 @@ def _terms(weight: Array) -> float:
 def difference(
     one: Array, other: Array, tolerance: float, scale: float = 0.0
 ) -> tuple[float, float, tuple[int, ...] | None]:
-    """Return the largest absolute difference, the relative one, and the first place beyond the
-    tolerance.
+    """Return the largest absolute difference, the relative one, and the first place beyond the tolerance.
 
-    scale: least norm to which the difference is relative. An element is beyond the tolerance if its
-    difference is more than that share of the root mean square.
+    scale: least norm to which the difference is relative. An element is beyond the tolerance if its difference is more
+    than that share of the root mean square.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.abs(one.astype(np.float64) - other.astype(np.float64))

@@ -1,8 +1,7 @@
 """Schema of a run. Every key of every YAML file is a field here, documented under its definition.
 
-A config is data: frozen and strict, and it rejects unknown keys. Values that follow from others
-(the data-parallel size, the accumulation, the inner size of the MLP) are None until
-``common.resolve.derive`` fills them in.
+A config is data: frozen and strict, and it rejects unknown keys. Values that follow from others (the data-parallel
+size, the accumulation, the inner size of the MLP) are None until ``common.resolve.derive`` fills them in.
 """
 
 from __future__ import annotations
@@ -96,9 +95,7 @@ class PrecisionConfig(Section):
     """
 
     parameters: FloatName = "float32"
-    """Type in which the model holds its weights. Below float32, the optimizer keeps and updates a
-    float32 copy.
-    """
+    """Type in which the model holds its weights. Below float32, the optimizer keeps and updates a float32 copy."""
     compute: FloatName = "float32"
     """Type of activations and matrix products."""
     reduction: FloatName = "float32"
@@ -149,13 +146,9 @@ class ModelConfig(Section):
     layer_norm_epsilon: Positive32 = 1e-5
     """Added to the variance inside layer norms."""
     initializer_range: Positive32 = 0.02
-    """Standard deviation of initial weights. Residual projections use it divided by sqrt(2 x
-    num_layers).
-    """
+    """Standard deviation of initial weights. Residual projections use it divided by sqrt(2 x num_layers)."""
     vocab_multiple: Count = 128
-    """The embedding table is padded to a multiple of this times parallel.model_parallel. Padded
-    logits are masked.
-    """
+    """The embedding table is padded to a multiple of this times parallel.model_parallel. Padded logits are masked."""
 
 
 class TrainConfig(Section):
@@ -168,13 +161,9 @@ class TrainConfig(Section):
     max_tokens: Count | None = None
     """Length of the run in training tokens."""
     num_samples: Count | None = None
-    """Windows that count as an epoch, in max_epochs (1 when left out) and in the log. All of them
-    when left out.
-    """
+    """Windows that count as an epoch, in max_epochs (1 when left out) and in the log. All of them when left out."""
     exit_interval: Count | None = None
-    """Save and end with exit code 0 after a step that is a multiple of this. The same command
-    resumes the run.
-    """
+    """Save and end with exit code 0 after a step that is a multiple of this. The same command resumes the run."""
     exit_minutes: Annotated[float, Field(gt=0.0, le=MAX_COUNT)] | None = None
     """Save and end with exit code 0 after the step in which the process has trained for so many
     minutes. The same command resumes the run.
@@ -184,8 +173,7 @@ class TrainConfig(Section):
     plan, with a margin of 6 %; it needs global_batch_size.
     """
     global_batch_size: Count | None = None
-    """Samples of one optimizer step over all devices (micro batch x data parallel x accumulation).
-    """
+    """Samples of one optimizer step over all devices (micro batch x data parallel x accumulation)."""
     accumulation_steps: Count | None = None
     """Micro batches per device and optimizer step."""
     rampup_batch_size: (
@@ -195,10 +183,9 @@ class TrainConfig(Section):
         ]
         | None
     ) = None
-    """Growth of the global batch, [start, increment, samples]: it grows from start to
-    global_batch_size in equal increments while the first samples are read. A list of pairs [first
-    sample, size] says the sizes, which rise. All batches are multiples of micro batch x data
-    parallel.
+    """Growth of the global batch, [start, increment, samples]: it grows from start to global_batch_size in equal
+    increments while the first samples are read. A list of pairs [first sample, size] says the sizes, which rise. All
+    batches are multiples of micro batch x data parallel.
     """
     recompute: Literal["none", "selective", "full", "auto"] = "none"
     """Activations to recompute in the backward pass. selective recomputes attention and the inner
@@ -224,21 +211,15 @@ class TrainConfig(Section):
     parallel.parallel_mode 1 and 2.
     """
     sink_size: Annotated[int, Field(gt=0, le=100), MINDSPORE] = 1
-    """Steps that MindSpore queues before it reads the result of the first. A stop by signal waits
-    for all of them.
-    """
+    """Steps that MindSpore queues before it reads the result of the first. A stop by signal waits for all of them."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile the model with torch.compile. auto does so on CUDA. The first step then takes about a
-    minute.
-    """
+    """Compile the model with torch.compile. auto does so on CUDA. The first step then takes about a minute."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
     """Mode of torch.compile. reduce-overhead replays CUDA graphs; max-autotune tries kernels for
     each product, which takes minutes.
     """
     fused_attention: bool = True
-    """Compute attention by one kernel where the device has it. Otherwise the scores of all pairs of
-    tokens are kept.
-    """
+    """Compute attention by one kernel where the device has it. Otherwise the scores of all pairs of tokens are kept."""
     loss_rows: Count | None = None
     """Positions whose logits exist at one time. When left out, 1024 on a CPU; on an accelerator
     more by its memory, 16384 with 80 GB.
@@ -282,9 +263,7 @@ class LossScaleConfig(Section):
 
 class OptimizerConfig(Section):
     name: RuleName = "adamw"
-    """Update rule. adamw decays weights apart from the gradient; adam and sgd add the decay to the
-    gradient.
-    """
+    """Update rule. adamw decays weights apart from the gradient; adam and sgd add the decay to the gradient."""
     learning_rate: Positive32
     """Peak learning rate."""
     min_learning_rate: NonNegative32 = 0.0
@@ -347,9 +326,8 @@ class TokenizerConfig(Section):
     files when left out. BertWordLevel splits Chinese into words and is never detected.
     """
     folder: Text | None = None
-    """Folder of the tokenizer's files, instead of naming them: vocab.json and merges.txt,
-    vocab.txt, a SentencePiece .model, or tokenizer.json. hf://OWNER/NAME takes them from the
-    Hugging Face hub.
+    """Folder of the tokenizer's files, instead of naming them: vocab.json and merges.txt, vocab.txt, a SentencePiece
+    .model, or tokenizer.json. hf://OWNER/NAME takes them from the Hugging Face hub.
     """
     vocab_file: Text | None = None
     """Vocabulary: vocab.json, encoder.json, vocab.txt, a SentencePiece .model or tokenizer.json."""
@@ -404,16 +382,12 @@ class DataConfig(Section):
     All of data.train is then for training, and data.split has no effect.
     """
     split: Annotated[str, BeforeValidator(_split_text, json_schema_input_type=str | list[float])] = "949,50,1"
-    """Weights of the training, validation and test parts of the documents, or of the rows of a
-    MindRecord.
-    """
+    """Weights of the training, validation and test parts of the documents, or of the rows of a MindRecord."""
     tokenizer: (
         Annotated[TokenizerConfig, BeforeValidator(expand_tokenizer, json_schema_input_type=str | TokenizerConfig)]
         | None
     ) = None
-    """The tokenizer, or the folder of its files. Needed to read or write text, and optional in
-    training.
-    """
+    """The tokenizer, or the folder of its files. Needed to read or write text, and optional in training."""
     shuffle: bool = True
     """Shuffle windows anew in every epoch; each epoch begins at another token."""
     stride: Count | None = None
@@ -425,14 +399,11 @@ class DataConfig(Section):
     reset_attention_mask: bool = False
     """Let a token attend only to tokens of its own document, not to others in the window."""
     eod_mask_loss: bool | Literal["targets"] = False
-    """Leave out the loss of positions whose input is the end-of-document token (true), or whose
-    target is it (targets, for rows padded with it). The mean is over the other positions of the
-    global batch.
+    """Leave out the loss of positions whose input is the end-of-document token (true), or whose target is it (targets,
+    for rows padded with it). The mean is over the other positions of the global batch.
     """
     eod_id: NonNegative | None = None
-    """Id of the end-of-document token for the three keys above; that of the data or of
-    data.tokenizer when left out.
-    """
+    """Id of the end-of-document token for the three keys above; that of the data or of data.tokenizer when left out."""
     prefetch: Annotated[int, Field(ge=0, le=1000)] = 2
     """Batches that a thread reads ahead; 0 reads each batch when it is needed."""
 
@@ -464,9 +435,7 @@ class ParallelOptimizerConfig(Section):
     """Splitting of the optimizer by MindSpore's compiler (zero_stage)."""
 
     parallel_optimizer_threshold: NonNegative = 64
-    """Size in KB below which a parameter stays whole, counted after the split over tensor-parallel
-    ranks.
-    """
+    """Size in KB below which a parameter stays whole, counted after the split over tensor-parallel ranks."""
 
 
 class StrategyFileConfig(Section):
@@ -484,9 +453,7 @@ class StrategyFileConfig(Section):
 
 class ParallelConfig(Section):
     data_parallel: Count | None = None
-    """Ranks that see different samples, including those of ZeRO; derived from the number of
-    processes when left out.
-    """
+    """Ranks that see different samples, including those of ZeRO; derived from the number of processes when left out."""
     model_parallel: Count = 1
     """Ranks that split every layer (tensor parallelism)."""
     pipeline_stage: Count = 1
@@ -504,15 +471,11 @@ class ParallelConfig(Section):
     several stages (virtual_stages).
     """
     virtual_stages: Count | None = None
-    """Stages on each pipeline rank; 2 with the interleaved schedules and 1 with the others when
-    left out.
-    """
+    """Stages on each pipeline rank; 2 with the interleaved schedules and 1 with the others when left out."""
     stage_layers: list[Count] | None = None
     """Layers of each stage in order; equally many when left out."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
-    """ZeRO stage. 1 splits the optimizer's state over data-parallel ranks, 2 also gradients, 3 also
-    parameters.
-    """
+    """ZeRO stage. 1 splits the optimizer's state over data-parallel ranks, 2 also gradients, 3 also parameters."""
     shard_size: Count | None = None
     """Data-parallel ranks over which zero_stage splits; all when left out. Groups of this size hold
     copies (hybrid sharding).
@@ -524,9 +487,8 @@ class ParallelConfig(Section):
             json_schema_input_type=Literal["ddp", "parameter_server", "horovod", "SPS", "DPS"],
         ),
     ] = "ddp"
-    """Method that keeps data-parallel replicas equal. ddp sums gradients over all ranks.
-    parameter_server gathers them on one rank, which updates and sends out the weights
-    (DataParallel). horovod is ddp with Horovod.
+    """Method that keeps data-parallel replicas equal. ddp sums gradients over all ranks. parameter_server gathers them
+    on one rank, which updates and sends out the weights (DataParallel). horovod is ddp with Horovod.
     """
     parallel_mode: Annotated[
         Annotated[
@@ -560,9 +522,8 @@ class ParallelConfig(Section):
     search_mode: Annotated[
         Literal["recursive_programming", "sharding_propagation", "dynamic_programming"] | None, COMPILED
     ] = None
-    """Search for splits with auto_parallel. sharding_propagation, also when left out, starts from
-    our plan. Checkpoints and the gradient norm need the plan's parts of parameters, so a run ends
-    at its start if a search finds others.
+    """Search for splits with auto_parallel. sharding_propagation, also when left out, starts from our plan. Checkpoints
+    and the gradient norm need the plan's parts of parameters, so a run ends at its start if a search finds others.
     """
     micro_batch_interleave_num: Annotated[Count, COMPILED] = 1
     """Parts of a micro batch whose communication and computation overlap, in modes 1 and 2."""
@@ -582,18 +543,15 @@ class CheckpointConfig(Section):
     resume: Annotated[str, BeforeValidator(_resume, json_schema_input_type=str | bool | None), Field(min_length=1)] = (
         "auto"
     )
-    """Whether to continue a run. auto continues the one in output_dir if it exists. latest requires
-    it to exist; never requires that it does not. Any other value is the folder of a checkpoint or
-    of a run to continue.
+    """Whether to continue a run. auto continues the one in output_dir if it exists. latest requires it to exist; never
+    requires that it does not. Any other value is the folder of a checkpoint or of a run to continue.
     """
     init_from: Text | None = None
     """Weights to start from (finetune): the folder of a checkpoint or of a run, or anything that
     tools/convert_weight.py takes as --input, such as hf://OWNER/NAME on the Hugging Face hub.
     """
     load: Text | None = None
-    """Weights to evaluate or generate with; when left out, the newest checkpoint of output_dir,
-    else init_from.
-    """
+    """Weights to evaluate or generate with; when left out, the newest checkpoint of output_dir, else init_from."""
     ckpt_prefix: Annotated[
         Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.-]*$", max_length=100)] | None, MINDSPORE
     ] = None
@@ -603,9 +561,8 @@ class CheckpointConfig(Section):
     asynchronous: bool = True
     """Write checkpoints from a thread while training continues."""
     epoch_models: bool = False
-    """Also save at the end of each epoch, and write the weights for transformers into
-    GPT2-Chinese's folders of output_dir. These are model_epoch{n} after an epoch and final_model
-    after the last step.
+    """Also save at the end of each epoch, and write the weights for transformers into GPT2-Chinese's folders of
+    output_dir. These are model_epoch{n} after an epoch and final_model after the last step.
     """
 
 
@@ -651,9 +608,7 @@ class PredictConfig(Section):
     prompt: Annotated[
         list[_TextOrIds], BeforeValidator(_prompts, json_schema_input_type=str | list[int] | list[_TextOrIds])
     ] = []
-    """A prompt or a list of prompts; <|endoftext|> in a prompt is that token. A prompt may also be
-    a list of ids.
-    """
+    """A prompt or a list of prompts; <|endoftext|> in a prompt is that token. A prompt may also be a list of ids."""
     prompt_file: Text | None = None
     """File of prompts, instead of prompt or in addition to it. A text file has one prompt per line;
     a .jsonl file has the field prompt (or text), or ids for a list of ids.
@@ -667,18 +622,13 @@ class PredictConfig(Section):
     Existing files are kept, so a stopped run can be resumed.
     """
     stream: bool = True
-    """Print tokens as they are generated, if standard output is a terminal and one sequence is
-    generated at a time.
-    """
+    """Print tokens as they are generated, if standard output is a terminal and one sequence is generated at a time."""
     strategy: Annotated[Strategy, _named({"greedy_search": "greedy"})] | None = None
-    """Choice of the next token. greedy takes the most probable token, sampling draws one, and
-    beam_search looks for the most probable sequences. When left out, temperature, top_k, top_p or
-    min_p choose sampling, and else it is greedy.
+    """Choice of the next token. greedy takes the most probable token, sampling draws one, and beam_search looks for the
+    most probable sequences. When left out, temperature, top_k, top_p or min_p choose sampling, and else it is greedy.
     """
     num_sequences: Annotated[int, Field(gt=0, le=100_000)] = 1
-    """Continuations of each prompt: drawn independently, or the best of num_beams. Must be 1 with
-    greedy.
-    """
+    """Continuations of each prompt: drawn independently, or the best of num_beams. Must be 1 with greedy."""
     num_beams: Annotated[int, Field(gt=0, le=1_000)] = 4
     """Sequences of each prompt that beam_search follows at once."""
     length_penalty: Annotated[float, Field(ge=-100.0, le=100.0)] = 1.0
@@ -706,9 +656,8 @@ class PredictConfig(Section):
     for. To go above model.max_positions, set window.
     """
     window: Count | None = None
-    """Positions of a sliding window, for texts longer than the model. Each token is then chosen
-    after the last window - 1 tokens, which costs a whole pass per token. At most
-    model.max_positions, its value when left out.
+    """Positions of a sliding window, for texts longer than the model. Each token is then chosen after the last window -
+    1 tokens, which costs a whole pass per token. At most model.max_positions, its value when left out.
     """
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Seed of sampling; the run's seed when left out."""
@@ -717,8 +666,7 @@ class PredictConfig(Section):
     top_k: NonNegative = 0
     """Sample from the k most probable tokens; 0 is off."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0), BeforeValidator(_top_p)] = 1.0
-    """Sample from the smallest set of tokens with at least this total probability; 1 and 0 are off.
-    """
+    """Sample from the smallest set of tokens with at least this total probability; 1 and 0 are off."""
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Sample from the tokens with at least this fraction of the largest probability, after top_k
     and top_p; 0 is off.
@@ -728,8 +676,7 @@ class PredictConfig(Section):
     already occurred; 1 is off.
     """
     no_repeat_ngram_size: NonNegative = 0
-    """Length of token sequences that must not occur twice, including those of the prompt; 0 is off.
-    """
+    """Length of token sequences that must not occur twice, including those of the prompt; 0 is off."""
     presence_penalty: Penalty = 0.0
     """Amount subtracted from the logit of each token that has been generated; 0 is off."""
     frequency_penalty: Penalty = 0.0
@@ -739,9 +686,8 @@ class PredictConfig(Section):
         BeforeValidator(_with_text_keys, json_schema_input_type=dict[str, Bias]),
         AfterValidator(_without_empty),
     ] = {}
-    """Amounts added to the logits of tokens, by id or by text, from -100 to 100: {50256: -100, "
-    the": 2.5}. For a text of several tokens it is added to the last one where the others precede
-    it.
+    """Amounts added to the logits of tokens, by id or by text, from -100 to 100: {50256: -100, " the": 2.5}. For a text
+    of several tokens it is added to the last one where the others precede it.
     """
     bad_words: Annotated[
         list[_TextOrIds],
@@ -761,9 +707,8 @@ class PredictConfig(Section):
     config.json, else the tokenizer.
     """
     logprobs: Annotated[int, Field(ge=0, le=1000)] | None = None
-    """Number of most probable tokens per place whose log-probabilities are written into the JSON
-    lines, beside that of the chosen token. They are those of the model, before biases, penalties
-    and temperature.
+    """Number of most probable tokens per place whose log-probabilities are written into the JSON lines, beside that of
+    the chosen token. They are those of the model, before biases, penalties and temperature.
     """
 
     @property
@@ -816,9 +761,7 @@ class EvaluationConfig(Section):
     .jsonl with the field text and one document per line. For lambada: .jsonl with the field text.
     """
     detokenize: Literal["none", "wikitext"] = "none"
-    """Undo the spaces that WikiText puts around punctuation, as Megatron and lm-eval do. Words are
-    counted before.
-    """
+    """Undo the spaces that WikiText puts around punctuation, as Megatron and lm-eval do. Words are counted before."""
     stride: Count | None = None
     """Tokens between the starts of the windows over a text; model.seq_length (no overlap) when left
     out. Each token is scored once, with more than model.seq_length - stride tokens before it.
@@ -835,19 +778,16 @@ class ExportConfig(Section):
     """Settings of --run_mode export."""
 
     format: Literal["safetensors", "mindir", "onnx", "gguf", "pt2"] | None = None
-    """Format of the export. On either backend: safetensors (one file, whichever ranks wrote the
-    checkpoint), onnx (for onnxruntime and optimum) or gguf (for llama.cpp). On MindSpore: mindir, a
-    program. On torch: pt2, a program of torch.export. When left out, mindir on mindspore and
-    safetensors on torch.
+    """Format of the export. On either backend: safetensors (one file, whichever ranks wrote the checkpoint), onnx (for
+    onnxruntime and optimum) or gguf (for llama.cpp). On MindSpore: mindir, a program. On torch: pt2, a program of
+    torch.export. When left out, mindir on mindspore and safetensors on torch.
     """
     weights: Literal["float32", "float16", "int8", "int4"] = "float32"
     """Type of the weights. onnx and gguf have all four; int8 and int4 then share a scale in blocks
     of 32. safetensors has float32 and int8, with a scale for each output channel.
     """
     cache: bool = True
-    """Let the program take and return keys and values, so that a step computes one token (onnx and
-    pt2).
-    """
+    """Let the program take and return keys and values, so that a step computes one token (onnx and pt2)."""
     check: bool = True
     """Compare the export with the backend's model before its folder is published (onnx and pt2)."""
     overwrite: bool = False
@@ -857,9 +797,8 @@ class ExportConfig(Section):
 
 
 class QuantizationConfig(Section):
-    """Quantization-aware training: the linear layers of the blocks compute with numbers rounded to
-    few bits, so that the weights adapt. An evaluation with this section measures what rounding
-    costs.
+    """Quantization-aware training: the linear layers of the blocks compute with numbers rounded to few bits, so that
+    the weights adapt. An evaluation with this section measures what rounding costs.
     """
 
     weight_bits: Annotated[int, Field(ge=2, le=8)] = 8
@@ -875,9 +814,7 @@ class QuantizationConfig(Section):
     moving_rate: Fraction = 0.9
     """Weight of earlier maxima in moving_average_abs_max."""
     skip: list[str] = Field(default_factory=list)
-    """Layers that stay in float: a block (h.3), one layer (h.3.mlp.c_proj), or a layer of every
-    block (mlp.c_proj).
-    """
+    """Layers that stay in float: a block (h.3), one layer (h.3.mlp.c_proj), or a layer of every block (mlp.c_proj)."""
     freeze_embedding: bool = False
     """Keep the token and position embeddings as they are."""
 
@@ -888,9 +825,7 @@ class ServeConfig(Section):
     """
 
     host: Text = "127.0.0.1"
-    """Address to listen at; when left out, only this machine can connect. Use 0.0.0.0 for every
-    network.
-    """
+    """Address to listen at; when left out, only this machine can connect. Use 0.0.0.0 for every network."""
     port: Annotated[int, Field(ge=0, lt=2**16)] = 8000
     """Port to listen at; 0 takes a free one, which the log names."""
     name: Text | None = None
@@ -902,9 +837,7 @@ class ServeConfig(Section):
     slots: Annotated[int, Field(gt=0, le=1024)] = 8
     """Sequences generated at once. Each has keys and values for all positions in memory."""
     max_waiting: Annotated[int, Field(gt=0, le=100_000)] = 64
-    """Sequences that may wait for a slot, and the most sequences of one request. Further requests
-    get status 429.
-    """
+    """Sequences that may wait for a slot, and the most sequences of one request. Further requests get status 429."""
     max_body_bytes: Annotated[int, Field(gt=0, le=2**25)] = 2**20
     """Largest body of a request, in bytes."""
     max_prompt_tokens: Count | None = None
@@ -992,9 +925,7 @@ class DeepSpeedConfig(Section):
     """Settings of engine deepspeed."""
 
     config_file: Text | None = None
-    """Your own ds_config.json, merged with the settings that follow from this file. Contradictions
-    are rejected.
-    """
+    """Your own ds_config.json, merged with the settings that follow from this file. Contradictions are rejected."""
     offload_optimizer: bool = False
     """Keep the optimizer's state and update in host memory."""
     offload_parameters: bool = False
@@ -1004,18 +935,14 @@ class DeepSpeedConfig(Section):
 
 
 class ContextConfig(Section):
-    """Settings of the device, with MindFormers' names. On torch only device_id and
-    max_device_memory act.
-    """
+    """Settings of the device, with MindFormers' names. On torch only device_id and max_device_memory act."""
 
     mode: Annotated[
         Literal["graph", "pynative"],
         _named({0: "graph", 1: "pynative"}, json_schema_input_type=Literal["graph", "pynative", 0, 1]),
         MINDSPORE,
     ] = "graph"
-    """Execution mode. graph (0) compiles a whole step; pynative (1) runs operator by operator, for
-    debugging.
-    """
+    """Execution mode. graph (0) compiles a whole step; pynative (1) runs operator by operator, for debugging."""
     device_id: Annotated[int, Field(ge=0, lt=2**16)] = 0
     """Number of the device on this machine, from 0."""
     max_device_memory: Annotated[str, BeforeValidator(_memory)] | None = None
@@ -1045,9 +972,8 @@ class RuntimeConfig(Section):
     wait until all ranks have come, and one message to the others.
     """
     max_restarts: Annotated[int, Field(ge=0, le=10_000)] = 0
-    """Times that the launcher starts all ranks again after a failure, from the newest complete
-    checkpoint. A refused setting, a first attempt without a finished step, and a step that fails
-    twice end the run.
+    """Times that the launcher starts all ranks again after a failure, from the newest complete checkpoint. A refused
+    setting, a first attempt without a finished step, and a step that fails twice end the run.
     """
     return_limit: Annotated[float, Field(ge=1.0, le=1e6)] = 600.0
     """Seconds to wait before a restart for hosts that have not come back."""
@@ -1061,8 +987,7 @@ class RunConfig(Section):
     engine: Literal["native", "deepspeed"] = "native"
     """Engine of a training step on torch: our own (native) or DeepSpeed."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-    """Kind of device. auto takes an accelerator if there is one. On mindspore, npu is the Ascend.
-    """
+    """Kind of device. auto takes an accelerator if there is one. On mindspore, npu is the Ascend."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     """Seed of initial weights, data order, dropout and sampling."""
     output_dir: Text

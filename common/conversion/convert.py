@@ -1,7 +1,6 @@
 """Convert GPT-2 weights from any supported format to any other.
 
-Names and shapes are checked, and tensors are written as a stream. The target folder is complete or
-absent.
+Names and shapes are checked, and tensors are written as a stream. The target folder is complete or absent.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ from common.tokenizer import load_tokenizer
 
 REPORT = "conversion.json"
 _USUAL_HEADS = {768: (12,), 1024: (16,), 1280: (20,), 1600: (25,), 8192: (64, 32)}
-"""Width -> number of heads, for OpenAI's models and MindFormers' 52B model, whose heads are 256
-wide.
-"""
+"""Width -> number of heads, for OpenAI's models and MindFormers' 52B model, whose heads are 256 wide."""
 _HEAD_WIDTHS = (64, 80, 96, 128)
 """Head widths of all other models."""
 _NARROW = 256
@@ -69,14 +66,13 @@ def convert(
     pipeline_stage: int = 1,
     runners: Mapping[str, Runner] | None = None,
 ) -> dict[str, Any]:
-    """Convert the weights of ``source`` into ``target``. Return what its conversion.json says, and
-    the step of the run that went along: None for weights alone.
+    """Convert the weights of ``source`` into ``target``. Return what its conversion.json says, and the step of the run
+    that went along: None for weights alone.
 
-    source: a path, or a model by name as ``common.hub`` takes it. dtype: type of the weights; the
-    optimizer's state keeps its own. weights_only: leave out the optimizer's state and the position
-    of the run. verify: read the target back, compare it bit for bit, and compare the logits of both
-    by ``runners`` (one for each format). model_parallel, pipeline_stage: numbers of ranks, for a
-    target that has a file for each rank.
+    source: a path, or a model by name as ``common.hub`` takes it. dtype: type of the weights; the optimizer's state
+    keeps its own. weights_only: leave out the optimizer's state and the position of the run. verify: read the target
+    back, compare it bit for bit, and compare the logits of both by ``runners`` (one for each format). model_parallel,
+    pipeline_stage: numbers of ranks, for a target that has a file for each rank.
 
     Raises CheckpointError, ConfigError and StorageError; ``target`` then does not exist.
     """
@@ -278,8 +274,7 @@ def _compare(weights: Weights, written: Weights) -> dict[str, str]:
 def warn_of_heads(path: Path, model: ResolvedModel) -> None:
     """Warn if the number of heads is unusual for the width.
 
-    Any number of heads that divides the width fits the shapes, so a wrong number cannot be detected
-    otherwise.
+    Any number of heads that divides the width fits the shapes, so a wrong number cannot be detected otherwise.
     """
     width, heads = model.hidden_size, model.num_heads
     sizes = _NARROW_HEAD_WIDTHS if width < _NARROW else _HEAD_WIDTHS

@@ -73,14 +73,12 @@ def allowed_noise(weights: str, layers: int) -> float | None:
 def compare(
     model: ExportedModel, ids: NDArray[np.int64], expected: NDArray[np.float32], allowed: float | None
 ) -> dict[str, tuple[float, float]]:
-    """Return the largest difference of logits and the noise by case, for ids (B, T) whose logits
-    are ``expected`` (B, T, vocab_size). The noise is the standard deviation of the difference,
-    relative to that of the logits.
+    """Return the largest difference of logits and the noise by case, for ids (B, T) whose logits are ``expected`` (B,
+    T, vocab_size). The noise is the standard deviation of the difference, relative to that of the logits.
 
-    There are three cases: all tokens at once, a first part and then token by token, and rows of
-    different lengths with padding on the left. allowed: the noise that rounding explains; None if
-    weights are not rounded, and two orders of adding in float32 may differ by TOLERANCE. Raises
-    RunError if the difference of a case is larger.
+    There are three cases: all tokens at once, a first part and then token by token, and rows of different lengths with
+    padding on the left. allowed: the noise that rounding explains; None if weights are not rounded, and two orders of
+    adding in float32 may differ by TOLERANCE. Raises RunError if the difference of a case is larger.
     """
     everywhere = np.ones(ids.shape, bool)
     cases = {"all tokens at once": (_whole(model, ids), everywhere), "padding on the left": _padded(model, ids)}
@@ -185,9 +183,8 @@ PROGRAMS = {
 def export_program(config: Run, checkpoint: Checkpoint, program: ProgramFormat | None = None) -> None:
     """Write the folder export.format inside the run folder.
 
-    program: how to write and run it, if the format is one of the backend's own. Raises
-    CheckpointError, ConfigError and StorageError, and RunError if the check fails. An older export
-    is then unchanged.
+    program: how to write and run it, if the format is one of the backend's own. Raises CheckpointError, ConfigError and
+    StorageError, and RunError if the check fails. An older export is then unchanged.
     """
     format = config.export.format
     assert format is not None

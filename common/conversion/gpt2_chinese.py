@@ -47,8 +47,7 @@ MAX_WAIT = 6 * 3600.0
 
 
 def run_command(main: Callable[..., int], program: str, words: Sequence[str]) -> int:
-    """Start ``main`` of run_gpt2.py with the arguments that the flags of ``program`` become; return
-    its exit code.
+    """Start ``main`` of run_gpt2.py with the arguments that the flags of ``program`` become; return its exit code.
 
     Words of the form section.key=value are overrides; --show_config prints the YAML and starts
     nothing. --prepare makes the data and starts nothing, so that a refusal comes once, before

@@ -1,6 +1,4 @@
-"""Path of the data from text over token files to batches, the arrays that a backend turns into
-tensors.
-"""
+"""Path of the data from text over token files to batches, the arrays that a backend turns into tensors."""
 
 from common.config.values import parse_split
 from common.dataset.blend import Blend, open_samples, parse_blend, part_names, require_data, windows_by_part

@@ -70,8 +70,7 @@ class Blend:
     def locate(self, ids: Ids) -> tuple[Ids, Ids]:
         """Map sample numbers to data sets and to samples within them.
 
-        ids: (n,). Returns two arrays (n,): numbers of the data sets, and sample numbers within
-        them.
+        ids: (n,). Returns two arrays (n,): numbers of the data sets, and sample numbers within them.
         """
         inner = np.asarray(ids, dtype=np.int64)
         nodes = np.full(len(inner), len(self._whole) - 1)
@@ -125,11 +124,10 @@ class Blend:
 
 
 def quantise(weights: Sequence[float], names: Sequence[str]) -> list[int]:
-    """Return whole numbers in proportion to ``weights``: the smallest ones that add up to at most
-    ``FINEST``, else rounded ones that add up to it.
+    """Return whole numbers in proportion to ``weights``: the smallest ones that add up to at most ``FINEST``, else
+    rounded ones that add up to it.
 
-    weights: finite and above 0. names: of the data sets, for messages. Raises DataError for a
-    weight that is too small.
+    weights: finite and above 0. names: of the data sets, for messages. Raises DataError for a weight that is too small.
     """
     exact = [Fraction(repr(float(weight))) for weight in weights]  # 0.1 is a tenth
     unit = math.lcm(*(weight.denominator for weight in exact))

@@ -80,8 +80,7 @@ class Corpus:
 
     @contextmanager
     def open(self) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-        """Yield (text, raw): the uncompressed bytes, and the file on disk whose position tells the
-        progress.
+        """Yield (text, raw): the uncompressed bytes, and the file on disk whose position tells the progress.
 
         Raises DataError when the gzip stream breaks inside the ``with`` block.
         """
@@ -135,8 +134,7 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = 
     if named_json and not forced and chosen is CorpusFormat.TEXT:
         raise DataError(
             f"{path}: is neither a JSON array nor JSON Lines, though its name says"
-            f" {name.suffix!r}; if it is plain text, name it .txt (or give preprocess_data.py"
-            " --input-format text)"
+            f" {name.suffix!r}; if it is plain text, name it .txt (or give preprocess_data.py --input-format text)"
         )
     why = "as asked" if forced else "by content"
     if not forced and not named_json and chosen is not CorpusFormat.TEXT:
@@ -174,9 +172,8 @@ def _table_format(
 def _judge(path: Path, head: str, complete: bool, named_json: bool) -> CorpusFormat:
     """Return the format of a file: JSON if its first item parses as JSON, else text.
 
-    If the name says JSON, a broken first item is an error. If not, strings must stand on each of
-    several lines, since a text may well begin with one. head: first bytes. complete: whether
-    ``head`` is the whole file.
+    If the name says JSON, a broken first item is an error. If not, strings must stand on each of several lines, since a
+    text may well begin with one. head: first bytes. complete: whether ``head`` is the whole file.
     """
     text = head.lstrip("\ufeff \t\r\n")
     if text.startswith("["):

@@ -80,9 +80,7 @@ def read_texts(
 
 
 def _from_text(text: str, data: bytes, rule: DocumentRule) -> Documents:
-    """Split a text into documents. data: the bytes of ``text``, which can be searched several times
-    as fast.
-    """
+    """Split a text into documents. data: the bytes of ``text``, which can be searched several times as fast."""
     if b"\r" in data:
         text = text.replace("\r\n", "\n")
     if rule is DocumentRule.FILE:

@@ -122,8 +122,7 @@ DOCUMENT_BYTES = 256 << 20
 WORD_CHARACTERS = 4 << 20
 """Maximum characters of a word.
 
-GPT-2 takes a run of letters, digits, signs or white space as one word. It needs about 30 bytes of
-memory a byte.
+GPT-2 takes a run of letters, digits, signs or white space as one word. It needs about 30 bytes of memory a byte.
 """
 _FIRST = 64
 
@@ -136,8 +135,7 @@ _KINDS: dict[str, Callable[[str], object]] = {
 
 
 def check_words(text: str, where: str | Callable[[str], str], limit: int = WORD_CHARACTERS) -> None:
-    """Raise DataError for a word of twice ``limit`` characters or more. A word below ``limit``
-    always passes.
+    """Raise DataError for a word of twice ``limit`` characters or more. A word below ``limit`` always passes.
 
     where: place of the text in its file, or a function that returns the place of the word.
     The time does not depend on the words. A word that long covers two multiples of ``limit`` and

@@ -123,9 +123,7 @@ class FleetXDataset(TokenFiles):
 
 
 class FleetXWriter(TokenWriter):
-    """Writer of both files. dtype: see ``fleetx_dtype``. The bytes equal those of numpy.save and
-    numpy.savez.
-    """
+    """Writer of both files. dtype: see ``fleetx_dtype``. The bytes equal those of numpy.save and numpy.savez."""
 
     def _tokens_file(self) -> AbstractContextManager[IO[bytes]]:
         return atomic_write(with_extension(self.prefix, IDS))
@@ -175,8 +173,7 @@ def _write_member(
 def _load_array(path: Path, name: str | None, *, required: bool = True) -> Any:
     """Return a one-dimensional array of integers: an .npy, or the array ``name`` of an .npz.
 
-    An .npy is mapped, and an .npz read, as FleetX does. An absent array that is not required is
-    None. Raises DataError.
+    An .npy is mapped, and an .npz read, as FleetX does. An absent array that is not required is None. Raises DataError.
     """
     with open_input(path, DataError), _named(path):
         found = np.load(path, mmap_mode="r", allow_pickle=False)

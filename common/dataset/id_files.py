@@ -26,8 +26,7 @@ _NAME = re.compile(r"tokenized_train_(\d+)\.txt")
 
 
 def numbered_files(path: Path) -> list[Path]:
-    """Return the tokenized_train_{i}.txt of a folder in the order of their numbers, or a given
-    file.
+    """Return the tokenized_train_{i}.txt of a folder in the order of their numbers, or a given file.
 
     Raises DataError if a number is missing.
     """
@@ -67,9 +66,8 @@ def parse_ids(
     beyond = np.flatnonzero(ids >= vocab_size)
     if beyond.size:
         raise DataError(
-            f"{where}: id {ids[beyond[0]]} (number {beyond[0] + 1} from byte {offset}) is beyond"
-            f" the {vocab_size} tokens of the vocabulary; give the vocabulary that these ids were"
-            " made with"
+            f"{where}: id {ids[beyond[0]]} (number {beyond[0] + 1} from byte {offset}) is beyond the {vocab_size}"
+            " tokens of the vocabulary; give the vocabulary that these ids were made with"
         )
     stops = np.flatnonzero(ids == end_id) + 1
     if len(ids) and (not len(stops) or stops[-1] < len(ids)):

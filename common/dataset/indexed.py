@@ -152,9 +152,8 @@ class IndexedDataset(TokenFiles):
         if len(index) < 2 or found != [0, n]:
             ends = " ... ".join(map(str, found)) or "nothing"
             raise DataError(
-                f"{self.idx_path}: the document index must run from 0 to the {n} sequences, found"
-                f" {ends} ({len(index)} entries); end each document when writing (Megatron:"
-                " end_document), or preprocess again"
+                f"{self.idx_path}: the document index must run from 0 to the {n} sequences, found {ends} ({len(index)}"
+                " entries); end each document when writing (Megatron: end_document), or preprocess again"
             )
         total = self._place(n - 1) + int(self.sizes[-1:][0])
         size, wanted = self.bin_path.stat().st_size, total * self.dtype.itemsize
@@ -180,9 +179,8 @@ class IndexedDataset(TokenFiles):
         if wrong.any():
             at = int(np.argmax(wrong))
             raise DataError(
-                f"{self.idx_path}: is damaged: sequence {first + at} of {int(sizes[at])} tokens is"
-                f" at byte {int(begins[at]) * self.unit}, not where the one before it ends; copy or"
-                " preprocess it again"
+                f"{self.idx_path}: is damaged: sequence {first + at} of {int(sizes[at])} tokens is at byte"
+                f" {int(begins[at]) * self.unit}, not where the one before it ends; copy or preprocess it again"
             )
 
     def _check_documents(self, start: int, stop: int) -> None:

@@ -145,9 +145,8 @@ def _require_one_kind(parts: Sequence[_Part]) -> None:
         assert part.data is not None and full[0].data is not None
         if part.data.dtype != full[0].data.dtype:
             raise DataError(
-                f"{part.prefix}: has tokens of {part.data.dtype.name}, but"
-                f" {full[0].data.dtype.name} in {full[0].prefix}; preprocess both with one"
-                " tokenizer"
+                f"{part.prefix}: has tokens of {part.data.dtype.name}, but {full[0].data.dtype.name} in"
+                f" {full[0].prefix}; preprocess both with one tokenizer"
             )
 
 

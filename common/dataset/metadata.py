@@ -123,10 +123,9 @@ def vocabulary_remarks(
     remarks = []
     if made_with is not None and tokenizer is not None and made_with["sha256"] != tokenizer["sha256"]:
         remarks.append(
-            f"the data were made with {_describe(made_with)}, and data.tokenizer is"
-            f" {_describe(tokenizer)}: the model learns the tokens of the data, and predict with the"
-            " other would be refused; set data.tokenizer to the folder of the data's, or preprocess"
-            " again"
+            f"the data were made with {_describe(made_with)}, and data.tokenizer is {_describe(tokenizer)}: the model"
+            " learns the tokens of the data, and predict with the other would be refused; set data.tokenizer to the"
+            " folder of the data's, or preprocess again"
         )
         if tokenizer["vocab_size"] > vocab_size:
             raise ConfigError(remarks[0])

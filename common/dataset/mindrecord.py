@@ -46,9 +46,8 @@ class MindRecordSamples(SplitSamples):
         for file in self.files:
             if len(file) and file.width != seq_length + 1:
                 raise DataError(
-                    f"{file.path}: its rows hold {file.width} tokens, expected seq_length + 1 ="
-                    f" {seq_length + 1}; set model.seq_length={file.width - 1}, or write the file"
-                    f" again with --seq-length {seq_length}"
+                    f"{file.path}: its rows hold {file.width} tokens, expected seq_length + 1 = {seq_length + 1}; set"
+                    f" model.seq_length={file.width - 1}, or write the file again with --seq-length {seq_length}"
                 )
         self._ends = np.cumsum([len(file) for file in self.files], dtype=np.int64)
         total = int(self._ends[-1])
@@ -66,9 +65,7 @@ class MindRecordSamples(SplitSamples):
         return self._digest("mindrecord", [file.content_key for file in self.files])
 
     def read(self, ids: Ids) -> npt.NDArray[np.int32]:
-        """Read samples. ids: (n,) numbers >= 0 in any order. Returns (n, seq_length + 1) int32
-        tokens.
-        """
+        """Read samples. ids: (n,) numbers >= 0 in any order. Returns (n, seq_length + 1) int32 tokens."""
         rows = self._windows(ids)[1] + self._first
         out = np.empty((len(rows), self.seq_length + 1), dtype=np.int32)
         numbers = np.searchsorted(self._ends, rows, side="right")
@@ -118,10 +115,9 @@ def find_files(source: str | Path) -> list[Path]:
     shards = sorted(file for file in path.parent.glob("*") if shard.fullmatch(file.name))
     if not shards:
         raise DataError(
-            f"{path}: not found{looked_in(path)}; a MindRecord is that file and"
-            f" {path.name}{INDEX_EXTENSION}, or shards {path.name}0, {path.name}1, ... with a"
-            f" {INDEX_EXTENSION} file each; copy all of them, or write them with"
-            " tools/preprocess_data.py --format mindrecord"
+            f"{path}: not found{looked_in(path)}; a MindRecord is that file and {path.name}{INDEX_EXTENSION}, or"
+            f" shards {path.name}0, {path.name}1, ... with a {INDEX_EXTENSION} file each; copy all of them, or write"
+            " them with tools/preprocess_data.py --format mindrecord"
         )
     return _shards(shards[0])
 

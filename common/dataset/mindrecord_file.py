@@ -75,9 +75,8 @@ class Header:
 class MindRecordFile:
     """Rows of ``input_ids``. Memory: 16 bytes a row.
 
-    padded: accept rows whose mask has a 0. Raises DataError if the file or its index is missing or
-    damaged, if the index belongs to another file, if there is no such column of integers, or for a
-    padded row.
+    padded: accept rows whose mask has a 0. Raises DataError if the file or its index is missing or damaged, if the
+    index belongs to another file, if there is no such column of integers, or for a padded row.
     """
 
     def __init__(self, path: str | Path, *, padded: bool = False) -> None:
@@ -115,9 +114,7 @@ class MindRecordFile:
         return len(self._begin)
 
     def read(self, rows: Ids) -> npt.NDArray[np.int32]:
-        """Return the tokens (n, width) of rows (n,). Raises DataError for a row that is damaged or
-        of another width.
-        """
+        """Return the tokens (n, width) of rows (n,). Raises DataError for a row that is damaged or of another width."""
         out = np.empty((len(rows), self.width), dtype=np.int32)
         self._require_whole(rows)
         step = max(1, _ROUND // max(1, self.width))
@@ -155,9 +152,8 @@ class MindRecordFile:
                 numbers = data[first + length - count : first + length]  # a byte each
                 if count + 4 + (count + 3) // 4 == length and not numbers.all():
                     raise DataError(
-                        f"{self.path}: row {row} is padded: its {mask} has a 0, and the loss would"
-                        " count the padding; write full rows, or, if the padding is the end-of-text"
-                        " token, set data.eod_mask_loss=targets"
+                        f"{self.path}: row {row} is padded: its {mask} has a 0, and the loss would count the padding;"
+                        " write full rows, or, if the padding is the end-of-text token, set data.eod_mask_loss=targets"
                     )
 
     def _rows(self, rows: Ids, column: str = COLUMN) -> tuple[npt.NDArray[np.uint8], Ids, Ids]:
@@ -204,9 +200,8 @@ class MindRecordFile:
             raise DataError(f"{path}: is not the index of a MindRecord ({error}); {_RENEW}") from None
         if self.path.name not in names:
             raise DataError(
-                f"{path}: is the index of {names[0] if names else 'no file'}, not of"
-                f" {self.path.name}; put the right one beside it, or undo the renaming (MindSpore"
-                " does not read a renamed MindRecord either)"
+                f"{path}: is the index of {names[0] if names else 'no file'}, not of {self.path.name}; put the right"
+                " one beside it, or undo the renaming (MindSpore does not read a renamed MindRecord either)"
             )
         header = self.header
         places = np.concatenate([np.zeros((0, 3), np.int64), *parts])
@@ -252,9 +247,7 @@ def _header_of(file: IO[bytes]) -> bytes | None:
 
 
 def read_header(path: Path) -> Header:
-    """Return the header. Raises DataError unless the file is a MindRecord with integer arrays
-    ``input_ids``.
-    """
+    """Return the header. Raises DataError unless the file is a MindRecord with integer arrays ``input_ids``."""
     with open_input(path, DataError) as file, reading(path, DataError):
         text = _header_of(file)
     if text is None:
@@ -297,8 +290,6 @@ def read_header(path: Path) -> Header:
 
 
 def _numbers(data: npt.NDArray[np.uint8], at: Ids, size: int, *, big: bool) -> Ids:
-    """Return unsigned numbers (n,) of ``size`` bytes at the places ``at``. Values beyond int64 turn
-    negative.
-    """
+    """Return unsigned numbers (n,) of ``size`` bytes at the places ``at``. Values beyond int64 turn negative."""
     picked = np.ascontiguousarray(data[at[:, None] + np.arange(size)])
     return picked.view(f"{'>' if big else '<'}u{size}")[:, 0].astype(np.int64)

@@ -36,11 +36,10 @@ def shard_names(name: str, shards: int) -> list[str]:
 
 @contextmanager
 def publication(target: Path, names: Sequence[str]) -> Iterator[Path]:
-    """Yield a folder beside ``target`` for the files, and move them to their final names on normal
-    exit.
+    """Yield a folder beside ``target`` for the files, and move them to their final names on normal exit.
 
-    An older set of the same name goes first. The index files move last: a crash between the renames
-    leaves no set of files, never a wrong one. Raises StorageError if the disk fails.
+    An older set of the same name goes first. The index files move last: a crash between the renames leaves no set of
+    files, never a wrong one. Raises StorageError if the disk fails.
     """
     with _temporary_folder(target) as folder:
         yield folder
@@ -94,9 +93,7 @@ def join_shards(paths: Sequence[Path]) -> None:
 
 
 def earlier_files(target: Path) -> list[Path]:
-    """Return the files that a new set of this name replaces, whatever their number of shards;
-    indices first.
-    """
+    """Return the files that a new set of this name replaces, whatever their number of shards; indices first."""
     if not target.parent.is_dir():
         return []
     pattern = re.compile(

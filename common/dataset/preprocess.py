@@ -1,5 +1,4 @@
-"""Preprocess corpora with a tokenizer into PREFIX_{key}_{document|sentence}.{bin,idx,meta.json},
-streaming.
+"""Preprocess corpora with a tokenizer into PREFIX_{key}_{document|sentence}.{bin,idx,meta.json}, streaming.
 
 The names are those of Megatron's preprocess_data.py.
 """

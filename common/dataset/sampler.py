@@ -1,6 +1,4 @@
-"""Choice of a rank's next samples, which depends only on the samples consumed so far, and their
-reading ahead.
-"""
+"""Choice of a rank's next samples, which depends only on the samples consumed so far, and their reading ahead."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ class ShardedSampler:
 
     @property
     def initial_hash(self) -> str:
-        """Return the sample hash before any sample: 16 hex digits that identify the data and its
-        settings.
-        """
+        """Return the sample hash before any sample: 16 hex digits that identify the data and its settings."""
         return self.samples.fingerprint
 
     def batch(self, consumed_samples: int) -> Tokens:
@@ -115,11 +111,10 @@ def ordered_batches(
     ranks: int = 1,
     vocab_size: int | None = None,
 ) -> Iterator[Tokens]:
-    """Yield tokens (<= batch_size, seq_length + 1) of samples 0, 1, ...: one epoch, or its first
-    ``limit`` samples.
+    """Yield tokens (<= batch_size, seq_length + 1) of samples 0, 1, ...: one epoch, or its first ``limit`` samples.
 
-    Each of ``ranks`` ranks gets every ``ranks``-th batch. All ranks get the same number, so the
-    last one may be empty. vocab_size: as in ShardedSampler.
+    Each of ``ranks`` ranks gets every ``ranks``-th batch. All ranks get the same number, so the last one may be empty.
+    vocab_size: as in ShardedSampler.
     """
     end = samples.samples_per_epoch if limit is None else min(limit, samples.samples_per_epoch)
     for start in range(0, end, ranks * batch_size):
@@ -149,8 +144,7 @@ _END: Any = object()
 
 
 class Prefetch(Generic[Item]):
-    """Iterator over ``source`` that runs ahead. An exception of the source is raised in place of
-    its item.
+    """Iterator over ``source`` that runs ahead. An exception of the source is raised in place of its item.
 
     As a context manager it stops the thread on exit. depth: maximum number of waiting items.
     """

@@ -1,12 +1,11 @@
 """Endless training samples of seq_length + 1 tokens over one .bin/.idx pair.
 
-Sample n is a pure function of the data and the settings. Nothing is built for it: the documents of
-a split lie one after the other in the .bin, so a window is a place in it. Window w of an epoch
-covers tokens w * seq_length ... (w + 1) * seq_length of the split, both ends included. Neighbours
-share a token: the last target of one is the first input of the next. Each epoch begins at a token
-drawn for it, and goes on at the first token of the split behind the last. So windows begin
-elsewhere in each epoch, and other tokens are left over at its end. With a stride below seq_length,
-window w begins at token w * stride, and the last one ends with the epoch.
+Sample n is a pure function of the data and the settings. Nothing is built for it: the documents of a split lie one
+after the other in the .bin, so a window is a place in it. Window w of an epoch covers tokens w * seq_length ... (w + 1)
+* seq_length of the split, both ends included. Neighbours share a token: the last target of one is the first input of
+the next. Each epoch begins at a token drawn for it, and goes on at the first token of the split behind the last. So
+windows begin elsewhere in each epoch, and other tokens are left over at its end. With a stride below seq_length, window
+w begins at token w * stride, and the last one ends with the epoch.
 """
 
 from __future__ import annotations
@@ -54,9 +53,7 @@ class Samples(Protocol):
         """Read samples. ids: (n,) numbers >= 0. Returns (n, seq_length + 1) tokens."""
 
     def identities(self, ids: Ids) -> Ids:
-        """Return (n, 2) for sample numbers (n,): data set, and epoch * windows + window after the
-        shuffle.
-        """
+        """Return (n, 2) for sample numbers (n,): data set, and epoch * windows + window after the shuffle."""
 
     def source(self, sample: int) -> Path:
         """Return the prefix of the pair, or the MindRecord file, that a sample is read from."""
@@ -161,9 +158,7 @@ class GPTDataset(SplitSamples):
         return self._digest(self.data.content_key, settings=settings)
 
     def read(self, ids: Ids) -> npt.NDArray[np.int32]:
-        """Read samples. ids: (n,) numbers >= 0 in any order. Returns (n, seq_length + 1) int32
-        tokens.
-        """
+        """Read samples. ids: (n,) numbers >= 0 in any order. Returns (n, seq_length + 1) int32 tokens."""
         epochs, windows = self._windows(ids)
         begins = windows * (self.stride or self.seq_length)
         if self.stride is not None:
@@ -206,8 +201,7 @@ class GPTDataset(SplitSamples):
 def window_count(tokens: int, seq_length: int, stride: int | None = None) -> int:
     """Return the number of windows of seq_length + 1 tokens that overlap by one.
 
-    A remainder of less than seq_length tokens is unused. With a stride below seq_length there is no
-    remainder.
+    A remainder of less than seq_length tokens is unused. With a stride below seq_length there is no remainder.
     """
     if stride is None or tokens <= seq_length:
         return max(0, (tokens - 1) // seq_length)
@@ -241,8 +235,7 @@ _BLOCK = 512
 def shuffled(ids: Ids, n: int, purpose: str) -> tuple[Ids, Ids]:
     """Return the epochs (m,) of sample numbers (m,), and what is read there.
 
-    An epoch reads each of 0 ... n - 1 once, in an order that depends only on its number, ``n`` and
-    ``purpose``.
+    An epoch reads each of 0 ... n - 1 once, in an order that depends only on its number, ``n`` and ``purpose``.
     """
     blocks, places = np.divmod(ids, _BLOCK)
     found = np.empty((2, len(ids)), dtype=np.int64)
@@ -265,14 +258,12 @@ def _block(number: int, n: int, purpose: str) -> Ids:
 def permuted(places: Ids, n: int, purpose: str) -> Ids:
     """Return where a permutation of 0 ... n - 1 takes ``places``, (m,) numbers below n.
 
-    A keyed bijection is computed for single numbers without a table: a Feistel network over pairs
-    of numbers below a and b, whose product is at least n (Black and Rogaway, Ciphers with Arbitrary
-    Finite Domains, CT-RSA 2002). Since a and b are close to the root of n, nearly all results lie
-    below n. The others go through the network again until they do (cycle walking). NIST's FF1 (SP
-    800-38G) has the same rounds. Grain and TensorFlow (random_index_shuffle) and NVIDIA's CCCL
-    (shuffle_iterator, after Mitchell et al., Bandwidth-Optimal Random Shuffling for GPUs, 2021)
-    shuffle this way over powers of two. Only whole numbers are computed, so it is equal on every
-    machine.
+    A keyed bijection is computed for single numbers without a table: a Feistel network over pairs of numbers below a
+    and b, whose product is at least n (Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002). Since a
+    and b are close to the root of n, nearly all results lie below n. The others go through the network again until they
+    do (cycle walking). NIST's FF1 (SP 800-38G) has the same rounds. Grain and TensorFlow (random_index_shuffle) and
+    NVIDIA's CCCL (shuffle_iterator, after Mitchell et al., Bandwidth-Optimal Random Shuffling for GPUs, 2021) shuffle
+    this way over powers of two. Only whole numbers are computed, so it is equal on every machine.
     """
     digest = hashlib.shake_256(purpose.encode()).digest(8 * _ROUNDS)
     keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)

@@ -1,7 +1,6 @@
 """Texts in columns of parquet files and Arrow files, read by pyarrow a few MB at a time.
 
-Formats: Apache Parquet, and the streaming and file formats of Arrow IPC. Hugging Face's
-``datasets`` writes streams.
+Formats: Apache Parquet, and the streaming and file formats of Arrow IPC. Hugging Face's ``datasets`` writes streams.
 """
 
 from __future__ import annotations
@@ -18,16 +17,12 @@ from common.paths import require_package
 PARQUET_MAGIC, ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARROW1\0\0", b"\xff\xff\xff\xff"
 _END_OF_STREAM = ARROW_STREAM_MAGIC + bytes(4)
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 256, 4 << 20
-"""Maximum rows and bytes taken together: a few values of a dictionary can stand for any number of
-rows.
-"""
+"""Maximum rows and bytes taken together: a few values of a dictionary can stand for any number of rows."""
 _BUFFER_BYTES = 1 << 20
 
 Texts = list[tuple[str, ...]]
 _Batches = Callable[[tuple[str, ...], int], Iterator[tuple[Any, int, int]]]
-"""From columns and bytes of a block to record batches, each with the bytes of the file between
-which it lies.
-"""
+"""From columns and bytes of a block to record batches, each with the bytes of the file between which it lies."""
 
 
 def require_pyarrow(path: Path) -> None:

@@ -56,8 +56,7 @@ def map_file(path: Path) -> npt.NDArray[np.uint8]:
 class Column:
     """Numbers of an index, read when a slice is asked for.
 
-    They are not mapped: around each place the system would read up to 8 MB, and count them as
-    memory of the process.
+    They are not mapped: around each place the system would read up to 8 MB, and count them as memory of the process.
     """
 
     def __init__(self, file: BinaryIO, dtype: npt.DTypeLike, count: int, begin: int) -> None:
@@ -190,9 +189,8 @@ class TokenWriter(ABC):
             low, high = int(tokens.min()), int(tokens.max())
             if low < limits.min or high > limits.max:
                 raise DataError(
-                    f"{self.prefix}: token id {low if low < limits.min else high} does not fit"
-                    f" {self.dtype.name}; the tokenizer's vocab_size is smaller than its ids, check"
-                    " the vocabulary files"
+                    f"{self.prefix}: token id {low if low < limits.min else high} does not fit {self.dtype.name}; the"
+                    " tokenizer's vocab_size is smaller than its ids, check the vocabulary files"
                 )
         return np.ascontiguousarray(tokens, dtype=self.dtype)
 
@@ -231,9 +229,8 @@ def running_sums(file: IO[bytes]) -> Iterator[tuple[npt.NDArray[Any], npt.NDArra
 def content_key(tokens: npt.NDArray[Any], *index: npt.NDArray[Any] | Column) -> str:
     """Return 16 hex digits that are equal for equal data.
 
-    To be cheap, they cover the sizes, parts of a long index (``spread``) and both ends of the
-    tokens. The ends matter: two vocabularies of one word per character give the same lengths for a
-    text.
+    To be cheap, they cover the sizes, parts of a long index (``spread``) and both ends of the tokens. The ends matter:
+    two vocabularies of one word per character give the same lengths for a text.
     """
     digest = hashlib.blake2b(digest_size=8)
     for array in index:

@@ -1,7 +1,6 @@
 """Keys of MindFormers' YAML: run_gpt2*.yaml of r0.3 to r1.x, and base_config.
 
-Keys and defaults: mindformers r0.3 and r1.0, configs/gpt2 and
-mindformers/models/gpt2/gpt2_config.py.
+Keys and defaults: mindformers r0.3 and r1.0, configs/gpt2 and mindformers/models/gpt2/gpt2_config.py.
 """
 
 from __future__ import annotations

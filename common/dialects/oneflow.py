@@ -67,6 +67,4 @@ DEFAULTS: Defaults = {
     "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
     "split": "969,30,1", "seed": 12345, "log_interval": 100, "metric_print_format": "table",
 }  # fmt: skip
-"""Values of flags that are left out: OneFlow-Benchmark 2a18877,
-LanguageModeling/GPT/oneflow_gpt/config.py.
-"""
+"""Values of flags that are left out: OneFlow-Benchmark 2a18877, LanguageModeling/GPT/oneflow_gpt/config.py."""

@@ -91,16 +91,14 @@ def open_text(file: EvaluationFile, tokenizer: Tokenizer, config: Run) -> RowTas
             **figures,
         }
         lines = [
-            f"{file.path}: {scored:,} of {tokens:,} tokens scored, {words:,} words,"
-            f" {len(file.texts):,} documents; windows of {window}, stride {stride}, first context"
-            f" {first}, detokenize {settings.detokenize}",
+            f"{file.path}: {scored:,} of {tokens:,} tokens scored, {words:,} words, {len(file.texts):,} documents;"
+            f" windows of {window}, stride {stride}, first context {first}, detokenize {settings.detokenize}",
             *table({name.replace("_", " "): value for name, value in figures.items()}),
         ]
         if token_ratio:
             lines.append(
-                f" validation results on {file.path.name} | avg loss: {loss:.4E} | ppl:"
-                f" {perplexity(loss):.4E} | adjusted ppl: {perplexity(loss * token_ratio):.4E} |"
-                f" token ratio: {token_ratio} |"
+                f" validation results on {file.path.name} | avg loss: {loss:.4E} | ppl: {perplexity(loss):.4E} |"
+                f" adjusted ppl: {perplexity(loss * token_ratio):.4E} | token ratio: {token_ratio} |"
             )
         return EvaluationResult(file_name="evaluation_text.json", record=record, lines=lines)
 

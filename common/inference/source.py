@@ -148,10 +148,9 @@ def require_same_tokenizer(source: Source, record: Mapping[str, Any]) -> None:
         )
     if trained.get("sha256", record["sha256"]) != record["sha256"]:
         raise TokenizerError(
-            f"{source.path}: trained with tokenizer {trained.get('kind')} of"
-            f" {trained.get('vocab_size')} tokens (sha256 {str(trained['sha256'])[:12]}), the one"
-            f" given is {record['kind']} of {record['vocab_size']} tokens (sha256"
-            f" {record['sha256'][:12]}); give the files it was trained with"
+            f"{source.path}: trained with tokenizer {trained.get('kind')} of {trained.get('vocab_size')} tokens"
+            f" (sha256 {str(trained['sha256'])[:12]}), the one given is {record['kind']} of {record['vocab_size']}"
+            f" tokens (sha256 {record['sha256'][:12]}); give the files it was trained with"
         )
 
 

@@ -1,13 +1,12 @@
 """Channel between the launchers of several hosts, through host 0, which decides for all.
 
-Host 0 listens at the port after that of the ranks. Another host says ``hello`` with its number and
-the list of hosts, and is told ``welcome``, ``later`` or ``refused``. When all have said that they
-are ``ready``, host 0 says ``begin``. Then they say ``life`` every two seconds, ``failed`` and
-``stop``, until host 0 says ``end``. Those who stay say ``ready`` again. A host that is silent for
-half a minute is lost.
+Host 0 listens at the port after that of the ranks. Another host says ``hello`` with its number and the list of hosts,
+and is told ``welcome``, ``later`` or ``refused``. When all have said that they are ``ready``, host 0 says ``begin``.
+Then they say ``life`` every two seconds, ``failed`` and ``stop``, until host 0 says ``end``. Those who stay say
+``ready`` again. A host that is silent for half a minute is lost.
 
-A launcher takes all events, its own too, one by one from the channel. So what another host said
-before it was ready belongs to the attempt before.
+A launcher takes all events, its own too, one by one from the channel. So what another host said before it was ready
+belongs to the attempt before.
 
 Hosts whose commands give no numbers meet once before: each gets the first free number.
 """
@@ -115,10 +114,9 @@ class HostChannel:
                 self._server = listen(first, hosts.port)
             except OSError as error:
                 raise ConfigError(
-                    f"host {first}, port {hosts.port}: cannot listen there for the launchers of the"
-                    f" other hosts: {error.strerror or error}; it must be a free port of this"
-                    " machine: end what uses it, or set MASTER_PORT to another (this one is the"
-                    " port after it)"
+                    f"host {first}, port {hosts.port}: cannot listen there for the launchers of the other hosts:"
+                    f" {error.strerror or error}; it must be a free port of this machine: end what uses it, or set"
+                    " MASTER_PORT to another (this one is the port after it)"
                 ) from error
             self._in_thread(self._accept, self._server)
         self._in_thread(self._send_life)
@@ -146,9 +144,8 @@ class HostChannel:
     def gather(self, number: int, limit: float, goes_on: Callable[[Message | None], bool]) -> int | None:
         """Wait at most ``limit`` seconds until all hosts have come for an attempt.
 
-        goes_on: takes each event; None is returned when it returns False. Else returns the number
-        of the attempt as host 0 counts. Raises RunError if a host does not come, and ConfigError if
-        host 0 refuses this one.
+        goes_on: takes each event; None is returned when it returns False. Else returns the number of the attempt as
+        host 0 counts. Raises RunError if a host does not come, and ConfigError if host 0 refuses this one.
         """
         with self._lock:  # no life of the attempt before follows
             self._life, self._begun = {}, None
@@ -301,9 +298,8 @@ class HostChannel:
         """Return why this run has no place for a caller; empty if it has, now or later."""
         if hello.get("hosts") != self._hosts.listed():
             return (
-                "runs with another list of hosts and ranks: give both the same rank table or host"
-                " list, or the same --nnodes and as many devices, and --node_rank on all hosts or"
-                " on none; or two runs two ports"
+                "runs with another list of hosts and ranks: give both the same rank table or host list, or the same"
+                " --nnodes and as many devices, and --node_rank on all hosts or on none; or two runs two ports"
             )
         for number, (other, held) in self._callers.items():
             is_there = other == address or (number == 0 and is_own(address))

@@ -37,9 +37,8 @@ def parse_hosts(text: str, option: str = "--hosts") -> tuple[str, ...]:
         # ssh would take a leading - for an option
         if host.startswith("-") or not host.isprintable() or not may_be_host(host.rpartition("@")[2]):
             raise ConfigError(
-                f"{option} {text!r}: {shortened(host)!r} is not the name or address of a host;"
-                " expected such as 10.0.0.1,10.0.0.2, without ports or slots: the range says how"
-                " many ranks each host starts"
+                f"{option} {text!r}: {shortened(host)!r} is not the name or address of a host; expected such as"
+                " 10.0.0.1,10.0.0.2, without ports or slots: the range says how many ranks each host starts"
             )
         if hosts.count(host) > 1:
             raise ConfigError(f"{option} {text}: {host} is there twice; name each host once")
@@ -55,12 +54,11 @@ def divide(
     master: str | None,
     port: int,
 ) -> list[tuple[str, Sequence[int], tuple[str, ...]]]:
-    """Return each host with its devices or ranks, and the arguments of run_distribute.sh by which
-    it meets the others. That of rank 0 is the first.
+    """Return each host with its devices or ranks, and the arguments of run_distribute.sh by which it meets the others.
+    That of rank 0 is the first.
 
-    table: the places of a rank table, whose servers are the hosts; empty without one. master: the
-    address of the first host for the others, if the list does not have it. Raises ConfigError where
-    the parts do not fit.
+    table: the places of a rank table, whose servers are the hosts; empty without one. master: the address of the first
+    host for the others, if the list does not have it. Raises ConfigError where the parts do not fit.
     """
     address = master or hosts[0].rpartition("@")[2]
     meet = ("--master", f"[{address}]:{port}" if ":" in address else f"{address}:{port}") if len(hosts) > 1 else ()

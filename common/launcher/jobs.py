@@ -84,8 +84,7 @@ def job_of_ranks(
     *,
     starts: bool = True,
 ) -> Job:
-    """Return the job of this host, with a rendezvous of its own; warn of settings that are probably
-    unintended.
+    """Return the job of this host, with a rendezvous of its own; warn of settings that are probably unintended.
 
     port: where the ranks meet; None for a default. starts: False for a job that is only shown.
     """

@@ -48,10 +48,9 @@ _TAIL_BYTES, _TAIL_LINES, _LINE_LENGTH = 16384, 20, 300
 class ProcessSpec:
     """One process to start. environment: added to the variables of this process.
 
-    cores: those to pin it to; empty for none. name: set for a helper beside the ranks, such as
-    MindSpore's scheduler, which sends no heartbeat and is ended after the ranks. folder: of its
-    logs, within the job's. title: its name in messages; empty for ``rank 3`` or its name. log_link:
-    another name of its log, in the job's folder.
+    cores: those to pin it to; empty for none. name: set for a helper beside the ranks, such as MindSpore's scheduler,
+    which sends no heartbeat and is ended after the ranks. folder: of its logs, within the job's. title: its name in
+    messages; empty for ``rank 3`` or its name. log_link: another name of its log, in the job's folder.
     """
 
     rank: int
@@ -185,8 +184,7 @@ class RankLog:
     def read(self, offset: int, limit: int = 1 << 20) -> tuple[str, int]:
         """Return the text from ``offset`` on and the offset after it.
 
-        Nothing is returned if the file cannot be read. An incomplete character waits for the next
-        call.
+        Nothing is returned if the file cannot be read. An incomplete character waits for the next call.
         """
         with suppress(OSError), self.path.open("rb") as file:
             file.seek(offset)

@@ -82,8 +82,7 @@ class Job:
 class Failure:
     """Failure of ranks. certain: not the consequence of another failure.
 
-    ranks: those whose logs tell more. stalled: they may still run. lost_host: one was lost or did
-    not come.
+    ranks: those whose logs tell more. stalled: they may still run. lost_host: one was lost or did not come.
     """
 
     text: str
@@ -116,17 +115,16 @@ class Outcome:
 def run_attempts(make_job: Callable[[int], Job], *, most: int = 0, folder: Path | None = None) -> Outcome:
     """Run a job, again after a failure that another attempt may overcome, at most ``most`` times.
 
-    make_job: returns the job of an attempt by its number, from 0, for the same hosts and ranks.
-    While it works, and ``when_met``, signals act as before this call. folder: of the run, where the
-    host of rank 0 writes a line for each attempt if there may be several. Leaves no process behind.
-    Returns the end of the last attempt, whose exit code is equal on all hosts:
+    make_job: returns the job of an attempt by its number, from 0, for the same hosts and ranks. While it works, and
+    ``when_met``, signals act as before this call. folder: of the run, where the host of rank 0 writes a line for each
+    attempt if there may be several. Leaves no process behind. Returns the end of the last attempt, whose exit code is
+    equal on all hosts:
 
-    0: all ranks ended well. The code of the rank that failed first, or 128+n if signal n killed it.
-    128+n if signal n at a launcher stopped the run. 1: a rank stalled or a host was lost. 2: a host
-    runs with another list of hosts.
+    0: all ranks ended well. The code of the rank that failed first, or 128+n if signal n killed it. 128+n if signal n
+    at a launcher stopped the run. 1: a rank stalled or a host was lost. 2: a host runs with another list of hosts.
 
-    Raises ConfigError, with nothing started, if a log cannot be written or this host's port is not
-    available, and RunError if not all hosts come.
+    Raises ConfigError, with nothing started, if a log cannot be written or this host's port is not available, and
+    RunError if not all hosts come.
     """
     with closing(Terminal()) as terminal:
         return _Supervisor(make_job, most, folder, terminal).run()
@@ -221,8 +219,7 @@ class _Supervisor:
                 self._number += 1
                 self._terminal.say(
                     f"restart {len(self._before)} of {self._most} in"
-                    f" {pause(len(self._before)):g} s, from the newest complete checkpoint; Ctrl-C"
-                    " ends the run",
+                    f" {pause(len(self._before)):g} s, from the newest complete checkpoint; Ctrl-C ends the run",
                     error=True,
                 )
 

@@ -260,9 +260,8 @@ def _config(value: str, inside: bool) -> str:
     """Look for a config in the code folder too: ModelArts starts the program in a folder of its choice."""
     if is_url(value):
         raise ConfigError(
-            f"--config={value}: expected a file of this host, next to the files of its base: list;"
-            " put it into the code folder and give its path there, such as"
-            " --config=configs/gpt2/run_gpt2.yaml"
+            f"--config={value}: expected a file of this host, next to the files of its base: list; put it into the"
+            " code folder and give its path there, such as --config=configs/gpt2/run_gpt2.yaml"
         )
     return str(ROOT / value) if inside and not Path(value).exists() and (ROOT / value).is_file() else value
 

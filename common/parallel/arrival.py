@@ -49,9 +49,8 @@ class Arrival:
         waited = time.monotonic() - self._began
         if waited >= self._limit:
             raise RunError(
-                f"{self} has waited {self._limit:g} s (runtime.stall_limit) at"
-                f" {self._address}:{self._port} for {awaited()}; see whether it was started, its"
-                " log, and whether the ports between the hosts are open"
+                f"{self} has waited {self._limit:g} s (runtime.stall_limit) at {self._address}:{self._port} for"
+                f" {awaited()}; see whether it was started, its log, and whether the ports between the hosts are open"
             )
         if waited >= self._next:
             self._next = waited + _AGAIN_SECONDS
@@ -171,8 +170,7 @@ class BarrierServer:
                     missing = ", ".join(str(rank) for rank in range(1, size) if rank not in peers)
                     raise RunError(
                         f"rank 0: no connection from rank {missing} to port {self.port} for"
-                        f" {2 * _JOIN_SECONDS:.0f} s; see their logs, and open the ports between"
-                        " the hosts"
+                        f" {2 * _JOIN_SECONDS:.0f} s; see their logs, and open the ports between the hosts"
                     ) from None
                 hello = peer.hello()
                 rank, token = hello.get("rank"), str(hello.get("token"))

@@ -69,9 +69,8 @@ def plan_batch(
     product = micro_batch * data_parallel * accumulation
     if product != global_batch:
         raise ConfigError(
-            f"train.global_batch_size={global_batch} is not micro batch {micro_batch} x data"
-            f" parallel {data_parallel} x accumulation {accumulation} = {product}; change one of"
-            " them or leave one out"
+            f"train.global_batch_size={global_batch} is not micro batch {micro_batch} x data parallel {data_parallel}"
+            f" x accumulation {accumulation} = {product}; change one of them or leave one out"
         )
     return plan
 
@@ -302,10 +301,9 @@ def check_ramp(batch: BatchPlan, ramp: Ramp | None) -> None:
     wrong = next((size for size in batch_sizes(batch.global_batch, ramp).all if size % part), None)
     if wrong is not None:
         raise ConfigError(
-            f"train.rampup_batch_size={list(ramp or ())}: a batch of {wrong} samples is not a"
-            f" multiple of micro batch {batch.micro_batch} x data parallel {batch.data_parallel} ="
-            f" {part}; give a start and an increment that are multiples of {part}, or lower"
-            " train.micro_batch_size"
+            f"train.rampup_batch_size={list(ramp or ())}: a batch of {wrong} samples is not a multiple of micro batch"
+            f" {batch.micro_batch} x data parallel {batch.data_parallel} = {part}; give a start and an increment that"
+            f" are multiples of {part}, or lower train.micro_batch_size"
         )
 
 

@@ -111,15 +111,13 @@ def compile_error(config: Run) -> str | None:
     parallel = config.parallel
     if config.engine == "deepspeed" and (parallel.zero_stage == 3 or parallel.pipeline_stage > 1):
         return (
-            f"with parallel.zero_stage={parallel.zero_stage} and"
-            f" pipeline_stage={parallel.pipeline_stage}: DeepSpeed's hooks break the graph; leave"
-            " compile out, or set engine=native"
+            f"with parallel.zero_stage={parallel.zero_stage} and pipeline_stage={parallel.pipeline_stage}: DeepSpeed's"
+            " hooks break the graph; leave compile out, or set engine=native"
         )
     if parallel.pipeline_stage > 1 and "zero_bubble" in parallel.pipeline_schedule:
         return (
-            f"with parallel.pipeline_schedule={parallel.pipeline_schedule}: a compiled backward"
-            " pass cannot be split into its two parts; leave compile out, or choose 1f1b or"
-            " interleaved_1f1b"
+            f"with parallel.pipeline_schedule={parallel.pipeline_schedule}: a compiled backward pass cannot be split"
+            " into its two parts; leave compile out, or choose 1f1b or interleaved_1f1b"
         )
     if parallel.strategy == "parameter_server" and config.topology.world_size == 1:
         return (

@@ -171,9 +171,8 @@ def _virtual_stages(parallel: ParallelConfig) -> int:
     if schedule in ("gpipe", "1f1b"):
         if given is not None and given > 1:
             raise ConfigError(
-                f"parallel.virtual_stages={given}: parallel.pipeline_schedule={schedule} gives a"
-                " rank one stage; choose pipeline_schedule=interleaved_1f1b or"
-                " interleaved_zero_bubble, or leave virtual_stages out"
+                f"parallel.virtual_stages={given}: parallel.pipeline_schedule={schedule} gives a rank one stage;"
+                " choose pipeline_schedule=interleaved_1f1b or interleaved_zero_bubble, or leave virtual_stages out"
             )
         return 1
     if schedule == "zbv_zero_bubble" and given not in (None, 2):

@@ -185,8 +185,7 @@ class Topology:
             virtual = f" x {self.virtual} virtual stages" if self.virtual > 1 else ""
             raise ConfigError(
                 f"parallel.stage_layers={list(split)} names {len(split)} stages, but"
-                f" parallel.pipeline_stage={self.pipeline}{virtual} makes {self.stages}; give one"
-                " number per stage"
+                f" parallel.pipeline_stage={self.pipeline}{virtual} makes {self.stages}; give one number per stage"
             )
         if sum(split) != num_layers:
             raise ConfigError(

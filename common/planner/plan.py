@@ -223,9 +223,8 @@ def _memory_lines(plan: Plan, config: Run, all_stages: bool) -> Iterable[str]:
     yield (
         f"Memory of a rank at most, calculated, not measured (GiB = 2^30 bytes; weights"
         f" {precision.parameters}, gradients"
-        f" {precision.reduction if has_low_gradients(config) else 'float32'},"
-        f" {config.optimizer.name}'s state float32; {zero}; recompute"
-        f" {train.recompute}{of_layers}):"
+        f" {precision.reduction if has_low_gradients(config) else 'float32'}, {config.optimizer.name}'s state float32;"
+        f" {zero}; recompute {train.recompute}{of_layers}):"
     )
     yield from _stage_table(plan, all_stages)
     if all_stages:
@@ -265,8 +264,7 @@ def _time_lines(plan: Plan, config: Run, device: Accelerator, like: Likeness | N
     speed, devices = plan.tokens_per_step / seconds, plan.topology.world_size
     yield (
         f"time: {three_digits(seconds)} s a step ({low} to {high}), {speed:,.0f} tokens/s,"
-        f" {three_digits(speed / devices)} a device, MFU {mfu(plan, config, device, seconds):.1%},"
-        f" on {device.name}"
+        f" {three_digits(speed / devices)} a device, MFU {mfu(plan, config, device, seconds):.1%}, on {device.name}"
     )
     parts = sorted(((getattr(time, field.name) / time.total, field.name) for field in fields(StepTime)), reverse=True)
     yield "limited by: " + ", ".join(f"{name} {_percent(part)}" for part, name in parts if part)

@@ -174,9 +174,8 @@ def layout_warnings(places: Placement, topology: Topology) -> list[str]:
         across = list(dict.fromkeys(host[rank] for rank in group))
         if len(across) > 1:
             found.append(
-                f"the tensor group of ranks {group[0]}-{group[-1]} lies on {' and '.join(across)}:"
-                f" it exchanges data in every layer, so model_parallel={topology.tensor} should"
-                " divide the ranks of a server"
+                f"the tensor group of ranks {group[0]}-{group[-1]} lies on {' and '.join(across)}: it exchanges data"
+                f" in every layer, so model_parallel={topology.tensor} should divide the ranks of a server"
             )
             break
     if topology.pipeline == 1:

@@ -1,8 +1,7 @@
 """Channel of JSON objects between two processes, one per line, over TCP.
 
-Launchers and ranks use it. A caller first sends a hello that identifies it; otherwise the other
-side closes the connection. Anyone who reaches the port of a launcher can call, so the port belongs
-in the network of the cluster.
+Launchers and ranks use it. A caller first sends a hello that identifies it; otherwise the other side closes the
+connection. Anyone who reaches the port of a launcher can call, so the port belongs in the network of the cluster.
 """
 
 from __future__ import annotations

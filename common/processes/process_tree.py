@@ -39,11 +39,10 @@ for group in [int(line) for line in sys.stdin]:
 
 
 class Descendants:
-    """Processes that this one starts, and whatever they start. As a context manager, it leaves
-    none.
+    """Processes that this one starts, and whatever they start. As a context manager, it leaves none.
 
-    Within it, orphaned descendants become children of this process, so that they are found. When
-    this process dies for any reason, a guard ends the started ones.
+    Within it, orphaned descendants become children of this process, so that they are found. When this process dies for
+    any reason, a guard ends the started ones.
     """
 
     def __init__(self, limit: float) -> None:
@@ -192,9 +191,8 @@ def _kill(send: Callable[[int, int], None], number: int) -> None:
 def cores_of_ranks(ranks: int) -> list[tuple[int, ...]]:
     """Divide the cores of this process among ``ranks``; shares are empty if there are fewer cores.
 
-    Neighbours share caches and memory, so cores are ordered by package, core and thread. They are
-    then split into runs of equal length, the first ones longer by a core if the number does not
-    divide.
+    Neighbours share caches and memory, so cores are ordered by package, core and thread. They are then split into runs
+    of equal length, the first ones longer by a core if the number does not divide.
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     return share(in_order(allowed), ranks)

@@ -63,9 +63,8 @@ def quantized_layers(config: QuantizationConfig | None, num_layers: int) -> tupl
     for entry in config.skip:
         if not any(_covers(entry, name) for name in names):
             raise ConfigError(
-                f"quantization.skip: {entry!r} names no layer of a model with {num_layers} blocks;"
-                f" expected a block (h.0), a layer (h.0.{LINEARS[-1]}), or a layer of all blocks"
-                f" ({', '.join(LINEARS)})"
+                f"quantization.skip: {entry!r} names no layer of a model with {num_layers} blocks; expected a block"
+                f" (h.0), a layer (h.0.{LINEARS[-1]}), or a layer of all blocks ({', '.join(LINEARS)})"
             )
     left = tuple(name for name in names if not any(_covers(entry, name) for entry in config.skip))
     if not left:

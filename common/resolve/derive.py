@@ -48,9 +48,8 @@ def resolve_config(
     train, parallel, micro_batch = config.train, config.parallel, config.train.micro_batch_size
     if micro_batch == "auto" and (train.global_batch_size is None or train.accumulation_steps is not None):
         raise ConfigError(
-            "train.micro_batch_size=auto divides train.global_batch_size, found"
-            f" {train.global_batch_size}, and gives train.accumulation_steps, found"
-            f" {train.accumulation_steps}; set the first, and leave the second out"
+            f"train.micro_batch_size=auto divides train.global_batch_size, found {train.global_batch_size}, and gives"
+            f" train.accumulation_steps, found {train.accumulation_steps}; set the first, and leave the second out"
         )
     data_parallel = plan_data_parallel(
         world_size=world_size,
@@ -266,9 +265,8 @@ def _check_window(config: RunConfig) -> None:
         export_format(config) == "mindir"
         and slides
         and "predict.window and predict.max_new_tokens above the positions let the window slide,"
-        " which export.format=mindir cannot: the cache of decode.mindir has the fixed shape of"
-        f" {positions} positions; leave them out, and let the program that runs the files give"
-        " model.mindir the last tokens"
+        f" which export.format=mindir cannot: the cache of decode.mindir has the fixed shape of {positions} positions;"
+        " leave them out, and let the program that runs the files give model.mindir the last tokens"
     )
 
 

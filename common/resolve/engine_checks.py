@@ -143,8 +143,7 @@ def _check_deepspeed(config: Run) -> None:
         " a rank; choose that, or engine=native",
         shard not in (None, parallel.data_parallel)
         and f"parallel.shard_size={shard}: DeepSpeed splits over all"
-        f" parallel.data_parallel={parallel.data_parallel} ranks here; leave it out, or set"
-        " engine=native",
+        f" parallel.data_parallel={parallel.data_parallel} ranks here; leave it out, or set engine=native",
         parallel.strategy != "ddp"
         and f"parallel.strategy={parallel.strategy}: DeepSpeed combines gradients itself; leave it"
         " out, or set engine=native",
@@ -312,9 +311,8 @@ def _check_explicit(config: Run) -> None:
         parallel.parallel_mode == "data_parallel"
         and parallel.model_parallel * parallel.pipeline_stage > 1
         and "parallel.parallel_mode=data_parallel with"
-        f" parallel.model_parallel={parallel.model_parallel} and"
-        f" pipeline_stage={parallel.pipeline_stage}: set both to 1, or parallel_mode=3"
-        " (hybrid_parallel), or 1 (semi_auto_parallel) on Ascend",
+        f" parallel.model_parallel={parallel.model_parallel} and pipeline_stage={parallel.pipeline_stage}: set both to"
+        " 1, or parallel_mode=3 (hybrid_parallel), or 1 (semi_auto_parallel) on Ascend",
         words
         and f"{words}: only parallel.parallel_mode 1 (semi_auto_parallel) and 2 (auto_parallel)"
         f" have this, on several Ascends; leave it out{mode}",
@@ -366,8 +364,7 @@ def _check_compiled(config: Run) -> None:
         and tensor > 1
         and stages > 1
         and f"parallel.micro_batch_interleave_num={interleave} with model_parallel={tensor} and"
-        f" pipeline_stage={stages}: MindSpore 2.10 cannot compile the three together; leave the"
-        " first out",
+        f" pipeline_stage={stages}: MindSpore 2.10 cannot compile the three together; leave the first out",
         *(
             value is not None
             and parallel.parallel_mode != "auto_parallel"

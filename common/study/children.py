@@ -33,9 +33,7 @@ _SCRIPT = ROOT / "scripts" / "run_distribute.sh"
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Place of the runs. hosts: names for ssh; empty: this machine. slurm: into the job that the
-    study itself is in.
-    """
+    """Place of the runs. hosts: names for ssh; empty: this machine. slurm: into the job that the study itself is in."""
 
     hosts: tuple[str, ...] = ()
     slurm: bool = False
@@ -176,9 +174,7 @@ def run_launches(started: Sequence[Launch], log: Path, limit: float) -> Outcome:
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
-    """Wait until all have ended, or one has failed and the others had their time. Returns whether
-    the deadline came.
-    """
+    """Wait until all have ended, or one has failed and the others had their time. Returns whether the deadline came."""
     failed_at: float | None = None
     while None in (codes := [child.poll() for child in children]):
         moment = time.monotonic()

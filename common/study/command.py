@@ -1,7 +1,6 @@
 """A study from its command line to its report: what tools/study.py asks for.
 
-Plans of its cells start nothing. Cells run one after another, and study.json keeps what became of
-each.
+Plans of its cells start nothing. Cells run one after another, and study.json keeps what became of each.
 """
 
 from __future__ import annotations
@@ -263,8 +262,7 @@ def describe_cells(definition: Definition, cells: Sequence[PlannedCell], device:
         "",
         f"{_count(len(cells), 'cell')}, {_count(definition.repeats, 'repeat')}:"
         f" {_count(runs, 'run')} of"
-        f" {definition.warmup_steps} + {definition.measured_steps} steps, each within"
-        f" {definition.time_limit:g} s",
+        f" {definition.warmup_steps} + {definition.measured_steps} steps, each within {definition.time_limit:g} s",
     ]
     if device is None:
         lines.append("(GiB: the planner's, on the fullest rank; s/step needs --accelerator NAME)")
@@ -304,8 +302,7 @@ _FINAL = (State.REFUSED, State.OUT_OF_MEMORY, State.TIMED_OUT)
 def run_cells(study: Study, planned: Sequence[PlannedCell], folder: Path, where: Where) -> None:
     """Run what is missing of a study. ``folder`` is held by the caller.
 
-    study.json is written after every repeat, so that a killed study resumes after the last one that
-    it recorded.
+    study.json is written after every repeat, so that a killed study resumes after the last one that it recorded.
     """
     limit = float(study.definition["time_limit"])
     plans = {each.cell.id: each for each in planned}

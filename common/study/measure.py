@@ -167,8 +167,7 @@ class Trace:
     update: float | None
     """Seconds of the optimizer's own work."""
     allocated: int | None
-    """Most bytes of tensors on the host that these steps made; None where they were not recorded.
-    """
+    """Most bytes of tensors on the host that these steps made; None where they were not recorded."""
 
 
 def find_traces(folder: Path) -> list[TraceFile]:
@@ -208,11 +207,10 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def _torch_spans(events: list[dict[str, Any]]) -> tuple[Spans, Spans, Spans] | None:
-    """Return messages, update and all other work; None where this is not a trace of torch's, or of
-    a device whose names are not known here.
+    """Return messages, update and all other work; None where this is not a trace of torch's, or of a device whose names
+    are not known here.
 
-    Where a GPU worked, its own time counts: kernels and, for the update, the annotation as the GPU
-    went through it.
+    Where a GPU worked, its own time counts: kernels and, for the update, the annotation as the GPU went through it.
     """
     kinds = {event.get("cat") for event in events}
     if "cpu_op" not in kinds:

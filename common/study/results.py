@@ -81,9 +81,8 @@ class Measured(Record):
     peak_memory_source: str = ""
     """Source of peak_memory, such as "resident memory of the process"."""
     memory_parts: dict[str, int] = {}
-    """Bytes by part on the fullest rank, tensors counted: state (weights and optimizer), step (what
-    comes and goes within a step: gradients, activations, loss, buffers); a part that was not
-    counted is absent.
+    """Bytes by part on the fullest rank, tensors counted: state (weights and optimizer), step (what comes and goes
+    within a step: gradients, activations, loss, buffers); a part that was not counted is absent.
     """
     split: dict[str, float | None] = {}
     """Seconds a step by part: data, forward_backward, communication, update; None: not known."""
@@ -328,9 +327,7 @@ class Comparison:
     ratio: float
     """Speed of the one by the speed of the other, 1 where they are equal."""
     margin: float | None
-    """Relative difference that repeats explain without another cause; None with fewer than two
-    common repeats.
-    """
+    """Relative difference that repeats explain without another cause; None with fewer than two common repeats."""
     pairs: int
 
     @property

@@ -314,9 +314,7 @@ def judge(study: Study) -> Verdict:
 
 
 def _families(cells: Mapping[str, Summary]) -> list[list[Summary]]:
-    """Return the cells with a speed, those of one model together: the others' tokens are not worth
-    the same.
-    """
+    """Return the cells with a speed, those of one model together: the others' tokens are not worth the same."""
     families: dict[str, list[Summary]] = {}
     for cell in cells.values():
         if cell.tokens_per_second:

@@ -216,9 +216,7 @@ def _has_parts(tree: Mapping[str, Any]) -> bool:
 
 
 def _is_theirs(dialect: Dialect, word: str) -> bool:
-    """Tell whether an override has a key of a dialect. A key of both systems means the same in
-    each.
-    """
+    """Tell whether an override has a key of a dialect. A key of both systems means the same in each."""
     dotted = word.partition("=")[0]
     section = dotted.partition(".")[0]
     return dotted not in schema_keys() and section in _sections(dialect)
@@ -230,9 +228,7 @@ def _sections(dialect: Dialect) -> set[str]:
 
 
 def find_command_line(flags: Sequence[str], program: str = "") -> str:
-    """Return the key in COMMAND_LINES of the system that has this program, or else most of these
-    flags.
-    """
+    """Return the key in COMMAND_LINES of the system that has this program, or else most of these flags."""
     for system, dialect in COMMAND_LINES.items():
         if program in dialect.programs:
             return system
@@ -247,9 +243,7 @@ def open_flags(
     where: str = COMMAND_LINE,
     fill: Fill | None = None,
 ) -> Opened:
-    """Read the command line of another system: ``system`` is a key of COMMAND_LINES. Raises
-    ConfigError.
-    """
+    """Read the command line of another system: ``system`` is a key of COMMAND_LINES. Raises ConfigError."""
     dialect = COMMAND_LINES[system]
     tree, sources, replaced = read_flags(words, where, dialect.table)
     own = [key for key in tree if has_rule(key, dialect.table)]
@@ -258,8 +252,7 @@ def open_flags(
         if alien:
             raise ConfigError(
                 f"{sources[alien[0],]} is {other.system}'s, and"
-                f" {'other flags are' if own else 'the flags here are'} {dialect.system}'s; keep"
-                " one system's flags"
+                f" {'other flags are' if own else 'the flags here are'} {dialect.system}'s; keep one system's flags"
             )
     check_values(tree, sources, dialect.table)
     opened = _finish(dialect, where, tree, sources, overrides, fill)
@@ -279,9 +272,7 @@ def _finish(
 
 
 def find_dialect(path: Path, tree: Mapping[str, Any], sources: Sources) -> Dialect | None:
-    """Return the system whose keys a YAML has, None for ours. Raises ConfigError for keys of
-    several systems.
-    """
+    """Return the system whose keys a YAML has, None for ours. Raises ConfigError for keys of several systems."""
     found = [(dialect, sorted(_marks(tree, dialect))) for dialect in DIALECTS]
     found = [(dialect, marks) for dialect, marks in found if marks]
     if not found:
@@ -295,9 +286,8 @@ def find_dialect(path: Path, tree: Mapping[str, Any], sources: Sources) -> Diale
     own = {"base", "train", "precision", "logging"} & tree.keys()
     if own:
         raise ConfigError(
-            f"{sources.get((min(own),), path)}: {min(own)} is ours, and {marks[0]}"
-            f" ({sources.get((marks[0],), path)}) is {dialect.system}'s; keep one system's words in"
-            " a file, and give the rest on the command line"
+            f"{sources.get((min(own),), path)}: {min(own)} is ours, and {marks[0]} ({sources.get((marks[0],), path)})"
+            f" is {dialect.system}'s; keep one system's words in a file, and give the rest on the command line"
         )
     return dialect
 

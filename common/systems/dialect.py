@@ -77,9 +77,7 @@ class Translation:
     without_effect: dict[str, str] = field(default_factory=dict)
 
     def set(self, key: str, value: Any, where: str = "", theirs: str = "") -> None:
-        """Set a key of ours. Raises ConfigError where another key of theirs has set it to another
-        value.
-        """
+        """Set a key of ours. Raises ConfigError where another key of theirs has set it to another value."""
         *sections, name = key.split(".")
         at = self.tree
         for section in sections:
@@ -262,9 +260,7 @@ def apply(table: Table, theirs: ForeignKeys, ours: Translation) -> None:
 
 
 def _has_own_rule(key: str, table: Table) -> bool:
-    """Tell whether a key has a rule of its own, which is not a pattern, or is a misspelling of such
-    a key.
-    """
+    """Tell whether a key has a rule of its own, which is not a pattern, or is a misspelling of such a key."""
     section = key.rpartition(".")[0]
     own = [
         name

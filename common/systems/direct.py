@@ -1,5 +1,4 @@
-"""Weights of other systems in place of a checkpoint of ours. Each rank reads its part from their
-files.
+"""Weights of other systems in place of a checkpoint of ours. Each rank reads its part from their files.
 
 checkpoint.init_from, load and resume take every format of ``FORMATS`` that can be read.
 """

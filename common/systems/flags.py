@@ -1,6 +1,4 @@
-"""Command lines of other systems as plain mappings: ``--num-layers 24 --fp16`` becomes num_layers:
-24, fp16: true.
-"""
+"""Command lines of other systems as plain mappings: ``--num-layers 24 --fp16`` becomes num_layers: 24, fp16: true."""
 
 from __future__ import annotations
 
@@ -26,9 +24,8 @@ _WRITTEN = "# flags of the command line of "
 def read_flags(
     words: Sequence[str], where: str, table: Table
 ) -> tuple[dict[str, Any], dict[tuple[str | int, ...], str], dict[str, str]]:
-    """Return the value and the place of each flag, and a remark on each that a later one replaces.
-    A flag without a value is true; several values become a list. As in argparse, the last of two
-    equal flags counts.
+    """Return the value and the place of each flag, and a remark on each that a later one replaces. A flag without a
+    value is true; several values become a list. As in argparse, the last of two equal flags counts.
 
     where: the file, or "command line". Raises ConfigError for a word without a flag.
     """

@@ -100,9 +100,7 @@ def _stored(array: NDArray[Any], kind: Any) -> NDArray[Any]:
 
 
 class _Written(np.ndarray[Any, Any]):
-    """Array whose writing reports a full disk as such. numpy's own error names only the elements
-    written.
-    """
+    """Array whose writing reports a full disk as such. numpy's own error names only the elements written."""
 
     def tofile(self, file: Any, *_: Any) -> None:
         file.write(self.data)
@@ -118,9 +116,8 @@ def _add_tokenizer(writer: Any, folder: Path, rows: int) -> None:
 
     if not vocabulary_in(folder) or kind_of_files(None, folder, None) != GPT2BPETokenizer.kind:
         LOG.warning(
-            f"{FILE} holds no tokenizer, so llama.cpp takes ids of tokens instead of text: only a"
-            " byte-level BPE (vocab.json and merges.txt, or a tokenizer.json of this kind) has the"
-            " same form there"
+            f"{FILE} holds no tokenizer, so llama.cpp takes ids of tokens instead of text: only a byte-level BPE"
+            " (vocab.json and merges.txt, or a tokenizer.json of this kind) has the same form there"
         )
         writer.add_tokenizer_model("none")
         return

@@ -1,6 +1,5 @@
-"""Translation of GPT2-Chinese's command lines and model_config.json, by the rules of
-``common.dialects.gpt2_chinese`` and ``hugging_face``. The study DistributedTrainingGPT2 has them
-too.
+"""Translation of GPT2-Chinese's command lines and model_config.json, by the rules of ``common.dialects.gpt2_chinese``
+and ``hugging_face``. The study DistributedTrainingGPT2 has them too.
 
 Source: Morizeyao/GPT2-Chinese with transformers 2.1.1, and the study.
 """
@@ -34,9 +33,7 @@ from common.structured_files import read_json_mapping
 from common.systems.dialect import Dialect, ForeignKeys, Translation, apply, require_all_taken
 
 TOKENS = "tokenized_train"
-"""Stem of the names of the pieces in --tokenized_data_path, and of the .bin/.idx pair made from
-them.
-"""
+"""Stem of the names of the pieces in --tokenized_data_path, and of the .bin/.idx pair made from them."""
 _RATES = ("embedding_dropout", "attention_dropout", "hidden_dropout")
 _OWN = ROOT / "compat" / "gpt2_chinese"
 """Folder that stands for the users' own, which has config/."""
@@ -109,9 +106,8 @@ def _take_data(theirs: ForeignKeys, ours: Translation, key: str) -> None:
 def _evaluate(theirs: ForeignKeys, ours: Translation) -> None:
     """Translate eval.py's flags.
 
-    Each token is scored once here, except a remainder of less than a window at the end of the
-    corpus. The original leaves out the remainder of each piece and the last windows that fill no
-    batch. Its writing of result.txt fails.
+    Each token is scored once here, except a remainder of less than a window at the end of the corpus. The original
+    leaves out the remainder of each piece and the last windows that fill no batch. Its writing of result.txt fails.
     """
     if theirs.peek("pretrained_model") is None:
         raise ConfigError("--pretrained_model is not given; name the trained model, such as model/final_model")
@@ -144,9 +140,7 @@ def _generate(theirs: ForeignKeys, ours: Translation) -> None:
 
 
 def _take_lengths(theirs: ForeignKeys, ours: Translation) -> None:
-    """Take the model from --model_path, as the original does. The window is --n_ctx, or the
-    model's.
-    """
+    """Take the model from --model_path, as the original does. The window is --n_ctx, or the model's."""
     weights, config = Path(str(theirs.peek("model_path"))), theirs.take("model_config")
     ours.set("output_dir", str(weights.parent), theirs.where("model_path"), "model_path")
     beside = weights / "config.json"

@@ -39,9 +39,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute",),
     "group_query_attention": (False,),
 }  # fmt: skip
-"""Switches that change what a model computes, with the values of GPT-2. Shapes do not show all of
-them.
-"""
+"""Switches that change what a model computes, with the values of GPT-2. Shapes do not show all of them."""
 _GPT2_VOCABULARY = 50257
 _ORDERS: dict[float, Fusion] = {0: Fusion.BLOCKS, 1: Fusion.OUTPUTS, 2: Fusion.HEADS, 3: Fusion.HEADS}
 """checkpoint_version -> the order of the rows of query, key and value
@@ -183,9 +181,7 @@ def model_of_args(
 
 
 def in_version(path: Path, version: Any, name_map: NameMap) -> NameMap:
-    """Return the map with the order of query, key and value that a checkpoint_version has. Raises
-    ConfigError.
-    """
+    """Return the map with the order of query, key and value that a checkpoint_version has. Raises ConfigError."""
     if not isinstance(version, int | float) or version not in _ORDERS:
         raise ConfigError(
             f"{path}: checkpoint_version is {version!r}, of which the order of query,"

@@ -50,17 +50,13 @@ class NameRow:
         )
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the shape of their tensor. shapes: those of our parameters, whole or of a
-        tensor-parallel rank.
-        """
+        """Return the shape of their tensor. shapes: those of our parameters, whole or of a tensor-parallel rank."""
         first, *rest = shapes[self.ours[0]]
         fused = (len(self.ours) * first, *rest)
         return fused[::-1] if self.transposed else fused
 
     def pack(self, parts: Sequence[NDArray[Any]], heads: int) -> NDArray[Any]:
-        """Return their tensor, made from ours with ``heads`` heads. It is a view where that is
-        possible.
-        """
+        """Return their tensor, made from ours with ``heads`` heads. It is a view where that is possible."""
         if len(parts) == 1:
             return parts[0].T if self.transposed else parts[0]
         fused: NDArray[Any] = np.empty((len(parts) * parts[0].shape[0], *parts[0].shape[1:]), parts[0].dtype)
@@ -90,9 +86,7 @@ class NameRow:
         return part
 
     def _apart(self, fused: NDArray[Any], heads: int) -> NDArray[Any]:
-        """Return views of a fused tensor as query, key and value, each (heads, outputs of one,
-        ...).
-        """
+        """Return views of a fused tensor as query, key and value, each (heads, outputs of one, ...)."""
         axis = {Fusion.BLOCKS: 0, Fusion.HEADS: 1, Fusion.OUTPUTS: 2}[self.fusion]
         sizes = [heads, fused.shape[0] // (len(self.ours) * heads)]
         sizes.insert(axis, len(self.ours))
@@ -140,10 +134,9 @@ def name_map(
 ) -> NameMap:
     """Return the map of ``table``: our module or tensor -> theirs, in the order of their modules.
 
-    Ours are ``wte.weight``, ``wpe.weight``, ``ln_f``, and in a block ``ln_1``, ``attn.c_proj`` and
-    so on. ``attn.qkv_proj`` is query, key and value in one tensor. A module has a weight and a
-    bias. Other names of these two stand at its end: ``gamma|beta``. transposed: modules whose
-    weight is (in, out).
+    Ours are ``wte.weight``, ``wpe.weight``, ``ln_f``, and in a block ``ln_1``, ``attn.c_proj`` and so on.
+    ``attn.qkv_proj`` is query, key and value in one tensor. A module has a weight and a bias. Other names of these two
+    stand at its end: ``gamma|beta``. transposed: modules whose weight is (in, out).
     """
     rows = [row for ours, theirs in table.items() for row in _rows_of(ours, theirs, ours in transposed, fusion)]
     global_rows, layer_rows = (
@@ -164,9 +157,7 @@ def _rows_of(ours: str, theirs: str, transposed: bool, fusion: Fusion) -> Iterat
 
 
 def match_name_map(where: object, format: str, name_maps: Sequence[NameMap], names: Collection[str]) -> NameMap:
-    """Return the variant of a format that matches most tensor names. Raises CheckpointError if none
-    does.
-    """
+    """Return the variant of a format that matches most tensor names. Raises CheckpointError if none does."""
     best = max(name_maps, key=lambda name_map: sum(row.theirs in names for row in name_map.rows(1)))
     if not any(row.theirs in names for row in best.rows(1)):
         shown = ", ".join(list(names)[:4]) or "nothing"

@@ -87,9 +87,8 @@ def new_run(
     consumed_samples: int = 0,
     updated_samples: int | None = None,
 ) -> dict[str, Any]:
-    """Return a ``Weights.run`` of the numbers in a foreign checkpoint. scale: the state of the loss
-    scale. updated_samples: those of the updates, estimated if None. Steps beyond ``updates`` were
-    skipped.
+    """Return a ``Weights.run`` of the numbers in a foreign checkpoint. scale: the state of the loss scale.
+    updated_samples: those of the updates, estimated if None. Steps beyond ``updates`` were skipped.
     """
     if updated_samples is None:
         updated_samples = consumed_samples * min(updates, step) // max(step, 1)
@@ -140,8 +139,7 @@ def checked_run(path: Path, record: Any) -> dict[str, Any]:
 
 
 def require_one_run(path: Path, name: str, found: Any, told: Any) -> None:
-    """Require that the weights at ``path`` are of the run in the model.yaml beside them. Raises
-    CheckpointError.
+    """Require that the weights at ``path`` are of the run in the model.yaml beside them. Raises CheckpointError.
 
     name, found: a count and its value in the weights. told: what the model.yaml says.
     """

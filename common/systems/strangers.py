@@ -11,14 +11,12 @@ from pathlib import Path
 
 NANOGPT = (
     "it is nanoGPT's, whose GELU is the exact one since 2023, and the file does not say which"
-    " it has; the models here have GPT-2's (tanh), so logits would differ. If that may be, load its"
-    " weights into transformers' GPT2LMHeadModel, those of Linear transposed, and give what"
-    " save_pretrained writes"
+    " it has; the models here have GPT-2's (tanh), so logits would differ. If that may be, load its weights into"
+    " transformers' GPT2LMHeadModel, those of Linear transposed, and give what save_pretrained writes"
 )
 UNDER_DEEPSPEED = (
     "is a Hugging Face model that was trained below DeepSpeed; run DeepSpeed's own"
-    " python {root}/zero_to_fp32.py {root} OUTPUT, put config.json and the tokenizer into OUTPUT,"
-    " and give that"
+    " python {root}/zero_to_fp32.py {root} OUTPUT, put config.json and the tokenizer into OUTPUT, and give that"
 )
 _PEFT = (
     "it is an adapter of PEFT, which changes a model that is elsewhere; call merge_and_unload() of"
@@ -29,11 +27,10 @@ _OTHER_FRAMEWORK = (
     "True)), call save_pretrained, and give that folder"
 )
 _OPENAI = (
-    "it is OpenAI's own TensorFlow checkpoint; their four models are on the Hugging Face hub, such"
-    " as hf://openai-community/gpt2. Convert one that you trained with transformers 4: python -m"
-    " transformers.models.gpt2.convert_gpt2_original_tf_checkpoint_to_pytorch"
-    " --gpt2_checkpoint_path model.ckpt --gpt2_config_file config.json --pytorch_dump_folder_path"
-    " OUTPUT, put the tokenizer into OUTPUT, and give that"
+    "it is OpenAI's own TensorFlow checkpoint; their four models are on the Hugging Face hub, such as"
+    " hf://openai-community/gpt2. Convert one that you trained with transformers 4: python -m"
+    " transformers.models.gpt2.convert_gpt2_original_tf_checkpoint_to_pytorch --gpt2_checkpoint_path model.ckpt"
+    " --gpt2_config_file config.json --pytorch_dump_folder_path OUTPUT, put the tokenizer into OUTPUT, and give that"
 )
 _ALONE = (
     "its weights lack config.json (transformers') or manifest.json (ours), which say heads and"
@@ -75,9 +72,7 @@ OTHER_HEAD = "lm_head.decoder.weight"
 
 
 def stranger_at(path: Path) -> str | None:
-    """Return what is at a path where no weights of a known format are, and what to do; None where
-    nothing is known.
-    """
+    """Return what is at a path where no weights of a known format are, and what to do; None where nothing is known."""
     names = [path.name] if path.is_file() else [file.name for file in path.glob("*")]
     found = (say for mark, say in _PLACES.items() if any(fnmatch(name, mark) for name in names))
     return next(found, None)

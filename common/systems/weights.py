@@ -1,6 +1,4 @@
-"""Weights of a model under our names, from files of any format. A tensor is read when it is
-requested.
-"""
+"""Weights of a model under our names, from files of any format. A tensor is read when it is requested."""
 
 from __future__ import annotations
 
@@ -56,17 +54,13 @@ class Weights:
     tensors: Mapping[str, Weight]
     """Parameters by our names, in the order of ``parameter_shapes``."""
     moments: Mapping[str, Weight] = field(default_factory=dict)
-    """Optimizer state: NAME.exp_avg, NAME.exp_avg_sq or NAME.momentum_buffer of all parameters, or
-    empty.
-    """
+    """Optimizer state: NAME.exp_avg, NAME.exp_avg_sq or NAME.momentum_buffer of all parameters, or empty."""
     run: Mapping[str, Any] | None = None
     """State of the training, as the manifest of our own checkpoints has it: state, engine, config
     (but its model), and what else the format knows. None: only weights.
     """
     tokenizer: Mapping[str, Any] | None = None
-    """Record of the run's tokenizer (kind, sha256, vocab_size), with the keys of data.tokenizer
-    that name its files.
-    """
+    """Record of the run's tokenizer (kind, sha256, vocab_size), with the keys of data.tokenizer that name its files."""
     scheme: Scheme | None = None
     """Quantization that the weights have or were trained for, None without one."""
     ignored: Mapping[str, str] = field(default_factory=dict)
@@ -135,9 +129,7 @@ def check_tied(path: Path, name: str, head: FileTensor, table: FileTensor) -> No
 
 
 ReadPart: TypeAlias = Callable[[Any, NameRow, int, int], NDArray[Any]]
-"""Reader of a parameter: (tensor of a file, its row, number of the parameter in it, heads) ->
-array.
-"""
+"""Reader of a parameter: (tensor of a file, its row, number of the parameter in it, heads) -> array."""
 
 
 def _read_part(tensor: FileTensor, row: NameRow, part: int, heads: int) -> NDArray[Any]:
@@ -155,9 +147,7 @@ def weights_from(
     ignored: Mapping[str, str],
     read: ReadPart = _read_part,
 ) -> Weights:
-    """Return the weights of ``file``, which was found at ``path``. Raises CheckpointError as
-    ``import_names`` does.
-    """
+    """Return the weights of ``file``, which was found at ``path``. Raises CheckpointError as ``import_names`` does."""
     table = name_map.table
     rows = stored[table].shape[0] if table in stored and stored[table].shape else 0
     padding = {f"{table}[{model.vocab_size}:{rows}]": "rows that pad the vocabulary"} if rows > model.vocab_size else {}
@@ -176,12 +166,11 @@ def import_names(
     suffix: str = "",
     read: ReadPart = _read_part,
 ) -> dict[str, Weight]:
-    """Return the parameters under our names. Each has ``prefix`` before its name in ``stored`` and
-    ``end`` after it, and ``suffix`` after its name here.
+    """Return the parameters under our names. Each has ``prefix`` before its name in ``stored`` and ``end`` after it,
+    and ``suffix`` after its name here.
 
-    read: reader of a tensor of ``stored``, where those are not whole tensors of one file. Raises
-    CheckpointError listing all that are missing, unexpected or of another shape. The embedding may
-    have rows of padding.
+    read: reader of a tensor of ``stored``, where those are not whole tensors of one file. Raises CheckpointError
+    listing all that are missing, unexpected or of another shape. The embedding may have rows of padding.
     """
     shapes = parameter_shapes(model)
     rows = [replace(row, theirs=f"{prefix}{row.theirs}{end}") for row in name_map.rows(model.num_layers)]
@@ -193,9 +182,8 @@ def import_names(
     check_tensors(path, found, expected)
     if strange := [name for name in expected if stored[name].dtype not in (*FLOATS, "float64")]:
         raise CheckpointError(
-            f"{path}: {strange[0]} and {len(strange) - 1} more are {stored[strange[0]].dtype}, as a"
-            f" quantized model's; expected {', '.join(FLOATS)} or float64: convert the model as it"
-            " was before"
+            f"{path}: {strange[0]} and {len(strange) - 1} more are {stored[strange[0]].dtype}, as a quantized model's;"
+            f" expected {', '.join(FLOATS)} or float64: convert the model as it was before"
         )
 
     def weight(row: NameRow, part: int, shape: tuple[int, ...]) -> Weight:

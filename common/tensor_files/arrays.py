@@ -64,9 +64,7 @@ class FileTensor(TensorKind):
     strides: tuple[int, ...] | None = None
     """Strides in elements of a tensor that is not row-major; None if it is."""
     check: Callable[[], None] | None = None
-    """Function that compares the checksum of the bytes before they are first read. Raises
-    CheckpointError.
-    """
+    """Function that compares the checksum of the bytes before they are first read. Raises CheckpointError."""
 
     # two tensors of the same type and shape differ
     __eq__, __hash__ = object.__eq__, object.__hash__
@@ -80,11 +78,10 @@ class FileTensor(TensorKind):
             )
 
     def read(self) -> NDArray[Any]:
-        """Return the tensor. The array is read-only, and a view of the file unless segments had to
-        be joined.
+        """Return the tensor. The array is read-only, and a view of the file unless segments had to be joined.
 
-        bfloat16 comes as uint16 words (``widen_bfloat16``). A view may be unaligned: copy it before
-        passing it to a framework. Raises CheckpointError if the bytes have changed.
+        bfloat16 comes as uint16 words (``widen_bfloat16``). A view may be unaligned: copy it before passing it to a
+        framework. Raises CheckpointError if the bytes have changed.
         """
         if self.check is not None:
             self.check()
@@ -216,7 +213,6 @@ def round_to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
         block = flat[first : first + _BLOCK]
         bits = block.view(np.uint32)
         upper = bits >> 16
-        # a NaN with all its payload in the lower half would become infinity: set its quiet bit
-        # instead
+        # a NaN with all its payload in the lower half would become infinity: set its quiet bit instead
         words[first : first + _BLOCK] = np.where(np.isnan(block), upper | 0x40, (bits + (0x7FFF + (upper & 1))) >> 16)
     return words.reshape(np.shape(values))

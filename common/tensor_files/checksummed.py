@@ -26,12 +26,11 @@ _AT_ONCE = 2**18
 
 
 class ChecksummedFile:
-    """Open a file to write from front to end, with the CRC-32 of its bytes. It is fsynced when the
-    block ends. OSError is left to the caller.
+    """Open a file to write from front to end, with the CRC-32 of its bytes. It is fsynced when the block ends. OSError
+    is left to the caller.
 
-    Bytes are gathered in buffers. Two threads write full ones past the page cache (O_DIRECT), so
-    that neither a copy in the kernel nor a sync at the end is waited for. A file system that
-    refuses this gets usual writes.
+    Bytes are gathered in buffers. Two threads write full ones past the page cache (O_DIRECT), so that neither a copy in
+    the kernel nor a sync at the end is waited for. A file system that refuses this gets usual writes.
     """
 
     def __init__(self, path: Path) -> None:

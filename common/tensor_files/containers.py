@@ -42,11 +42,10 @@ _CONTAINERS = (
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[TensorFile]:
-    """Open a file by its first bytes, then by its ending; open ``NAME.index.json`` with all its
-    shards.
+    """Open a file by its first bytes, then by its ending; open ``NAME.index.json`` with all its shards.
 
-    No tensor is read before it is asked for. Raises CheckpointError for a file that is missing,
-    broken, of an unknown format, or that names code.
+    No tensor is read before it is asked for. Raises CheckpointError for a file that is missing, broken, of an unknown
+    format, or that names code.
     """
     yield _read_shards(path) if path.name.endswith(".index.json") else _read(path)
 

@@ -1,9 +1,8 @@
-"""Read and write MindSpore's ``.ckpt`` files without MindSpore or protobuf: read by memory map,
-written as a stream.
+"""Read and write MindSpore's ``.ckpt`` files without MindSpore or protobuf: read by memory map, written as a stream.
 
-Format: mindspore/ccsrc/utils/checkpoint.proto. ``_exec_save`` of mindspore/train/serialization.py
-defines what the schema leaves open: a large tensor is several values of one tag, and ``crc_num``
-with a CRC-32 in ten bytes may follow the last value.
+Format: mindspore/ccsrc/utils/checkpoint.proto. ``_exec_save`` of mindspore/train/serialization.py defines what the
+schema leaves open: a large tensor is several values of one tag, and ``crc_num`` with a CRC-32 in ten bytes may follow
+the last value.
 """
 
 from __future__ import annotations
@@ -37,11 +36,10 @@ _SEAL_SIZE = len(_SEAL) + 10
 
 
 def read_mindspore(path: Path, content: Bytes) -> TensorFile:
-    """Return tensors by tag. Texts are plain values, and numbers (``step_num``) are tensors of
-    shape ().
+    """Return tensors by tag. Texts are plain values, and numbers (``step_num``) are tensors of shape ().
 
-    Raises ValueError if the file is broken or encrypted, if its checksum is wrong, or if it holds
-    types that GPT-2 does not have.
+    Raises ValueError if the file is broken or encrypted, if its checksum is wrong, or if it holds types that GPT-2 does
+    not have.
     """
     tensors, texts = _parse(_without_seal(content))
     return TensorFile(path=path, tensors=tensors, plain=texts, tree=tensors | texts)

@@ -92,9 +92,7 @@ class Layout:
         return tuple(places)
 
     def first_ranks(self, ranks: Iterable[int], without: Iterable[int] = ()) -> list[int]:
-        """Return the first of ``ranks`` that holds each part. Parts that a rank of ``without``
-        holds are left out.
-        """
+        """Return the first of ``ranks`` that holds each part. Parts that a rank of ``without`` holds are left out."""
         places = _places(self)
         held, first = {places[rank] for rank in without}, dict[tuple[int, ...], int]()
         for rank in ranks:

@@ -1,9 +1,8 @@
 """Objects of pickles as plain data: their names are looked up here, never imported or called.
 
-Paddle's ``.pdparams`` is a pickle of numpy arrays by name. It is read without Paddle, as data only,
-and the arrays' bytes stay in the mapped file. Format: python/paddle/framework/io.py,
-``_build_saved_state_dict`` (arrays, and their other names under StructuredToParameterName@@) and
-``_pickle_save`` (pairs of such a name and an array).
+Paddle's ``.pdparams`` is a pickle of numpy arrays by name. It is read without Paddle, as data only, and the arrays'
+bytes stay in the mapped file. Format: python/paddle/framework/io.py, ``_build_saved_state_dict`` (arrays, and their
+other names under StructuredToParameterName@@) and ``_pickle_save`` (pairs of such a name and an array).
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ from common.errors import CheckpointError
 from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile
 
 MAX_VALUES = 1_000_000
-"""Beyond any file of weights. A few nested lists, each repeating the one before, could otherwise
-exceed the memory.
-"""
+"""Beyond any file of weights. A few nested lists, each repeating the one before, could otherwise exceed the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +110,10 @@ def foreign_class(path: Path, name: str) -> type[_Record]:
 
 
 class PlainTree:
-    """Content of a pickle as plain Python. ``tensors`` and ``values`` hold its leaves by their
-    path, joined by dots.
+    """Content of a pickle as plain Python. ``tensors`` and ``values`` hold its leaves by their path, joined by dots.
 
-    leaf_of: function that returns a leaf (its path, its value) as a FileTensor or a plain value.
-    Raises ValueError for a value that is neither, and RecursionError for one that contains itself.
+    leaf_of: function that returns a leaf (its path, its value) as a FileTensor or a plain value. Raises ValueError for
+    a value that is neither, and RecursionError for one that contains itself.
     """
 
     def __init__(self, content: Any, leaf_of: Callable[[str, Any], Any] = lambda name, value: value) -> None:
@@ -235,9 +231,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _without_arrays(path: Path) -> bytes:
-    """Return a pickle in which the place of every long string of bytes stands for it. The result is
-    small.
-    """
+    """Return a pickle in which the place of every long string of bytes stands for it. The result is small."""
     program = bytearray()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         start, frame_end = 0, 0

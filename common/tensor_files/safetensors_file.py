@@ -1,8 +1,7 @@
-"""Read and write safetensors files of any source, with bfloat16 and shards: read by memory map,
-written as a stream.
+"""Read and write safetensors files of any source, with bfloat16 and shards: read by memory map, written as a stream.
 
-Format: https://github.com/huggingface/safetensors#format; shards are
-model-00001-of-00002.safetensors beside an index, as transformers names them.
+Format: https://github.com/huggingface/safetensors#format; shards are model-00001-of-00002.safetensors beside an index,
+as transformers names them.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ def read_safetensors(path: Path, content: Bytes) -> TensorFile:
 
 
 def write_safetensors(path: Path, tensors: Tensors) -> int:
-    """Write and fsync ``path``; returns the CRC-32 of its bytes. Peak memory is the copy of one
-    tensor at most.
+    """Write and fsync ``path``; returns the CRC-32 of its bytes. Peak memory is the copy of one tensor at most.
 
     OSError is left to the caller, who owns the folder.
     """

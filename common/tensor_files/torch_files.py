@@ -152,13 +152,12 @@ def _compare_checksums(path: Path, content: Bytes, *, of_tensors: bool) -> None:
 
 
 def write_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any] | Parts]) -> None:
-    """Write and fsync ``tree``: dicts, lists, tuples, ``argparse.Namespace``, plain values,
-    ``TorchName`` and ``TensorLeaf``.
+    """Write and fsync ``tree``: dicts, lists, tuples, ``argparse.Namespace``, plain values, ``TorchName`` and
+    ``TensorLeaf``.
 
-    arrays: one, or its parts, for each leaf, in the order in which the names first occur; bfloat16
-    as uint16 words. No array is kept. OSError is left to the caller, who owns the folder. With
-    weights_only, torch accepts Namespace and numpy values only after ``add_safe_globals``, as with
-    its own files.
+    arrays: one, or its parts, for each leaf, in the order in which the names first occur; bfloat16 as uint16 words. No
+    array is kept. OSError is left to the caller, who owns the folder. With weights_only, torch accepts Namespace and
+    numpy values only after ``add_safe_globals``, as with its own files.
     """
     torch, tensors = _torch(path), {}
 

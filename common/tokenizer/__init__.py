@@ -57,9 +57,8 @@ def require_files(*files: str | os.PathLike[str] | None) -> None:
     for file in files:
         if file is not None and not Path(file).exists():
             raise TokenizerError(
-                f"{file}: does not exist{looked_in(Path(file))}; give the vocabulary (vocab.json)"
-                " and the merges (merges.txt), vocab.txt, a SentencePiece .model or tokenizer.json,"
-                " or the folder that holds them"
+                f"{file}: does not exist{looked_in(Path(file))}; give the vocabulary (vocab.json) and the merges"
+                " (merges.txt), vocab.txt, a SentencePiece .model or tokenizer.json, or the folder that holds them"
             )
 
 

@@ -59,6 +59,5 @@ class TextStream(Protocol):
     def push(self, ids: Sequence[int], final: bool = False) -> str:
         """Add ``ids`` and return the new text that later ids cannot change.
 
-        The text never ends within a character. final: nothing follows, so return all text held
-        back.
+        The text never ends within a character. final: nothing follows, so return all text held back.
         """

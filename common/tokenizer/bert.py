@@ -108,8 +108,7 @@ class _Joiner:
 
 
 def _are_words(left: str, right: str) -> bool:
-    """Return whether a space separates two tokens, given the last character of one and the first of
-    the next.
+    """Return whether a space separates two tokens, given the last character of one and the first of the next.
 
     Two numbers have no space between them, since a word-level vocabulary has single digits.
     """
@@ -144,9 +143,8 @@ def is_chinese(character: str) -> bool:
 class CharacterEncoder:
     """Encoder whose ids equal those of ``tokenizers`` for every text.
 
-    A Chinese character, a sign of punctuation and white space end the word before them. None of
-    them composes with its neighbours. A run of other characters therefore has the same ids by
-    itself.
+    A Chinese character, a sign of punctuation and white space end the word before them. None of them composes with its
+    neighbours. A run of other characters therefore has the same ids by itself.
     """
 
     def __init__(self, vocabulary: BertVocabulary, *, lower_case: bool) -> None:
@@ -207,17 +205,14 @@ CONTINUES = "##"
 class BertVocabulary:
     """Content of a vocab.txt.
 
-    tokens: indexed by id. An empty one is a line without a token; no text has its id. ids: token ->
-    id.
+    tokens: indexed by id. An empty one is a line without a token; no text has its id. ids: token -> id.
     """
 
     tokens: tuple[str, ...]
     ids: dict[str, int]
 
     def sha256(self, kind: str) -> str:
-        """Return the hex digest of the content and a kind. It does not depend on the form of line
-        ends.
-        """
+        """Return the hex digest of the content and a kind. It does not depend on the form of line ends."""
         content = "\n".join((f"{kind}/1", *self.tokens))
         return hashlib.sha256(content.encode()).hexdigest()
 
@@ -303,9 +298,8 @@ class Segmenter:
             import rjieba
         except ImportError as error:
             raise TokenizerError(
-                f"BertWordLevel cuts Chinese into words with rjieba, which is not installed"
-                f" ({error}); install it with: {install('chinese')}, or take the type"
-                " BertWordPieceLowerCase"
+                f"BertWordLevel cuts Chinese into words with rjieba, which is not installed ({error}); install it"
+                f" with: {install('chinese')}, or take the type BertWordPieceLowerCase"
             ) from None
         from tokenizers.normalizers import BertNormalizer
 

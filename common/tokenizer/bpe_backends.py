@@ -1,13 +1,12 @@
 """Libraries that can run GPT-2's byte-level BPE, and the choice of the fastest one that is exact.
 
-``tokenizers`` follows the merge list literally and is the reference. ``tiktoken`` and ``gigatoken``
-are faster and are compared with it when they are loaded. They leave to it the few characters on
-which libraries of different Unicode releases disagree.
+``tokenizers`` follows the merge list literally and is the reference. ``tiktoken`` and ``gigatoken`` are faster and are
+compared with it when they are loaded. They leave to it the few characters on which libraries of different Unicode
+releases disagree.
 
-GPT-2's pattern asks whether a character is a letter, a digit or neither. Unicode 17.0 made letters
-and digits of 4,657 code points that 16.0 leaves unassigned. gigatoken 0.10 knows 17.0; tiktoken
-0.13 and 0.14 and tokenizers 0.23 know 16.0. A comparison of the three on every code point found
-these; they agree on all others.
+GPT-2's pattern asks whether a character is a letter, a digit or neither. Unicode 17.0 made letters and digits of 4,657
+code points that 16.0 leaves unassigned. gigatoken 0.10 knows 17.0; tiktoken 0.13 and 0.14 and tokenizers 0.23 know
+16.0. A comparison of the three on every code point found these; they agree on all others.
 """
 
 from __future__ import annotations
@@ -26,16 +25,14 @@ from common.interrupts import holding_signals
 from common.tokenizer.base import Ids, PackedIds
 from common.tokenizer.bpe_files import END_OF_TEXT, BPEVocabulary
 
-# Content hash of the vocabulary that OpenAI published. It is known to pass the checks of other
-# vocabularies.
+# Content hash of the vocabulary that OpenAI published. It is known to pass the checks of other vocabularies.
 GPT2_SHA256 = "c1e3cefd7c3749b320b1b08696e30ba187c23910de15ef8e5a33c6ee460e93e5"
 
 # The pattern of openai/gpt-2 src/encoder.py in tiktoken's form, with possessive repeats. Both cut
 # every text at the same places.
 _PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
-# `\s+(?!\S)` backtracks one frame a character: tiktoken 0.13 and 0.14 panic between 900,000 and
-# 1,000,000 of them.
+# `\s+(?!\S)` backtracks one frame a character: tiktoken 0.13 and 0.14 panic between 900,000 and 1,000,000 of them.
 _LONG_SPACE = re.compile(r"(?<!\s)\s{200000}")
 
 # Stands between the texts of one call. Texts that hold it are encoded one by one.
@@ -112,8 +109,7 @@ class _Tiktoken:
             )
         if vocabulary.content_sha256 != GPT2_SHA256:
             _check_ranks(vocabulary, exact)
-        # Keep tokens that no merge makes (added by hand) from tiktoken. It would produce them from
-        # ordinary text.
+        # Keep tokens that no merge makes (added by hand) from tiktoken. It would produce them from ordinary text.
         made = {left + right for left, right in vocabulary.merges}
         ranks = {
             vocabulary.token_bytes[token_id]: token_id
@@ -153,10 +149,9 @@ class _Tiktoken:
 def _check_ranks(vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
     """Reject a vocabulary on which joining by rank could differ from joining by listed pairs.
 
-    Three conditions make them equal: ids rise in merge order, parts come before what they make, and
-    BPE turns every made token into itself. Take two neighbours whose bytes spell a token t. The
-    merges ranked before t have made them, inside their own borders. The last step towards t is a
-    single listed pair, so the two neighbours are that pair.
+    Three conditions make them equal: ids rise in merge order, parts come before what they make, and BPE turns every
+    made token into itself. Take two neighbours whose bytes spell a token t. The merges ranked before t have made them,
+    inside their own borders. The last step towards t is a single listed pair, so the two neighbours are that pair.
     """
     advice = "use backend='tokenizers' for this vocabulary"
     rank = {token: -1 for token in vocabulary.ids if len(token) == 1}
@@ -192,8 +187,7 @@ class _Gigatoken:
 
     def __init__(self, vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
         library = _load_library("gigatoken", "gigatoken (the extra 'fast' of this project)")
-        # The special token is left out of added_tokens: gigatoken would recognise it in ordinary
-        # text.
+        # The special token is left out of added_tokens: gigatoken would recognise it in ordinary text.
         self._model = library.Tokenizer.from_json(exact.model.to_str())
 
     def encode_one(self, text: str) -> Ids:
@@ -248,9 +242,8 @@ def _prove_equal(backend: Backend, exact: Backend, vocabulary: BPEVocabulary) ->
         expected = exact.encode_one(text)
         if not np.array_equal(found, expected) or not np.array_equal(backend.encode_one(text), expected):
             raise _PassedOver(
-                f"{backend.name} {'.'.join(map(str, _version(backend.name)))} gives other ids than"
-                f" tokenizers in the self-check for {text[:40]!r}; use backend='tokenizers' and"
-                " report it"
+                f"{backend.name} {'.'.join(map(str, _version(backend.name)))} gives other ids than tokenizers in the"
+                f" self-check for {text[:40]!r}; use backend='tokenizers' and report it"
             )
 
 

@@ -1,8 +1,7 @@
 """Read and check the two files of a GPT-2 vocabulary.
 
-These are the ids (vocab.json or encoder.json) and the merges (merges.txt or vocab.bpe). Every
-defect of a file is reported here with its place. Source of both formats: openai/gpt-2,
-src/encoder.py.
+These are the ids (vocab.json or encoder.json) and the merges (merges.txt or vocab.bpe). Every defect of a file is
+reported here with its place. Source of both formats: openai/gpt-2, src/encoder.py.
 
 A tokenizer's kind is recognised by its files, and so is the file in a folder that holds it.
 """
@@ -37,8 +36,7 @@ _SPECIAL = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the byte for each of the 256 printable characters that stand for bytes in GPT-2's
-    files.
+    """Return the byte for each of the 256 printable characters that stand for bytes in GPT-2's files.
 
     Source: ``bytes_to_unicode``.
     """
@@ -68,9 +66,7 @@ class BPEVocabulary:
     prefix_space: bool
     """Whether a text, and what follows a mark, begins with a space that is put there."""
     content_sha256: str
-    """Digest of ``ids`` and ``merges``. It does not depend on file name, spacing, key order or
-    header.
-    """
+    """Digest of ``ids`` and ``merges``. It does not depend on file name, spacing, key order or header."""
 
     @property
     def eod_id(self) -> int:
@@ -186,8 +182,7 @@ def _byte_level_parts(file: Path, version: object) -> tuple[dict[str, int], Pair
 
 
 def _content_hash(tokens: list[str], merges: Pairs) -> str:
-    # Neither a token nor a merge can hold "\n": the alphabet has no control characters and no
-    # space.
+    # Neither a token nor a merge can hold "\n": the alphabet has no control characters and no space.
     digest = hashlib.sha256(b"GPT2BPETokenizer/1\n")
     digest.update("\n".join(tokens).encode())
     digest.update(b"\n\n")
@@ -256,9 +251,8 @@ def _require_bytes(path: Path, ids: Mapping[str, int]) -> None:
     missing = [char for char in alphabet if char not in ids]
     if missing:
         raise TokenizerError(
-            f"{path}: {len(missing)} of the 256 single-byte tokens are missing, the first being"
-            f" {missing[0]!r} (byte 0x{alphabet[missing[0]]:02x}); without them some text has no"
-            " ids; expected a byte-level BPE vocabulary"
+            f"{path}: {len(missing)} of the 256 single-byte tokens are missing, the first being {missing[0]!r} (byte"
+            f" 0x{alphabet[missing[0]]:02x}); without them some text has no ids; expected a byte-level BPE vocabulary"
         )
 
 
@@ -271,16 +265,14 @@ def _read_merges(path: Path, vocab_file: Path, ids: dict[str, int]) -> Pairs:
         left, _, right = line.partition(" ")
         if not (left and right) or " " in right:
             raise TokenizerError(
-                f"{path}: line {number}: {line[:60]!r}: expected two tokens with one space between"
-                " them; fetch the file again, or check that the vocabulary and merge files are not"
-                " swapped"
+                f"{path}: line {number}: {line[:60]!r}: expected two tokens with one space between them; fetch the"
+                " file again, or check that the vocabulary and merge files are not swapped"
             )
         if not (left in ids and right in ids and left + right in ids):
             missing = next(token for token in (left, right, left + right) if token not in ids)
             raise TokenizerError(
-                f"{path}: line {number}: the merge {line!r}: {missing!r} is not a token of"
-                f" {vocab_file}; expected the merges and the vocabulary of one model; take both"
-                " files from the same place"
+                f"{path}: line {number}: the merge {line!r}: {missing!r} is not a token of {vocab_file}; expected the"
+                " merges and the vocabulary of one model; take both files from the same place"
             )
         if (left, right) in pairs:
             raise TokenizerError(f"{path}: the merge {line!r} stands there twice; remove one")
@@ -352,9 +344,7 @@ def _kind_of_vocab_txt(file: Path) -> str:
 
 
 def file_in(source: Path, kind: str) -> Path:
-    """Return the file of a kind: ``source`` itself, or the file in that folder. Raises
-    TokenizerError.
-    """
+    """Return the file of a kind: ``source`` itself, or the file in that folder. Raises TokenizerError."""
     if not source.is_dir():
         return source
     if found := _only(source, _FILE_OF[kind]):

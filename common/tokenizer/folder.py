@@ -1,7 +1,6 @@
 """Files that transformers keeps beside a vocabulary, read once.
 
-Which of them holds what is huggingface/transformers 5.24's, tokenization_utils_base.py
-(``_from_pretrained``).
+Which of them holds what is huggingface/transformers 5.24's, tokenization_utils_base.py (``_from_pretrained``).
 
 They go along where weights are written.
 """
@@ -263,16 +262,13 @@ _NAMES = {
 
 
 def vocabulary_in(folder: Path) -> dict[str, bytes]:
-    """Return the content of the vocabulary's files in a folder, by their names in a copy. Raises
-    TokenizerError.
-    """
+    """Return the content of the vocabulary's files in a folder, by their names in a copy. Raises TokenizerError."""
     return {_NAMES.get(name, name): _read(folder / name) for name in VOCABULARIES if (folder / name).is_file()}
 
 
 def companions_in(folder: Path) -> dict[str, bytes]:
-    """Return the content of what transformers keeps beside a vocabulary, by name. A
-    generation_config.json is made of the ids in config.json where there is none. Raises
-    TokenizerError.
+    """Return the content of what transformers keeps beside a vocabulary, by name. A generation_config.json is made of
+    the ids in config.json where there is none. Raises TokenizerError.
     """
     names = [name for name in BESIDE if (folder / name).is_file()]
     found = {name: _read(folder / name) for name in names}

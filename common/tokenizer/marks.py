@@ -29,9 +29,8 @@ FRAME = ("[MASK]", "[CLS]", "[SEP]")
 class Mark:
     """A token that is a whole text, never cut into pieces.
 
-    special: it marks something, such as an end; a mark that is not is a word that was added.
-    lstrip, rstrip: it takes in the white space before it, after it. single_word: only where no
-    letter touches it.
+    special: it marks something, such as an end; a mark that is not is a word that was added. lstrip, rstrip: it takes
+    in the white space before it, after it. single_word: only where no letter touches it.
     """
 
     text: str

@@ -94,9 +94,7 @@ class SentencePieceTokenizer(TextTokenizer):
 
 
 def import_sentencepiece(purpose: str) -> Any:
-    """Return the library. Raises TokenizerError if it is not installed. purpose: begins the
-    message.
-    """
+    """Return the library. Raises TokenizerError if it is not installed. purpose: begins the message."""
     try:
         import sentencepiece
     except ImportError as error:

@@ -32,8 +32,7 @@ Trainer = Callable[[Texts, int], dict[str, bytes]]
 def count_characters(texts: Iterable[str], *, lower_case: bool = True) -> Counter[str]:
     """Count the tokens that BERT's tokenizer makes of single characters.
 
-    These are Chinese characters, signs and first letters of words. Other letters of words have
-    ``##`` in front.
+    These are Chinese characters, signs and first letters of words. Other letters of words have ``##`` in front.
     """
     characters: Counter[str] = Counter()
     runs: Counter[str] = Counter()
@@ -50,9 +49,7 @@ def count_characters(texts: Iterable[str], *, lower_case: bool = True) -> Counte
 
 
 def count_words(texts: Iterable[str]) -> Counter[str]:
-    """Count the words of Chinese text. Raises TokenizerError if the library that cuts it is not
-    installed.
-    """
+    """Count the words of Chinese text. Raises TokenizerError if the library that cuts it is not installed."""
     segmenter = Segmenter()
     found: Counter[str] = Counter()
     for text in texts:
@@ -135,8 +132,7 @@ def _lines(tokens: Iterable[str]) -> bytes:
 def _train_sentencepiece(texts: Texts, size: int, *, kind: str) -> dict[str, bytes]:
     """Train tokenizer.model. Text is not normalized, and rare characters become bytes.
 
-    SentencePiece's default NFKC would turn Chinese punctuation into half-width signs, and line ends
-    into spaces.
+    SentencePiece's default NFKC would turn Chinese punctuation into half-width signs, and line ends into spaces.
     """
     sentencepiece = import_sentencepiece("training a SentencePiece model")
     model = io.BytesIO()

@@ -326,9 +326,8 @@ def _find_eod(config: Run, records: list[tuple[Path, Metadata]], vocab_size: int
         for prefix, metadata in records:
             if metadata.eod_id is None:
                 raise ConfigError(
-                    f"{named}the documents of {prefix} do not end with a token of their own, since"
-                    " they were made with --no-append-eod; preprocess them without it, or set"
-                    " data.eod_id to a token that ends them"
+                    f"{named}the documents of {prefix} do not end with a token of their own, since they were made with"
+                    " --no-append-eod; preprocess them without it, or set data.eod_id to a token that ends them"
                 )
         eod = records[0][1].eod_id if records else _eod_of_tokenizer(config, named)
     assert eod is not None
@@ -369,9 +368,8 @@ def _eod_of_tokenizer(config: Run, named: str) -> int:
         return load_given_tokenizer(config)[0].eod_id
     except (ConfigError, TokenizerError) as error:
         raise ConfigError(
-            f"{named}the id of the token that ends a document is not known: the data have no"
-            f" .meta.json, and there is no tokenizer to ask ({error}); set data.tokenizer or"
-            " data.eod_id"
+            f"{named}the id of the token that ends a document is not known: the data have no .meta.json, and there is"
+            f" no tokenizer to ask ({error}); set data.tokenizer or data.eod_id"
         ) from None
 
 

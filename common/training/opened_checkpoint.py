@@ -178,8 +178,7 @@ class Checkpoint:
         if optimizer_steps and self._own_manifest().get("files", {}).keys() == {MODEL_FILE}:
             raise CheckpointError(
                 f"{self.path}: an export, without the state of the optimizer; resume the run it"
-                " was made from, or start over from its weights with"
-                f" checkpoint.init_from={self.path}"
+                f" was made from, or start over from its weights with checkpoint.init_from={self.path}"
             )
         with self._open(config.model, OPTIMIZER_FILE) as stored:
             if not stored and (config.optimizer.rule.takes_momentum or not optimizer_steps):

@@ -81,10 +81,9 @@ STYLES = {
     "fleetx": Style(
         prefix="[%(asctime)s] [%(levelname)8s] - %(message)s",
         step=(
-            "global step {step}, epoch: {epoch}, batch: {within}, loss: {loss:.9f},"
-            " avg_reader_cost: {wait:.5f} sec, avg_batch_cost: {seconds:.5f} sec, speed:"
-            " {speed:.2f} step/s, ips_total: {tokens:.0f} tokens/s, ips: {tokens_of_copy:.0f}"
-            " tokens/s, learning rate: {learning_rate:.5e}",
+            "global step {step}, epoch: {epoch}, batch: {within}, loss: {loss:.9f}, avg_reader_cost: {wait:.5f} sec,"
+            " avg_batch_cost: {seconds:.5f} sec, speed: {speed:.2f} step/s, ips_total: {tokens:.0f} tokens/s, ips:"
+            " {tokens_of_copy:.0f} tokens/s, learning rate: {learning_rate:.5e}",
         ),
         validation="[eval] epoch: {epoch}, batch: {last_batch}, loss: {validation_loss:.9f},"
         " avg_eval_cost: {cost:.5f} sec, speed: {speed:.2f} step/s",

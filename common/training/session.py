@@ -174,9 +174,8 @@ def announce(config: Run, data: TrainingData, device_name: str, start: Start, st
     )
     batch = train.global_batch_size
     LOG.info(
-        f"batch: global {batch} = micro {train.micro_batch_size} x data parallel"
-        f" {config.parallel.data_parallel} x accumulation {train.accumulation_steps} samples;"
-        f" {batch * model.seq_length:,} tokens a step"
+        f"batch: global {batch} = micro {train.micro_batch_size} x data parallel {config.parallel.data_parallel} x"
+        f" accumulation {train.accumulation_steps} samples; {batch * model.seq_length:,} tokens a step"
     )
     if train.rampup_batch_size is not None:
         LOG.info(f"batch ramp: {describe_ramp(config.batch_sizes)}")

@@ -245,10 +245,9 @@ def _check_tokenizer(manifest: dict[str, Any], tokenizer: dict[str, Any] | None,
     trained = manifest.get("tokenizer")
     if trained and tokenizer and trained.get("sha256", "") != tokenizer["sha256"]:
         raise CheckpointError(
-            f"{checkpoint}: trained with tokenizer {trained.get('kind')} of"
-            f" {trained.get('vocab_size')} tokens (sha256 {trained.get('sha256', '')[:12]}), the"
-            f" one given is {tokenizer['kind']} of {tokenizer['vocab_size']} tokens (sha256"
-            f" {tokenizer['sha256'][:12]}); give the vocabulary files it was trained with"
+            f"{checkpoint}: trained with tokenizer {trained.get('kind')} of {trained.get('vocab_size')} tokens (sha256"
+            f" {trained.get('sha256', '')[:12]}), the one given is {tokenizer['kind']} of {tokenizer['vocab_size']}"
+            f" tokens (sha256 {tokenizer['sha256'][:12]}); give the vocabulary files it was trained with"
         )
 
 

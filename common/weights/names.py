@@ -1,11 +1,10 @@
 """Name and shape of the parameters of a GPT-2: one table for both backends.
 
-Linear weights are (out, in). q, k and v are separate, so that a contiguous cut over heads is a
-correct tensor-parallel shard. The head is tied to ``wte.weight`` and has no parameter of its own.
+Linear weights are (out, in). q, k and v are separate, so that a contiguous cut over heads is a correct tensor-parallel
+shard. The head is tied to ``wte.weight`` and has no parameter of its own.
 
-Initial weights are made with numpy, so that they are the same on every layout and framework. Each
-block of 128 rows of a parameter has its own random generator, keyed by (seed, name, block). A shard
-therefore makes exactly its own rows.
+Initial weights are made with numpy, so that they are the same on every layout and framework. Each block of 128 rows of
+a parameter has its own random generator, keyed by (seed, name, block). A shard therefore makes exactly its own rows.
 """
 
 from __future__ import annotations
@@ -79,9 +78,7 @@ def decays(name: str) -> bool:
 
 
 def parameter_of(tensor: str) -> str:
-    """Return the parameter to which a tensor of a checkpoint belongs: ``wte.weight`` for
-    ``wte.weight.exp_avg``.
-    """
+    """Return the parameter to which a tensor of a checkpoint belongs: ``wte.weight`` for ``wte.weight.exp_avg``."""
     return re.sub(rf"\.({'|'.join(STATE_PARTS)})$", "", tensor)
 
 
@@ -126,13 +123,12 @@ def initial_rows(
     stop: int | None = None,
     columns: tuple[int, int] | None = None,
 ) -> NDArray[np.float32]:
-    """Return rows ``start`` to ``stop`` of parameter ``name``, whose whole shape is ``shape``.
-    ``columns``: first and end of the columns to return.
+    """Return rows ``start`` to ``stop`` of parameter ``name``, whose whole shape is ``shape``. ``columns``: first and
+    end of the columns to return.
 
-    Biases are 0 and layer-norm gains 1. Weights are normal with deviation ``initializer_range``,
-    and ``initializer_range / sqrt(2 x num_layers)`` for projections back into the residual stream
-    (Radford et al. 2019, section 2.3). Rows of the embedding beyond the vocabulary are 0, and stay
-    0, since their logits are masked.
+    Biases are 0 and layer-norm gains 1. Weights are normal with deviation ``initializer_range``, and
+    ``initializer_range / sqrt(2 x num_layers)`` for projections back into the residual stream (Radford et al. 2019,
+    section 2.3). Rows of the embedding beyond the vocabulary are 0, and stay 0, since their logits are masked.
     """
     stop = shape[0] if stop is None else stop
     width = slice(*columns) if columns else slice(None)

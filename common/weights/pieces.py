@@ -71,14 +71,10 @@ def input_scale_name(weight: str) -> str:
 
 
 class QuantizedReader:
-    """Reader of a safetensors file with weights of 8 bits. It returns them as float32, and logs
-    that once.
-    """
+    """Reader of a safetensors file with weights of 8 bits. It returns them as float32, and logs that once."""
 
     def __init__(self, path: Path, reader: Any) -> None:
-        """Open the file. Raises CheckpointError if a scale is missing, of another shape or
-        unusable.
-        """
+        """Open the file. Raises CheckpointError if a scale is missing, of another shape or unusable."""
         self._path = path
         self._reader = reader
         self.say_once = cache(lambda: LOG.info(f"{path}: its weights of 8 bits are taken as float32"))
@@ -173,9 +169,7 @@ def open_parameters(path: Path) -> Iterator[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSlice:
-    """Rectangle of a (padded) parameter that one rank holds. Ends are exclusive; a vector has no
-    columns.
-    """
+    """Rectangle of a (padded) parameter that one rank holds. Ends are exclusive; a vector has no columns."""
 
     rows: tuple[int, int]
     columns: tuple[int, int] | None = None
@@ -187,9 +181,7 @@ class TensorSlice:
 
 Array = NDArray[np.float32]
 Rectangle = list[list[int]]
-"""Return [[first row, end], [first column, end]] as in the manifest; a vector has only the first
-pair.
-"""
+"""Return [[first row, end], [first column, end]] as in the manifest; a vector has only the first pair."""
 
 
 def to_rectangle(piece: TensorSlice) -> Rectangle:
@@ -208,8 +200,7 @@ class ShardedReader:
         """
         for name, shape in shapes_of(reader).items():
             spans = [[0, size] for size in shape]
-            # a tensor that the manifest does not list does not belong to the model: require refuses
-            # it
+            # a tensor that the manifest does not list does not belong to the model: require refuses it
             if pieces is not None and name in pieces:
                 spans = pieces[name]
                 self._split.add(name)
@@ -224,9 +215,7 @@ class ShardedReader:
         return bool(self._parts)
 
     def require(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError unless exactly these tensors are there, whole and with these
-        shapes.
-        """
+        """Raise CheckpointError unless exactly these tensors are there, whole and with these shapes."""
         found = {
             name: tuple(max(spans[dim].stop for _, spans in parts) for dim in range(len(parts[0][1])))
             for name, parts in self._parts.items()

@@ -73,9 +73,8 @@ class Figure:
     def svg(self) -> str:
         """Return the picture as a text."""
         head = (
-            "<defs><marker id='head' viewBox='0 0 10 10' refX='9' refY='5' markerWidth='7'"
-            " markerHeight='7' orient='auto'><path d='M0 0 L10 5 L0 10 z' fill='#666'/>"
-            "</marker></defs>"
+            "<defs><marker id='head' viewBox='0 0 10 10' refX='9' refY='5' markerWidth='7' markerHeight='7'"
+            " orient='auto'><path d='M0 0 L10 5 L0 10 z' fill='#666'/></marker></defs>"
         )
         body = "\n".join([head, *self._parts])
         return (

@@ -80,9 +80,8 @@ def open_world(config: Run, process: Process, device: MindSporeDevice) -> Iterat
         return
     if device.kind == "cpu" and not os.environ.get("MS_SCHED_HOST"):
         raise ConfigError(
-            f"rank {process.rank}: MindSpore's processes meet through its scheduler, and"
-            f" {process.launcher} has not named one (MS_SCHED_HOST); start them with"
-            " scripts/run_distribute.sh or msrun"
+            f"rank {process.rank}: MindSpore's processes meet through its scheduler, and {process.launcher} has not"
+            " named one (MS_SCHED_HOST); start them with scripts/run_distribute.sh or msrun"
         )
     # a little longer than the launcher waits, which can better tell which rank has failed
     limit = config.runtime.stall_limit + 30
@@ -91,9 +90,8 @@ def open_world(config: Run, process: Process, device: MindSporeDevice) -> Iterat
         init()
         if (get_rank(), get_group_size()) != (process.rank, process.world_size):
             raise ConfigError(
-                f"rank {process.rank} of {process.world_size} is rank {get_rank()} of"
-                f" {get_group_size()} for MindSpore; the variables of two launchers contradict each"
-                " other: start it in a clean shell"
+                f"rank {process.rank} of {process.world_size} is rank {get_rank()} of {get_group_size()} for"
+                " MindSpore; the variables of two launchers contradict each other: start it in a clean shell"
             )
         topology = config.topology
         everyone = make_group(

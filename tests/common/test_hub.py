@@ -64,9 +64,7 @@ class Repository:
 
 
 class Hub(ThreadingHTTPServer):
-    """asked: method and path of each request. fetched: names of the files whose content was asked
-    for.
-    """
+    """asked: method and path of each request. fetched: names of the files whose content was asked for."""
 
     daemon_threads = True
 

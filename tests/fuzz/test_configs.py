@@ -1,6 +1,4 @@
-"""Configurations: YAML files with their base files, words of the command line, and what a plan
-makes of them.
-"""
+"""Configurations: YAML files with their base files, words of the command line, and what a plan makes of them."""
 
 from __future__ import annotations
 

@@ -23,9 +23,8 @@ from tools.first_contact import CHECKS, NO_TIME, ROOT, Check, Place, install, ma
 H100 = {"name": "NVIDIA H100 80GB HBM3", "count": 1, "memory": 80 * 2**30}
 ASCEND = {"name": "Ascend910B3", "count": 2, "memory": 64 * 2**30}
 SLEEP = (
-    "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time;"
-    " time.sleep(99)'], start_new_session=True); print('child:', child.pid, flush=True);"
-    " child.wait()"
+    "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'],"
+    " start_new_session=True); print('child:', child.pid, flush=True); child.wait()"
 )
 STUBS: dict[str, Any] = {
     "good": {"run": ["-c 'print(\"rate: 1,200\")'"], "figures": {"rate": {"speed": [1000, None]}}},

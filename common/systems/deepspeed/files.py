@@ -1,10 +1,9 @@
 """The files of a DeepSpeed checkpoint, by rank and layer.
 
-Layout: ``save_checkpoint`` in deepspeed/runtime/engine.py and ``ckpt_layer_path`` in
-deepspeed/runtime/pipe/module.py. ROOT/latest names a folder such as global_step100. It has
-mp_rank_MM_model_states.pt for each model-parallel rank (stage x tensor ranks + tensor rank). A
-pipeline has layer_NN-model_TT-model_states.pt too. zero_pp_rank_DD_mp_rank_MM_optim_states.pt has
-each data rank's partition of the optimizer.
+Layout: ``save_checkpoint`` in deepspeed/runtime/engine.py and ``ckpt_layer_path`` in deepspeed/runtime/pipe/module.py.
+ROOT/latest names a folder such as global_step100. It has mp_rank_MM_model_states.pt for each model-parallel rank (stage
+x tensor ranks + tensor rank). A pipeline has layer_NN-model_TT-model_states.pt too.
+zero_pp_rank_DD_mp_rank_MM_optim_states.pt has each data rank's partition of the optimizer.
 """
 
 from __future__ import annotations
@@ -74,15 +73,11 @@ class Checkpoint:
     models: Sequence[TensorFile]
     """Model states by model-parallel rank."""
     layers: Sequence[Sequence[Mapping[str, FileTensor]]]
-    """Weights by [tensor rank][layer of a pipeline] and name; the whole model as one layer without
-    a pipeline.
-    """
+    """Weights by [tensor rank][layer of a pipeline] and name; the whole model as one layer without a pipeline."""
     blocks: Sequence[int]
     """Numbers of the pipeline's layers that are transformer blocks."""
     optimizers: Sequence[Sequence[TensorFile]]
-    """Optimizer states as [model-parallel rank][data rank]. Empty where they are in ``models`` or
-    were not saved.
-    """
+    """Optimizer states as [model-parallel rank][data rank]. Empty where they are in ``models`` or were not saved."""
 
     @property
     def tensor(self) -> int:
@@ -134,9 +129,7 @@ def find_folder(path: Path) -> Path | None:
 
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
-    """Open the files of all ranks. Raises CheckpointError unless all are there and of one
-    checkpoint.
-    """
+    """Open the files of all ranks. Raises CheckpointError unless all are there and of one checkpoint."""
     folder = find_folder(path)
     if folder is None:
         raise CheckpointError(

@@ -229,8 +229,7 @@ def _steps(records: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> in
 def _read_whole(tree: Mapping[str, Any], layers: list[Shapes], is_last: bool) -> Saved:
     """Read an optimizer without partitions.
 
-    layers: parameters of the layers after the earlier stages. Those of this stage are removed from
-    it.
+    layers: parameters of the layers after the earlier stages. Those of this stage are removed from it.
     """
     inner = tree.get("optimizer_state_dict", tree)
     ids = [number for group in inner["param_groups"] for number in group["params"]]
@@ -287,8 +286,7 @@ def detects(path: Path) -> bool:
 def open_deepspeed(path: Path) -> Iterator[Weights]:
     """Open a checkpoint.
 
-    path: the root with ``latest``, its folder global_stepN, or a file in that. Raises
-    CheckpointError and ConfigError.
+    path: the root with ``latest``, its folder global_stepN, or a file in that. Raises CheckpointError and ConfigError.
     """
     with open_checkpoint(path) as there:
         first = there.models[0]

@@ -45,9 +45,7 @@ _OTHER_MODELS = {
 
 
 def require_checkout(path: Path) -> None:
-    """Raise ConfigError for a file of FleetX's repository that is not there, with the way that
-    works.
-    """
+    """Raise ConfigError for a file of FleetX's repository that is not there, with the way that works."""
     if _CHECKOUT not in path.parts or path.exists():
         return
     preset = _PRESETS.get(path.name)
@@ -101,9 +99,7 @@ def _layout(theirs: ForeignKeys, ours: Translation) -> None:
 
 
 def _batch(theirs: ForeignKeys, ours: Translation) -> None:
-    """local_batch_size is what one data-parallel rank takes in a step: micro_batch_size times the
-    accumulation.
-    """
+    """local_batch_size is what one data-parallel rank takes in a step: micro_batch_size times the accumulation."""
     key, micro = "Global.local_batch_size", theirs.peek("Global.micro_batch_size", 1)
     local = theirs.take(key)
     if local is not None:

@@ -186,11 +186,10 @@ def open_fleetx(path: Path) -> Iterator[Weights]:
 def read_config(file: Path) -> ResolvedModel:
     """Return the model of the weights ``file``.
 
-    It comes from a model.yaml beside it, else from the YAML of FleetX that has a section Model,
-    there or in the folder above.
+    It comes from a model.yaml beside it, else from the YAML of FleetX that has a section Model, there or in the folder
+    above.
 
-    FleetX's vocab_size is the padded one (50304); the rows of padding stay, unless model.yaml says
-    the true number.
+    FleetX's vocab_size is the padded one (50304); the rows of padding stay, unless model.yaml says the true number.
     """
     folders = [file.parent, *([file.parent.parent] if _RANK.fullmatch(file.parent.name) else [])]
     for folder in folders:
@@ -204,9 +203,8 @@ def read_config(file: Path) -> ResolvedModel:
         for path, section in found.items():
             return _model(path, section)
     raise ConfigError(
-        f"{file.parent}: no YAML with a section Model ({', '.join(_NEEDED)}); heads cannot be read"
-        f" off shapes: put FleetX's config, or our section model as {MODEL_YAML}, beside the"
-        " weights"
+        f"{file.parent}: no YAML with a section Model ({', '.join(_NEEDED)}); heads cannot be read off shapes: put"
+        f" FleetX's config, or our section model as {MODEL_YAML}, beside the weights"
     )
 
 

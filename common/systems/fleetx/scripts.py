@@ -72,9 +72,7 @@ def infer(main: Callable[..., int], read: Read, argv: Sequence[str], program: st
 
 
 def _with_export(file: ConfigFile, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return a configuration of ours for the export that another one names. Raises ConfigError and
-    CheckpointError.
-    """
+    """Return a configuration of ours for the export that another one names. Raises ConfigError and CheckpointError."""
     from common.checkpoint.snapshot import SETTINGS_FILE
     from common.yaml_files import read_yaml_mapping
 

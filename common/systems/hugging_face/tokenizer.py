@@ -207,9 +207,7 @@ def put_tokenizer(folder: Path, weights: Weights) -> TokenizerError | None:
 
 
 def tokenizer_of(weights: Weights) -> Tokenizer | None:
-    """Return the tokenizer beside the weights, or that of the run. None: there is none. Raises
-    TokenizerError.
-    """
+    """Return the tokenizer beside the weights, or that of the run. None: there is none. Raises TokenizerError."""
     if vocabulary_in(folder := _folder_of(weights)):
         return load_tokenizer(None, folder)
     with suppress(TokenizerError):
@@ -244,18 +242,15 @@ def _folder_of(weights: Weights) -> Path:
 
 
 def _of_run(weights: Weights) -> Tokenizer | None:
-    """Return the run's tokenizer. None: it had none, or there are files beside the weights. Raises
-    TokenizerError.
-    """
+    """Return the run's tokenizer. None: it had none, or there are files beside the weights. Raises TokenizerError."""
     if weights.tokenizer is None or vocabulary_in(_folder_of(weights)):
         return None
     return read_tokenizer(weights.tokenizer)
 
 
 def read_tokenizer(record: Mapping[str, Any]) -> Tokenizer:
-    """record: what a manifest says, with the keys of data.tokenizer; relative paths are taken from
-    here. Raises TokenizerError unless the files are there and their content is what the run was
-    trained with.
+    """record: what a manifest says, with the keys of data.tokenizer; relative paths are taken from here. Raises
+    TokenizerError unless the files are there and their content is what the run was trained with.
     """
     kind = record.get("kind") or record.get("type")
     source, merge_file = record.get("vocab_file") or record.get("folder"), record.get("merge_file")
@@ -270,7 +265,6 @@ def read_tokenizer(record: Mapping[str, Any]) -> Tokenizer:
     if tokenizer.sha256 != record.get("sha256"):
         raise TokenizerError(
             f"{path}: its content (sha256 {tokenizer.sha256[:12]}) is not what the run"
-            f" recorded ({str(record.get('sha256', 'nothing'))[:12]}); copy what it was trained"
-            " with there yourself"
+            f" recorded ({str(record.get('sha256', 'nothing'))[:12]}); copy what it was trained with there yourself"
         )
     return tokenizer

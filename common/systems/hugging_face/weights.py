@@ -185,9 +185,7 @@ def _model_in(stored: TensorFile) -> tuple[dict[str, FileTensor], dict[str, str]
 
 @contextmanager
 def open_without_config(file: Path, layers: int) -> Iterator[Weights]:
-    """Open a file without a config. Its shapes give all sizes but the number of heads. Raises
-    CheckpointError.
-    """
+    """Open a file without a config. Its shapes give all sizes but the number of heads. Raises CheckpointError."""
     with open_tensors(file) as stored:
         tensors, ignored, name_map = _model_in(stored)
         there = 1 + max(
@@ -214,9 +212,7 @@ _SHARD_BYTES = 5 * 10**9
 
 
 def write_hugging_face(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
-    """Write into an empty folder; returns the CRC-32 of each file of weights. OSError is left to
-    the caller.
-    """
+    """Write into an empty folder; returns the CRC-32 of each file of weights. OSError is left to the caller."""
     tensors = export_names(NAME_MAPS[0], weights.tensors, weights.model, dtype)
     sums = stream_shards(folder, tensors, arrays_of(tensors), limit=_SHARD_BYTES)
     write_config(folder / CONFIG, weights.model, next(iter(tensors.values())).dtype, special_ids(weights))

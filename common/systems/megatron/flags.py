@@ -190,9 +190,7 @@ def _data(theirs: ForeignKeys, ours: Translation) -> None:
 
 
 def _folders(theirs: ForeignKeys, ours: Translation) -> None:
-    """Translate where a run begins and is written. With --finetune it begins at step 0, with
-    weights only.
-    """
+    """Translate where a run begins and is written. With --finetune it begins at step 0, with weights only."""
     save, load = theirs.take("save"), theirs.take("load")
     is_finetuning = bool(theirs.take("finetune"))
     if save is not None:

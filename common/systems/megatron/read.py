@@ -56,9 +56,8 @@ class SavedState:
 
 
 def read_optimizer(file: TensorFile) -> SavedState:
-    """Megatron's FP32Optimizer saves what torch's optimizers do; Float16OptimizerWithFloat16Params
-    has that inside (``state_dict`` of both in megatron/optimizer/optimizer.py, since then
-    megatron/core/optimizer/optimizer.py).
+    """Megatron's FP32Optimizer saves what torch's optimizers do; Float16OptimizerWithFloat16Params has that inside
+    (``state_dict`` of both in megatron/optimizer/optimizer.py, since then megatron/core/optimizer/optimizer.py).
     """
     try:
         outer = file.tree.get("optimizer")
@@ -115,15 +114,13 @@ def open_megatron(path: Path, format: str = "megatron") -> Iterator[Weights]:
         stored = [[_weights_in(file, name_map) for file in stage] for stage in files]
 
         def named(pick: Callable[[SavedState], Sequence[FileTensor]]) -> list[dict[str, FileTensor]]:
-            """Name tensors that are in the optimizer's order. The names in the file are in the
-            order of the modules.
+            """Name tensors that are in the optimizer's order. The names in the file are in the order of the modules.
 
-            Megatron makes two groups, of parameters with decay (matrices) and without (vectors),
-            each in the order of the modules: ``_get_params_for_weight_decay_optimization`` and
-            later ``get_param_groups`` in megatron/optimizer/__init__.py, ``_get_param_groups`` in
-            megatron/core/optimizer/__init__.py. The first comes first, but in releases of
-            megatron-core whose groups are in the order of their first parameters, on all but the
-            first stage: both are read.
+            Megatron makes two groups, of parameters with decay (matrices) and without (vectors), each in the order of
+            the modules: ``_get_params_for_weight_decay_optimization`` and later ``get_param_groups`` in
+            megatron/optimizer/__init__.py, ``_get_param_groups`` in megatron/core/optimizer/__init__.py. The first
+            comes first, but in releases of megatron-core whose groups are in the order of their first parameters, on
+            all but the first stage: both are read.
             """
             try:
                 return join_stages(
@@ -346,9 +343,7 @@ def open_shards(path: Path) -> Iterator[Sequence[Sequence[TensorFile]]]:
 
 
 def _of_all(file: TensorFile) -> dict[str, Any]:
-    """Return values that are the same on all ranks. None is a rank's own, so swapped ones are not
-    found.
-    """
+    """Return values that are the same on all ranks. None is a rank's own, so swapped ones are not found."""
     args, tree = args_of(file), file.tree if isinstance(file.tree, dict) else {}
     return {name: args.get(name) for name in _OF_ALL} | {
         "checkpoint_version": tree.get("checkpoint_version"),

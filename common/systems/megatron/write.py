@@ -42,9 +42,7 @@ class _RankFile:
     makers: dict[str, Callable[[], Parts]] = field(default_factory=dict)
 
     def rows(self) -> list[NameRow]:
-        """Return a row for each of its tensors in the order of Megatron's modules, with layers
-        numbered from 0.
-        """
+        """Return a row for each of its tensors in the order of Megatron's modules, with layers numbered from 0."""
         name_map = NAME_MAPS[self.format][0]
         layers = self.weights.model.num_layers // self.stages
         start = [row for row in name_map.global_rows if row.ours[0] in (EMBEDDING, POSITIONS)]
@@ -59,8 +57,7 @@ class _RankFile:
     def add(self, row: NameRow, dtype: str | None, part: str = "") -> TensorLeaf:
         """Add a tensor.
 
-        part: the part of the optimizer's state, empty for the weight. dtype: None keeps that of the
-        source.
+        part: the part of the optimizer's state, empty for the weight. dtype: None keeps that of the source.
         """
         model, tensor = self.weights.model, self.tensor
         source = self.weights.moments if part else self.weights.tensors
@@ -264,9 +261,7 @@ def _scheduler(run: Any) -> dict[str, Any]:
 
 
 def _hysteresis(run: Any) -> int:
-    """Return how many overflows a dynamic loss scale tolerates before it shrinks (Megatron's
-    hysteresis).
-    """
+    """Return how many overflows a dynamic loss scale tolerates before it shrinks (Megatron's hysteresis)."""
     return int(run["config"].get("loss_scale", {}).get("hysteresis", 2))
 
 

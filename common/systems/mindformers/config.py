@@ -252,11 +252,10 @@ def _profile(theirs: ForeignKeys, ours: Translation) -> None:
 
 
 def settle(ours: Translation, *, whole: bool = True) -> None:
-    """Take away what has no effect on the backend and the device that the run has in the end,
-    overrides of the command line included.
+    """Take away what has no effect on the backend and the device that the run has in the end, overrides of the command
+    line included.
 
-    whole: the file is MindFormers'; else it is ours with sections of MindFormers', and keeps what
-    the run takes anyway.
+    whole: the file is MindFormers'; else it is ours with sections of MindFormers', and keeps what the run takes anyway.
     """
     if ours.sources.get(("device",)) == "command line":
         ours.drop("context.device_target", "the command line says device")

@@ -80,9 +80,7 @@ def find_model(file: Path, folders: Iterable[Path]) -> tuple[ResolvedModel, dict
 
 
 def _is_theirs(path: Path) -> bool:
-    """Tell whether a YAML file has MindFormers' section model, or a base that may have it. Raises
-    ConfigError.
-    """
+    """Tell whether a YAML file has MindFormers' section model, or a base that may have it. Raises ConfigError."""
     try:
         tree, _ = read_yaml(path)
     except ConfigError as error:
@@ -112,9 +110,7 @@ _COUNTERS = (
     "last_overflow_iterator_step",
     "learning_rate",
 )  # fmt: skip
-"""Numbers of the trainer, the optimizers and the loss scale, which MindSpore writes beside the
-parameters.
-"""
+"""Numbers of the trainer, the optimizers and the loss scale, which MindSpore writes beside the parameters."""
 
 
 def detects(path: Path, format: str = "mindformers") -> bool:
@@ -129,9 +125,7 @@ def detects(path: Path, format: str = "mindformers") -> bool:
 
 
 def _find(path: Path) -> Path | Slices | None:
-    """Return the file, or the ranks' files, that ``path`` names or contains. Raises
-    CheckpointError.
-    """
+    """Return the file, or the ranks' files, that ``path`` names or contains. Raises CheckpointError."""
     if path.is_file():
         if path.suffix != ".ckpt":
             return None

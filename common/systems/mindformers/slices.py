@@ -60,9 +60,7 @@ class Slices:
     strategies: tuple[Path, ...]
 
     def tensors(self) -> dict[str, SlicedTensor]:
-        """Return all tensors, joined. Raises CheckpointError for a missing part, or a strategy of
-        another run.
-        """
+        """Return all tensors, joined. Raises CheckpointError for a missing part, or a strategy of another run."""
         return _merge(self, _read_strategies(self.strategies))
 
 
@@ -118,9 +116,8 @@ def find_slices(path: Path) -> Slices | Path | None:
         return file or next(iter(by_moment[at].values()))
     if not strategies:
         raise CheckpointError(
-            f"{path}: the files of {len(by_moment[at])} ranks, and no strategy file that says how"
-            " they are split; put ckpt_strategy.ckpt there, or, where each rank has the whole"
-            " model, give the path of one file"
+            f"{path}: the files of {len(by_moment[at])} ranks, and no strategy file that says how they are split; put"
+            " ckpt_strategy.ckpt there, or, where each rank has the whole model, give the path of one file"
         )
     return Slices(root=root, at=at, files=by_moment[at], strategies=tuple(strategies))
 
@@ -232,9 +229,8 @@ def _joined(slices: Slices, said: str, layout: Layout, held: Mapping[int, FileTe
     if len(kinds) > 1 or len(layout.axes) not in (0, len(first.shape)):
         shapes = " and ".join(f"{kind} {list(shape)}" for kind, shape in sorted(kinds)[:3])
         raise CheckpointError(
-            f"{slices.root}: {first.name} is {shapes} on its ranks, and {said} describes equal"
-            f" parts of {len(layout.axes)} dims: they are of two runs; give the strategy files of"
-            " this one"
+            f"{slices.root}: {first.name} is {shapes} on its ranks, and {said} describes equal parts of"
+            f" {len(layout.axes)} dims: they are of two runs; give the strategy files of this one"
         )
     shape = tuple(
         size * parts for size, parts in zip(first.shape, layout.parts() or (1,) * len(first.shape), strict=True)

@@ -35,9 +35,7 @@ FILE = "gpt2.ckpt"
 
 
 def write_mindformers(folder: Path, weights: Weights, dtype: str | None, format: str = "mindformers") -> dict[str, int]:
-    """Write into an empty folder; returns the CRC-32 of each file of weights. OSError is left to
-    the caller.
-    """
+    """Write into an empty folder; returns the CRC-32 of each file of weights. OSError is left to the caller."""
     checksum = write_file(folder / FILE, weights, dtype, format)
     write_model_yaml(folder, weights)
     return {FILE: checksum}

@@ -57,11 +57,10 @@ DIALECT = Dialect(
 def start_nodes_devices(
     run: Callable[..., int], launch: Callable[[list[str]], int], flags: Sequence[str]
 ) -> Callable[..., int]:
-    """Return the function to call for a training with these flags: ``run``, or a launch of several
-    ranks.
+    """Return the function to call for a training with these flags: ``run``, or a launch of several ranks.
 
-    run: ``main`` of run_gpt2.py, for a single device or a rank that another launcher has started.
-    launch: ``main`` of tools/launch.py. The function raises ConfigError.
+    run: ``main`` of run_gpt2.py, for a single device or a rank that another launcher has started. launch: ``main`` of
+    tools/launch.py. The function raises ConfigError.
     """
 
     def start(argv: list[str], *, program: str) -> int:
@@ -77,9 +76,7 @@ def start_nodes_devices(
 
 
 def _options(flags: Sequence[str], environ: Mapping[str, str]) -> list[str] | None:
-    """Return the options for run_distribute.sh, None where nothing is to be launched. Raises
-    ConfigError.
-    """
+    """Return the options for run_distribute.sh, None where nothing is to be launched. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="oneflow_gpt.training", add_help=False, allow_abbrev=False)
     for name in ("gpus-per-node", "nodes"):
         parser.add_argument(f"--num-{name}", type=argument(1, MAX_RANKS), default=1)

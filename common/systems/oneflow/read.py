@@ -88,9 +88,7 @@ NAME_MAP = name_map(
     transposed=LINEAR,
     fusion=Fusion.HEADS,
 )
-"""Linear weights are (in, out); c_attn holds query, key and value of each head in turn
-(GPT/oneflow_gpt/model.py).
-"""
+"""Linear weights are (in, out); c_attn holds query, key and value of each head in turn (GPT/oneflow_gpt/model.py)."""
 MOMENTS = {"exp_avg": "-m", "exp_avg_sq": "-v", "momentum_buffer": "-momentum"}
 """Part of the optimizer's state -> suffix of the variable's name."""
 SYSTEM = "System-"
@@ -121,8 +119,7 @@ def detects(path: Path) -> bool:
 def open_oneflow(path: Path) -> Iterator[Weights]:
     """Open a snapshot.
 
-    path: the snapshot, or the folder of --save, whose last snapshot is taken. Raises
-    CheckpointError and ConfigError.
+    path: the snapshot, or the folder of --save, whose last snapshot is taken. Raises CheckpointError and ConfigError.
     """
     folder = find_snapshot(path)
     if folder is None:

@@ -200,9 +200,7 @@ class OnnxSlots:
         self._batch = [None if each == slot else each for each in self._batch]
 
     def _cache_of(self, slot: int, length: int, batch: Cache | None = None) -> Cache:
-        """Return copies of the keys and values of a slot's first tokens. batch: the cache of all
-        rows.
-        """
+        """Return copies of the keys and values of a slot's first tokens. batch: the cache of all rows."""
         if slot not in self._batch:
             return [each[:, :, :length].copy() for each in self._aside[slot]]
         row = self._batch.index(slot)

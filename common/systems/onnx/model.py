@@ -31,15 +31,12 @@ _PRODUCER = "gpt2-toolkit"
 class GraphBuilder:
     """Graph that is built in the order of its computation.
 
-    Weights are written as soon as they are given, so that a model of any size needs the memory of
-    one tensor. Large ones start at page boundaries, where onnxruntime maps them instead of copying
-    them.
+    Weights are written as soon as they are given, so that a model of any size needs the memory of one tensor. Large
+    ones start at page boundaries, where onnxruntime maps them instead of copying them.
     """
 
     def __init__(self, data: ChecksummedFile, location: str) -> None:
-        """Begin an empty graph. data: open file for the weights. location: its name, relative to
-        the graph's file.
-        """
+        """Begin an empty graph. data: open file for the weights. location: its name, relative to the graph's file."""
         self._data = data
         self._location = location
         self._nodes: list[onnx.NodeProto] = []
@@ -108,8 +105,7 @@ _ROWS = 4096
 
 
 def quantize_blocks(weight: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Return (rows, columns) as integers (rows, blocks, BLOCK * bits / 8) and scales (rows,
-    blocks).
+    """Return (rows, columns) as integers (rows, blocks, BLOCK * bits / 8) and scales (rows, blocks).
 
     A weight is scale * (integer - 2^(bits - 1)). The weight of a block that is largest in size
     becomes the integer 0 exactly, so the scale carries its sign. bits: 8, or 4 with two integers
@@ -250,9 +246,7 @@ class GPT2Graph:
         return add("Add", [x, y], f"{name}.mlp.sum")
 
     def _attend(self, name: str, layer: int, x: str) -> str:
-        """Return the heads (batch, heads, length, head size) of q, k and v, computed by one
-        product.
-        """
+        """Return the heads (batch, heads, length, head size) of q, k and v, computed by one product."""
         graph, model, size = self._graph, self._model, self._head_size
         parts = [f"{name}.attn.{part}" for part in ("q_proj", "k_proj", "v_proj")]
         whole = self._write_linear(parts, x)

@@ -1,6 +1,4 @@
-"""PaddleFleetX's ``python tools/train.py -c CONFIG -o Section.key=value``: train what the file
-says.
-"""
+"""PaddleFleetX's ``python tools/train.py -c CONFIG -o Section.key=value``: train what the file says."""
 
 import runpy
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Variables and commands of ranks, read back by a shell; interfaces, against what the ip command
-says.
-"""
+"""Variables and commands of ranks, read back by a shell; interfaces, against what the ip command says."""
 
 import ipaddress
 import json
@@ -41,10 +39,9 @@ def test_both_frameworks_are_told_the_same() -> None:
     """A rank finds itself by these variables, and those of the user stay."""
     found = variables(find_places(range(4, 6)), 1, table=Path("/tables/t.json"), MASTER_PORT="4000")
     expected = (
-        "RANK_ID=1 DEVICE_ID=5 RANK_SIZE=2 RANK_TABLE_FILE=/tables/t.json RANK=1 LOCAL_RANK=1"
-        " LOCAL_WORLD_SIZE=2 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=4000"
-        " HCCL_CONNECT_TIMEOUT=1800 OMP_NUM_THREADS=3 TORCHINDUCTOR_COMPILE_THREADS=3"
-        " GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME==lo"
+        "RANK_ID=1 DEVICE_ID=5 RANK_SIZE=2 RANK_TABLE_FILE=/tables/t.json RANK=1 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2"
+        " WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=4000 HCCL_CONNECT_TIMEOUT=1800 OMP_NUM_THREADS=3"
+        " TORCHINDUCTOR_COMPILE_THREADS=3 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME==lo"
     )
     assert [f"{name}={value}" for name, value in found.items()] == expected.split()
     process = find_process({**found, "RANK_TABLE_FILE": "", "GPT2_LAUNCHER_PID": "1"})

@@ -1,6 +1,4 @@
-"""Rank tables of vendors' documents and of a strategy: what is read, written again, refused. Device
-addresses.
-"""
+"""Rank tables of vendors' documents and of a strategy: what is read, written again, refused. Device addresses."""
 
 import json
 import re

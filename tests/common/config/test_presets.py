@@ -277,9 +277,7 @@ def test_editors_find_the_schema() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_arithmetic_in_the_comments_is_right(name: str) -> None:
-    """``#   label = expression = result`` in a preset and its bases; the preset's own lines win, as
-    its keys do.
-    """
+    """``#   label = expression = result`` in a preset and its bases; the preset's own lines win, as its keys do."""
     pattern = re.compile(r"^#   ([a-z ]*?) *= (.+?) = ([\d.,]*\d)", re.MULTILINE)
     lines: dict[str, tuple[str, float]] = {}
     for path in files_of(FOLDER / f"{name}.yaml"):

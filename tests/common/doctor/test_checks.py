@@ -1,7 +1,6 @@
-"""Machines that the tests do not have, as trees of files and stand-ins for the vendors' tools;
-ports and names for real. Versions that fail together, CANN's files as its installers write them,
-and imports that break or hang. The report of what was found. Ranks of a trial; real ones are in
-tests/tools/test_doctor.py.
+"""Machines that the tests do not have, as trees of files and stand-ins for the vendors' tools; ports and names for
+real. Versions that fail together, CANN's files as its installers write them, and imports that break or hang. The report
+of what was found. Ranks of a trial; real ones are in tests/tools/test_doctor.py.
 """
 
 import json
@@ -283,9 +282,7 @@ def test_cann_that_is_used_not_there_not_sourced_gone_or_unreadable(tmp_path: Pa
 
 
 def test_imports_in_child_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins that work, fail as torch_npu does without CANN, crash, and hang; none is imported
-    here.
-    """
+    """Stand-ins that work, fail as torch_npu does without CANN, crash, and hang; none is imported here."""
     library = "libhccl.so: cannot open shared object file: No such file or directory"
     for name, text in {
         "torch.py": "class cuda:\n    device_count = staticmethod(lambda: 3)\n",

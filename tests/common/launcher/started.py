@@ -98,9 +98,7 @@ class Started:
         )
 
     def until_ready(self, ranks: int) -> list[int]:
-        """Wait until each of the first ``ranks`` has written ``ready``; the numbers of this
-        process's children.
-        """
+        """Wait until each of the first ``ranks`` has written ``ready``; the numbers of this process's children."""
         until_ready(self.folder, range(ranks))
         task = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return [int(word) for word in task.read_text().split()]

@@ -1,6 +1,4 @@
-"""Parts of a run that the hosts of a list start. A system test compares them with what each host
-then starts.
-"""
+"""Parts of a run that the hosts of a list start. A system test compares them with what each host then starts."""
 
 import os
 from collections.abc import Sequence

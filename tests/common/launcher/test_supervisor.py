@@ -1,6 +1,4 @@
-"""Ranks that end well, fail, die, hang and are stopped: the exit code, the blame, and that nothing
-is left of them.
-"""
+"""Ranks that end well, fail, die, hang and are stopped: the exit code, the blame, and that nothing is left of them."""
 
 import json
 import math
@@ -137,14 +135,11 @@ sys.exit(7)
 def test_a_death_by_signal_goes_before_the_exit_code_1_that_follows_from_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 0 has ended with 1 before rank 1 is seen dead, as when it notices the closed connection
-    early.
-    """
+    """Rank 0 has ended with 1 before rank 1 is seen dead, as when it notices the closed connection early."""
     first = TELL + "sys.exit(1)"
     second = (
         "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(.01)\npid ="
-        " open(sys.argv[1]).read()\nwhile"
-        " open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[0] != 'Z':"
+        " open(sys.argv[1]).read()\nwhile open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[0] != 'Z':"
         " time.sleep(.01)\nos.kill(os.getpid(), 9)"
     )
     ranks = children(first, second, arguments=(str(tmp_path / "pid"),))
@@ -235,9 +230,7 @@ def test_a_rank_that_a_stop_does_not_end_well(
 
 
 def test_a_signal_to_one_rank_lets_the_others_save_too(start: Callable[..., Started], tmp_path: Path) -> None:
-    """The ranks agree on it among themselves: the launcher waits, and sends no second signal, which
-    would kill.
-    """
+    """The ranks agree on it among themselves: the launcher waits, and sends no second signal, which would kill."""
     now = tmp_path / "now"
     second = f"""
 import os, signal, sys, time

@@ -67,9 +67,7 @@ def make_run(folder: Path, *steps: int, latest: int | None = None, mark: str = "
 
 
 def test_urls_of_a_yaml_and_of_a_blend_are_pulled(bucket, tmp_path, environ) -> None:
-    """The words that come back, behind those of the user, make a config in which everything is
-    here.
-    """
+    """The words that come back, behind those of the user, make a config in which everything is here."""
     url, file = f"file://{bucket}", tmp_path / "run.yaml"
     data = {"train": f"{url}/c", "tokenizer": f"{url}/d"}
     predict = {"prompt": "obs://is text", "prompt_file": f"{url}/prompts.txt"}
@@ -242,9 +240,7 @@ def test_output_is_copied_after_a_failure_too_and_a_failed_copy_hides_none(
 
 
 def test_a_host_without_rank_0_copies_the_files_of_its_ranks(output: Path, tmp_path: Path) -> None:
-    """Its run folder began as a copy of the bucket, which by now is older than what rank 0 has put
-    there.
-    """
+    """Its run folder began as a copy of the bucket, which by now is older than what rank 0 has put there."""
     names = [f"mf_parallel{rank}/mindformer.log" for rank in (0, 1, 2, 12)]
     names += [f"profile/steps_1_2_rank_{rank}.json.gz" for rank in (0, 2)]
     make_run(output, 1)

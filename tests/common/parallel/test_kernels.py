@@ -73,9 +73,7 @@ def test_device_framework_and_mask_decide(
 
 
 def test_the_model_decides() -> None:
-    """The plan counts the scores on an Atlas A2 too. torch's attention has no such limits but the
-    float32 softmax.
-    """
+    """The plan counts the scores on an Atlas A2 too. torch's attention has no such limits but the float32 softmax."""
     written, on = "train.fused_attention=false", Hardware(kind="auto", name="Ascend 910B2")
     for override in ("precision.compute=float32", "precision.softmax=bfloat16", "model.num_heads=96"):
         words = (*MINDSPORE, override)

@@ -1,6 +1,4 @@
-"""Orders of passes against torch.distributed.pipelining's own; bubbles against a pipeline played
-with those.
-"""
+"""Orders of passes against torch.distributed.pipelining's own; bubbles against a pipeline played with those."""
 
 import random
 import time
@@ -74,9 +72,7 @@ def expected(schedule: str, virtual: int, ranks: int, micro_batches: int) -> lis
 
 
 def play(orders: list[list[Step]], stages: int) -> int:
-    """Units of time until every rank has done all it has to, each step as soon as what it needs is
-    there.
-    """
+    """Units of time until every rank has done all it has to, each step as soon as what it needs is there."""
     done: dict[Step, int] = {}
     clock, at = [0] * len(orders), [0] * len(orders)
     while any(place < len(order) for place, order in zip(at, orders, strict=True)):
@@ -120,9 +116,7 @@ def test_orders_bubbles_and_what_is_held(schedule: str, virtual: int, ranks: int
 
 
 def test_the_bubble_of_the_papers() -> None:
-    """(p - 1) / (m + p - 1) of GPipe and 1F1B, whatever a backward pass takes; v times less waiting
-    interleaved.
-    """
+    """(p - 1) / (m + p - 1) of GPipe and 1F1B, whatever a backward pass takes; v times less waiting interleaved."""
     for ranks, micro_batches, recomputes in product((1, 4, 16), (16, 1536), (False, True)):
         for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 3)):
             topology = Topology(pipeline=ranks, virtual=virtual)

@@ -216,9 +216,7 @@ def test_a_pipelines_memory_by_hand() -> None:
 
 
 def test_traffic_by_hand() -> None:
-    """Ring formulas with the numbers of a small layout: 2 x 2 x 2 ranks, 8 micro batches, two
-    layers a stage.
-    """
+    """Ring formulas with the numbers of a small layout: 2 x 2 x 2 ranks, 8 micro batches, two layers a stage."""
     config = small(data=2, tensor=2, pipeline=2, precision={"compute": "bfloat16"})
     first, last = (stage.traffic for stage in make_plan(config).stages)
     tokens, table = 2 * 32 * 16, 1024 * 16 // 2

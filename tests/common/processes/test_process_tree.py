@@ -54,9 +54,7 @@ def write_tree(system: Path, places: dict[int, tuple[int, int]]) -> None:
 
 
 def test_threads_of_a_core_and_cores_of_a_package_are_neighbours(tmp_path: Path) -> None:
-    """Two packages of two cores of two threads, numbered as Linux does: first all first threads,
-    packages in turn.
-    """
+    """Two packages of two cores of two threads, numbered as Linux does: first all first threads, packages in turn."""
     write_tree(tmp_path, {number: (number % 2, number // 2 % 2) for number in range(8)})
     assert in_order(range(8), tmp_path) == [0, 4, 2, 6, 1, 5, 3, 7]
     assert in_order({5, 1, 0, 7}, tmp_path) == [0, 1, 5, 7]
