@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.log import LOG
 from tests.cluster_tables import write_samples
 from tests.run_scripts import OF_LAUNCHERS
 
@@ -98,6 +100,15 @@ def _interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+@pytest.fixture(autouse=True)
+def _log() -> Iterator[None]:
+    """Undo the log that a program started in the process of the tests: its output is closed after the test."""
+    yield
+    LOG.handlers.clear()
+    LOG.propagate = True
+    LOG.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -27,7 +27,7 @@ VOCABULARY, POSITIONS = 101, 24
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return random_model(seq_length=POSITIONS)
+    return random_model(seq_length=POSITIONS, positions=6.0)
 
 
 @pytest.fixture(scope="module")
