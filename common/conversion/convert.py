@@ -39,9 +39,10 @@ _NARROW_HEAD_WIDTHS = (16, 32, 64)
 
 
 def _require_source(path: Path) -> None:
-    """Raise ConfigError if nothing has this name, with similar names of the same folder."""
+    """Raise ConfigError if nothing has this name, or if a folder above is absent, with similar names beside it."""
     if path.exists():
         return
+    path = next(each for each in (*reversed(path.parents), path) if not each.exists())
     parent = path.absolute().parent
     names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=3)

@@ -279,7 +279,7 @@ def _write_generation(folder: Path, weights: Weights, fields: dict[str, Any]) ->
 
 
 def generation_config(config: Run) -> dict[str, Any]:
-    """Return all fields but the ids of special tokens. Warns of settings without a name there.
+    """Return fields of generation_config.json, all but the ids of special tokens. Warns of settings that have none.
 
     Raises ConfigError and TokenizerError where texts of bad_words or logit_bias have no ids.
     """

@@ -1,18 +1,19 @@
-"""PaddleFleetX's token files, read by memory map and written in one pass.
+"""PaddleFleetX's token files, whose tokens are mapped into memory. They are written in one pass.
 
     PREFIX_ids.npy   (tokens,) uint16 or int32: the tokens of all sentences, one after the other
     PREFIX_idx.npz   lens (sentences,) int32: tokens of each
                      docs (documents + 1,) int64: the first sentence of each document, and their
                      number; may be absent
 
-The older form is one file, PREFIX_ids.npz, with the arrays ids and lens. Without docs each sentence
-is a document. Source: PaddleFleetX release/2.4, ppfleetx/data/data_tools/gpt/preprocess_data.py and
+The older form is one file, PREFIX_ids.npz, with the arrays ids and lens, read whole. Without docs
+each sentence is a document. Source: PaddleFleetX release/2.4, ppfleetx/data/data_tools/gpt/preprocess_data.py and
 ppfleetx/data/dataset/gpt_dataset.py.
 """
 
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
@@ -97,7 +98,8 @@ class FleetXDataset(TokenFiles):
             raise DataError(f"{self._index_path}: lens is empty; preprocess a corpus that has text")
         if int(lens.min()) < 0 or int(lens.max()) > len(self.tokens):
             raise self._damaged("lens has numbers that no sentence can have")
-        self._starts = np.concatenate([[0], np.cumsum(lens, dtype=np.int64)])
+        self._starts = np.zeros(len(lens) + 1, np.int64)
+        np.cumsum(lens, dtype=np.int64, out=self._starts[1:])
         if int(self._starts[-1]) != len(self.tokens):
             raise DataError(
                 f"{self._index_path}: lens adds up to {int(self._starts[-1])} tokens, but"
@@ -106,7 +108,7 @@ class FleetXDataset(TokenFiles):
             )
         self.content_key = content_key(self.tokens, *(array for array in (lens, documents) if array is not None))
         if documents is not None:
-            documents = documents.astype(np.int64)
+            documents = documents.astype(np.int64, copy=False)
             if len(documents) < 2 or [*documents[[0, -1]]] != [0, len(lens)] or (np.diff(documents) < 0).any():
                 raise self._damaged(f"docs does not rise from 0 to the {len(lens)} entries of lens")
             self._starts = self._starts[documents]
@@ -203,6 +205,8 @@ def _named(path: Path) -> Iterator[None]:
     except (
         ValueError,
         EOFError,
+        MemoryError,
+        zlib.error,
         zipfile.BadZipFile,
         NotImplementedError,
         RuntimeError,

@@ -161,6 +161,7 @@ def _repeating(study: Study) -> Iterator[tuple[str, str]]:
 
 
 Remark = dict[str, Any]
+"""``what`` names the sentence in the templates; ``mark`` says whether that is as it should be, wrong, or neither."""
 MAX_LISTED = 5
 """Cells that differ and predictions that are wrong, listed one by one."""
 

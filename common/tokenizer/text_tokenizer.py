@@ -46,7 +46,7 @@ class Tokenizer(ABC):
     """Tokenizer of a vocabulary and of marks, for preprocessing, evaluation and generation.
 
     It can be shared between threads. ``encode*`` adds no frame: the builder of documents does
-    (``common.tokenizer.text_tokenizer`` for line ends).
+    (``encode_documents`` for line ends).
     kind: key in ``TOKENIZERS``, written into the header of a dataset. backend: library that
     encodes. sha256: digest of the vocabulary's content: equal digests give equal ids. unknown_id:
     id for text that the vocabulary lacks, which is never generated; None if all text has ids.

@@ -200,7 +200,7 @@ def test_types_that_cannot_hold_the_weights(source: Path, capsys: Any) -> None:
     [
         ("hff", r"hff: does not exist in {0}; did you mean hf\?$"),
         ("gpt2", "gpt2: does not exist in {0}; give a path, or hf://OWNER/NAME for a model of"),
-        ("a/b.bin", "a/b.bin: does not exist in {0}/a; give a path"),
+        ("hff/b.bin", r"hff: does not exist in {0}; did you mean hf\?$"),
         ("hf/typo.safetensors", "hf/typo.safetensors: does not exist in .*model.safetensors"),
     ],
 )

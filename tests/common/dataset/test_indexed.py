@@ -300,10 +300,14 @@ def _npy(array: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _npz(**arrays: Any) -> bytes:
+def _npz(write: Any = np.savez, **arrays: Any) -> bytes:
     buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
+    write(buffer, **arrays)
     return buffer.getvalue()
+
+
+PACKED = _npz(np.savez_compressed, lens=np.arange(5000))
+HUGE = _npz(lens=np.arange(5000)).replace(b"(5000,), }" + 12 * b" ", b"(5000" + 12 * b"0" + b",), }")
 
 
 @pytest.mark.parametrize(
@@ -325,6 +329,8 @@ def _npz(**arrays: Any) -> bytes:
             _npz(lens=LENS).replace(LENS.tobytes(), (LENS ^ [1, 1, 0, 0]).astype("i4").tobytes()),
             "Bad CRC-32",
         ),
+        ("_idx.npz", PACKED[:3000] + b"\xff" * 9 + PACKED[3009:], "is not an array file of FleetX's: Error -3"),
+        ("_idx.npz", HUGE, "is not an array file of FleetX's: Unable to allocate 35.5 PiB"),
         ("_idx.npz", _npz(lens=LENS, docs=np.array([0, 3, 1, 4], np.uint64)), "docs does not rise from 0 to the 4 ent"),
         ("_idx.npz", _npz(lens=LENS, docs=np.array([0, 9])), "docs does not rise from 0 to the 4 entries"),
     ],
