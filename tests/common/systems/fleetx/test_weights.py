@@ -248,3 +248,14 @@ def test_bad_input_is_refused(tmp_path: Path, capsys: Any, monkeypatch: pytest.M
     (BAD_ONE | BAD_PARTS)[message](source)
     refused(capsys, source, message, "--from", "fleetx")
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_byte_that_is_missing_or_too_many_is_found(tmp_path: Path) -> None:
+    """A pickle has no checksum, but its frames tell their sizes."""
+    path = tmp_path / "model.pdparams"
+    whole = pickle.dumps({name: np.arange(99, dtype=np.float32) for name in "ab"}, protocol=4)
+    for place in range(0, len(whole), 49):
+        for changed in (whole[:place] + whole[place + 1 :], whole[:place] + b"\0" + whole[place:]):
+            path.write_bytes(changed)
+            with pytest.raises(CheckpointError), open_tensors(path):
+                pass
