@@ -1,4 +1,4 @@
-"""--run_mode plan as a user starts it. That no framework is loaded: tests/common/planner/test_cluster.py."""
+"""--run_mode plan as a user starts it. That no framework is loaded: test_run_distribute.py."""
 
 import json
 import re

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -70,6 +71,22 @@ def test_save_find_and_keep(tmp_path: Path, asynchronous: bool) -> None:
     assert find_checkpoint(tmp_path) == last
     (tmp_path / "latest").unlink()
     assert find_checkpoint(tmp_path) == last
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: Any, asynchronous: bool) -> None:
+    writer = CheckpointWriter(tmp_path, keep=1, asynchronous=asynchronous)
+    writer.save(snapshot(5))
+    writer.wait()
+    with monkeypatch.context() as full, pytest.raises(StorageError, match=IT_WAS_FULL):
+        full.setattr(module, "write_manifest", Mock(side_effect=FULL))
+        writer.save(snapshot(10))
+        writer.wait()
+    assert assert_loads(tmp_path) == 5
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000005"]
+    writer.save(snapshot(15))
+    writer.wait()
+    assert assert_loads(tmp_path) == 15 and steps(tmp_path) == [15]
 
 
 def test_a_step_saved_again_replaces_the_old_folder(tmp_path: Path) -> None:

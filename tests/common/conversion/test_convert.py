@@ -367,6 +367,7 @@ INIT, LOAD = "checkpoint.init_from", "the run in output_dir, or checkpoint.load"
 INSTEAD = (
     # where, for what, and the end of the message; only a model's name may be one of the hub
     ("hf/config.json", INIT, ": it is a Hugging Face folder; give checkpoint.init_from=hf"),
+    ("hf", "checkpoint.resume=latest", ": it is a Hugging Face folder; give checkpoint.resume=hf"),
     ("hf", LOAD, ": it is a Hugging Face folder; give checkpoint.load=hf"),
     ("ours/model.safetensors", INIT, ": it is a file of a checkpoint; give the folder ours"),
     ("gpt2", INIT, "(looked in {0}); a model of the Hugging Face hub is named as hf://OWNER/NAME"),

@@ -70,7 +70,7 @@ def test_ids_and_settings_go_along_without_a_tokenizer(
     tmp_path: Path, way: tuple[str, ...], has_settings: bool
 ) -> None:
     ids = {"bos_token_id": 1, "eos_token_id": [2, 5], "pad_token_id": 0}
-    source = last = save(tmp_path / "source", 99, **ids)
+    source = last = save(tmp_path / "source", 99, layer_norm_epsilon=1e-6, **ids)
     settings = json.dumps(ids | {"do_sample": True, "top_k": 7})
     (source / "generation_config.json").write_text(settings)
     (source / "chat_template.jinja").write_text(TEMPLATE)
@@ -84,7 +84,7 @@ def test_ids_and_settings_go_along_without_a_tokenizer(
     assert not has_settings or (last / "generation_config.json").read_text() == settings
     if way[-1] == "hf":
         model = transformers.GPT2LMHeadModel.from_pretrained(last)
-        assert model.generation_config.eos_token_id == [2, 5]
+        assert model.generation_config.eos_token_id == [2, 5] and model.config.layer_norm_epsilon == 1e-6
 
 
 @pytest.mark.parametrize("way", [("hf",), ("torch_gpt2", "hf"), ("onnx",)])

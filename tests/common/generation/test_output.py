@@ -109,6 +109,7 @@ SAMPLES: dict[str, Any] = {"strategy": "sampling", "top_k": 1, "num_sequences": 
     ("settings", "named"),
     [
         ({"strategy": "greedy", "top_k": 0, "top_p": 0, "repetition_penalty": 1.5}, None),
+        ({"strategy": "greedy", "temperature": 0.8}, "predict.temperature=0.8"),
         ({"strategy": "greedy", "top_k": 40, "top_p": 0.9}, "predict.top_k=40 and predict.top_p=0.9"),
     ],
 )

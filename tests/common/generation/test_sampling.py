@@ -96,8 +96,12 @@ def test_a_draw_is_the_place_where_the_sum_of_probabilities_reaches_the_number()
         ({}, "greedy"),
         ({"repetition_penalty": 1.2, "top_k": 0, "top_p": 1.0, "min_p": 0.0}, "greedy"),
         ({"top_k": 40}, "sampling"),
+        ({"top_p": 0.9}, "sampling"),
+        ({"min_p": 0.1}, "sampling"),
         ({"temperature": 1.0}, "sampling"),
         ({"temperature": 0.0, "strategy": "sampling"}, "greedy"),
+        ({"temperature": 1e-9, "top_k": 40}, "greedy"),
+        ({"top_k": 40, "strategy": "greedy"}, "greedy"),
         ({"top_k": 40, "strategy": "beam_search"}, "beam_search"),
     ],
 )

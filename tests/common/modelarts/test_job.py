@@ -180,6 +180,7 @@ def test_every_key_outside_of_sections_has_its_flag() -> None:
         ("backend: mindspore", "--device_target Ascend", False),
         ("base: other.yaml", "--device_target Ascend", False),
         ("seed: 1", "--device_target Ascend --backend torch", False),
+        ("seed: 1", "--device_target Ascend backend=torch", False),
         ("no: such: yaml", "--device_target Ascend", True),
     ],
 )

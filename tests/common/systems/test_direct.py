@@ -83,8 +83,8 @@ def test_a_rank_reads_its_part_as_after_the_converter(source: str, tmp_path: Pat
             for name, shape in parameter_shapes(model).items()
         }
         found, expected = (list(each.weights(model, pieces)) for each in (there, here))
-        for (name, values), (_, other) in zip(found, expected, strict=True):
-            assert values.dtype == np.float32 and values.flags.writeable
+        for (name, values), (same, other) in zip(found, expected, strict=True):
+            assert name == same and values.dtype == np.float32 and values.flags.writeable
             assert np.array_equal(values, other), name
         if run is not None:
             moments, others = (list(each.moments(config, 3, pieces)) for each in (there, here))

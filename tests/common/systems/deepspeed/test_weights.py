@@ -185,6 +185,7 @@ BAD: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     r"missing layers\.2\.input_layernorm\.weight":
         (PIPELINE, "layer_04-model_00-model_states.pt",
          lambda file: [each.unlink() for each in file.parent.glob("layer_04*")]),
+    f"missing {SECOND}": (WHOLE, SECOND, Path.unlink),
     r"mp_rank_01_model_states.pt: global_steps is 4, and mp_rank_00_model_states.pt says 3":
         (PIPELINE, "mp_rank_01_model_states.pt", changed(lambda tree: tree.update(global_steps=4))),
     r"unexpected layers\.2\.rotary\.inv_freq": (

@@ -154,6 +154,15 @@ def test_parts_of_tensors_and_stages_make_the_whole(tmp_path: Path, layout: str)
     require_arrays(tmp_path / "own", "torch_gpt2", model_of_parts())
 
 
+def test_states_of_generators_are_not_loaded(tmp_path: Path) -> None:
+    """A run on GPUs saves objects of a class of Paddle's beside epoch and step."""
+    source = copy_parts("1x2", tmp_path / "epoch")
+    meta = pickle.dumps({"epoch": 0, "step": 7}, 2)[:-1] + b"X\x0e\0\0\0cuda_rng_state]("
+    for file in source.glob("*/meta_state.pdopt"):
+        file.write_bytes(meta + b"cpaddle.fluid.core_avx\nGeneratorState\n)\x81es.")
+    require_arrays(source, "fleetx", model_of_parts())
+
+
 def resaved(file: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Path], None]:
     """Return a function that saves files again, with other values."""
 
@@ -239,3 +248,14 @@ def test_bad_input_is_refused(tmp_path: Path, capsys: Any, monkeypatch: pytest.M
     (BAD_ONE | BAD_PARTS)[message](source)
     refused(capsys, source, message, "--from", "fleetx")
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_byte_that_is_missing_or_too_many_is_found(tmp_path: Path) -> None:
+    """A pickle has no checksum, but its frames tell their sizes."""
+    path = tmp_path / "model.pdparams"
+    whole = pickle.dumps({name: np.arange(99, dtype=np.float32) for name in "ab"}, protocol=4)
+    for place in range(0, len(whole), 49):
+        for changed in (whole[:place] + whole[place + 1 :], whole[:place] + b"\0" + whole[place:]):
+            path.write_bytes(changed)
+            with pytest.raises(CheckpointError), open_tensors(path):
+                pass

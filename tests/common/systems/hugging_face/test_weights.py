@@ -103,6 +103,7 @@ OPENED: dict[str, tuple[Any, list[str]]] = {
     "value head": (
         lambda model: plain(model) | {f"v_head.summary.{n}": torch.ones(1) for n in "ab"},
         ["v_head.summary.a", "v_head.summary.b"]),
+    "class head": (lambda model: plain(model) | {"score.weight": torch.ones(2)}, ["score.weight"]),
     "DistributedDataParallel, torch.compile": (
         lambda model: prefixed("module._orig_mod.", model), ["module._orig_mod."]),
     "state_dict": (
