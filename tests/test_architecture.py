@@ -225,10 +225,14 @@ def names_of_rules_compared(path: Path) -> list[str]:
     return found
 
 
-def test_code_that_depends_on_the_update_rule_knows_them_all() -> None:
+def test_code_that_depends_on_the_update_rule_knows_them_all(tmp_path: Path) -> None:
     """A fact about a rule is a column of RULES, and the code of a rule a case that mypy misses."""
     folders = (*PRODUCT, "gpt2_toolkit", "tools", "benchmarks")
     assert told(names_of_rules_compared, *folders) == {}
+    for text in ("a = 1 if optimizer.name in ('adam', 'adamw') else 2", "match name:\n case 'adam':\n  pass"):
+        path = tmp_path / f"{len(text)}.py"
+        path.write_text(text)
+        assert names_of_rules_compared(path)
 
 
 _PUBLIC_UNDERSCORES = {"os._exit", "_Entry._fields_", "_thread"}

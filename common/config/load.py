@@ -202,6 +202,8 @@ def read_with_bases(
             )
         if real in known:
             return known[real]
+        if len(parents) > MAX_DEPTH:
+            raise ConfigError(f"{where}{path}: files are nested deeper than {MAX_DEPTH} levels; put keys into fewer")
         own, own_sources = read(path, text)
         names = own.pop(base, None)
         names = [] if names in (None, "") else [names] if isinstance(names, str) else names

@@ -24,6 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp8": {"precision": "fp8"},
     "fp8 rowwise": {"precision": {"compute": "bfloat16", "float8": "rowwise"}},
     "documents": DOCUMENTS,
+    "documents, dropout": {**DOCUMENTS, "model__dropout": 0.1},
     "recompute selective": {"train__recompute": "selective", "model__dropout": 0.1},
     "recompute full": {"train__recompute": "full", "model__dropout": 0.1},
     "graphs by region": {"model__num_layers": 36},

@@ -1,5 +1,6 @@
 """Rows of training steps, the studies behind them, and the arguments of benchmarks/run.py."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -73,11 +74,13 @@ def test_the_plan_names_every_part_and_starts_nothing(tmp_path, capsys) -> None:
     assert "--parts wheels: expected some of training, generation," in capsys.readouterr().err
 
 
-def test_a_system_that_ends_before_its_turn_is_named() -> None:
+def test_a_system_that_ends_before_its_turn_is_named_and_no_other_stays() -> None:
     """What it does not read must not fail a second time when its input is closed."""
-    slow = ["-c", "import time; input(); time.sleep(2); print(1, flush=True); input()"]
+    slow = ["-c", "import time; input(); time.sleep(2); print(1, flush=True); time.sleep(99)"]
+    began = time.monotonic()
     with pytest.raises(RunError, match="b ended; its message is above"):
         take_turns({"a": slow, "b": ["-c", ""]}, 1)
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.campaign

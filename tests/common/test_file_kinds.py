@@ -136,6 +136,7 @@ READERS: dict[str, Reader] = {
     "model.yaml": read_model_yaml,
     "tokens.meta.json": read_metadata,
     "prompts.jsonl": read_prompts,
+    "corpus.jsonl": open_corpus,
     "config.json": read_config,
     "vocab.json": tokenizer,
     "vocab.txt": tokenizer,

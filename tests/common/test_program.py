@@ -20,6 +20,7 @@ from common import program
 from common.command_line import RUN_MODES
 from common.errors import ConfigError, StorageError
 from common.flags import flag, parse
+from common.interrupts import ending_at_interrupts
 from common.program import TOOLS, command, gpt2
 from common.tokenizer import bpe_backends
 
@@ -219,6 +220,14 @@ def test_every_tool_ends_at_an_interrupt_from_its_first_import_on() -> None:
         is_whole = prelude and rest and head.count('"""') == 1
         assert is_whole or tool.name == "as_script.py", tool
     require_stop("common.doctor", ["tools/doctor.py", "--help"])
+
+
+def test_ctrl_c_is_an_exception_again_where_a_framework_was_imported() -> None:
+    """In the program of someone who calls load_model."""
+    before = signal.getsignal(signal.SIGINT)
+    with ending_at_interrupts():
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_ctrl_c_waits_while_a_tokenizer_in_rust_is_loaded(monkeypatch) -> None:

@@ -1,7 +1,9 @@
-"""--run_mode plan as a user starts it. That no framework is loaded: test_run_distribute.py."""
+"""--run_mode plan as a user starts it: no framework is loaded."""
 
 import json
 import re
+import subprocess
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -36,6 +38,27 @@ def _seconds(text: str) -> float:
     found = re.search(r"\ntime: ([\d.]+) s a step", text)
     assert found is not None
     return float(found[1])
+
+
+PROGRAM = """
+import sys
+import run_gpt2, tools.launch
+words = ["--config=configs/gpt2/run_gpt2_124m.yaml", "--run_mode=plan", "--train.micro_batch_size=3"]
+code = run_gpt2.main([*words, "--train.global_batch_size", "15"])
+words = [sys.argv[1], "configs/gpt2/run_gpt2_13b.yaml", "[0,8]", "plan", "32", "--accelerator=Ascend 910A"]
+code = code or tools.launch.main(["distribute", *words])
+loaded = {"torch", "mindspore", "deepspeed", "torch_npu", "transformers"} & sys.modules.keys()
+sys.exit(code or " ".join(loaded) or 0)
+"""
+
+
+def test_no_framework_is_loaded(tmp_path: Path) -> None:
+    """Keys may be flags too, as platforms that start jobs by a form write them."""
+    table = write_tutorial_table(tmp_path / "table.json", servers=4)
+    command = [sys.executable, "-c", PROGRAM, str(table)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "global batch 15 =" in done.stdout and ", on Ascend 910A\n" in done.stdout
 
 
 @pytest.mark.parametrize(

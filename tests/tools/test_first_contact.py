@@ -1,9 +1,10 @@
-"""tools/first_contact.py: how it judges, ends, continues, and that every check of its list can start."""
+"""tools/first_contact.py: how it judges, ends and continues, that its checks can start; tools/check_wheels.py."""
 
 import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 import zipfile
@@ -17,7 +18,7 @@ import pytest
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from common.yaml_files import dump_yaml, read_yaml_mapping
-from tools import first_contact
+from tools import check_wheels, first_contact
 from tools.first_contact import CHECKS, NO_TIME, ROOT, Check, Place, install, main
 
 H100 = {"name": "NVIDIA H100 80GB HBM3", "count": 1, "memory": 80 * 2**30}
@@ -180,6 +181,26 @@ def test_missing_wheels_are_installed_beside_the_rest(monkeypatch, tmp_path) -> 
     assert __import__("first_contact_sample").VALUE == 7
     assert not (tmp_path / "site" / "psutil.py").exists()
     assert os.environ["PYTHONPATH"] == f"{tmp_path / 'site'}:/before"
+
+
+MISSING = "ERROR: No matching distribution found for thing"
+
+
+@pytest.mark.parametrize(
+    ("refused", "stderr", "code", "said"),
+    [
+        ("requirements.txt", MISSING, 1, f"requirements.txt for aarch64: {MISSING}"),
+        ("gigatoken", MISSING, 0, f"fast for aarch64: left out there: {MISSING}"),
+        ("requirements.txt", f"WARNING: Retrying (Retry(\n{MISSING}", 0, "wheels: not checked"),
+    ],
+)
+def test_check_wheels_with_a_pip_that_refuses(refused, stderr, code, said, monkeypatch, capsys) -> None:
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        fails = refused in str(command) and "_aarch64" in str(command)
+        return subprocess.CompletedProcess(command, int(fails), "", stderr if fails else "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert check_wheels.main([]) == code and said in capsys.readouterr().out
 
 
 @pytest.mark.long

@@ -122,6 +122,13 @@ def test_an_unknown_key_cannot_be_explained() -> None:
         explain_key("train.max_step")
 
 
+def test_explain_needs_no_config(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in ((["checkpoint"], "checkpoint (a section)"), ([], explain_key(None))):
+        with pytest.raises(SystemExit, match="0"):
+            parse_arguments(["--explain", *words])
+        assert said in capsys.readouterr().out
+
+
 def test_an_unknown_option_does_not_accuse_the_keys_behind_it() -> None:
     """argparse returns them as unknown too, since the option may have had several values."""
     words = ["--max_lr", "8", "train.max_steps=2", "data.tokenizer=vocab"]

@@ -68,6 +68,9 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
         path.write_text(text)
         (tmp_path / "other.yaml").write_text("base: run.yaml\n")
         assert said in error_of(path)
+    for number in range(300):
+        (tmp_path / f"{number}.yaml").write_text(f"base: {number + 1}.yaml\n")
+    assert "nested deeper than 64 levels" in error_of(tmp_path / "0.yaml")
     assert f"did you mean {path}?" in error_of(tmp_path / "ran.yaml")
     assert "cannot be read" in error_of(tmp_path)
 
