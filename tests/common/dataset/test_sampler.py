@@ -40,6 +40,16 @@ def test_the_ranks_parts_make_the_global_batch(samples, size, per_rank, consumed
     assert len({rank.extend_hash(state, consumed) for rank in (whole, *ranks)}) == 1
 
 
+def test_64_readers_that_open_the_data_themselves_agree(write_pair) -> None:
+    prefix = write_pair(np.random.default_rng(0).integers(1, 90, size=400))
+    places = [(0, 1), *((rank, 64) for rank in range(64))]
+    streams = [rank_of(windows_of(prefix, 6), *place, 128).batches() for place in places]
+    for _ in range(50):  # beyond an epoch
+        whole, *parts = map(next, streams)
+        assert (np.concatenate([part.tokens for part in parts]) == whole.tokens).all()
+        assert {part.sample_hash for part in parts} == {whole.sample_hash}
+
+
 def test_resuming_continues_data_and_hash(samples) -> None:
     sampler = rank_of(samples, 1, 2, 8)
     straight = list(itertools.islice(sampler.batches(), 12))

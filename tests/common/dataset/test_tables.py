@@ -46,7 +46,7 @@ def run(options_for: Callable[..., PreprocessOptions]) -> Callable[..., Path]:
 def texts(count: int = 700) -> list[str]:
     words = random.Random(0)
     found = ["".join(words.choices("abcdefgh 中文é\n", k=words.randrange(900))) for _ in range(count)]
-    return [text * (number % 7 > 0) for number, text in enumerate(found)]
+    return [*(text * (number % 7 > 0) for number, text in enumerate(found)), "  ", "\t\r\n", "\u3000"]
 
 
 def as_json_lines(path: Path, rows: list[str]) -> Path:

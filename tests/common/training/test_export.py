@@ -163,6 +163,9 @@ def test_all_that_is_missing_or_too_much_is_named(tmp_path: Path) -> None:
     for file in manifest["files"].values():
         file.get("pieces", {}).pop("ln_f.bias", None)
     require(r"ln_f\.bias is \[22\], the model's is \[32\]")
+    said = r"num_layers is 2 there and 3 in the config\. To use it, add: model=from_checkpoint, or model\.num_layers=2$"
+    with pytest.raises(CheckpointError, match=said):
+        to_export(tmp_path, model__num_layers=3)
     assert not (tmp_path / "weights").exists()
 
 

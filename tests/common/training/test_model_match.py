@@ -18,7 +18,7 @@ from common.resolve.derive import fitting_vocabulary, resolve_config
 from common.run_config import load_config
 from common.training import opened_checkpoint
 from common.training.opened_checkpoint import Checkpoint
-from common.training.start import require_same_model
+from common.training.start import require_fitting, require_same_model
 from tests.common.parallel.test_world import Told
 
 CONFIG = """
@@ -93,7 +93,7 @@ def test_a_manifest_that_does_not_tell(tmp_path: Path, model: dict[str, Any]) ->
     assert re.search(r"manifest\.json: has no number for model\.\w+", message)
 
 
-# ---- hosts that read other files ----
+# ---- another tokenizer; hosts that read other files ----
 
 
 Check = Callable[..., str]
@@ -101,10 +101,18 @@ Check = Callable[..., str]
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    manifest = {"state": {"step": 5}, "engine": {}, "config": {}}
+    tokenizer = {"kind": "GPT2BPETokenizer", "vocab_size": 9, "sha256": "a" * 64}
+    manifest = {"state": {"step": 5}, "engine": {}, "config": {}, "tokenizer": tokenizer}
     files = {"model.safetensors": {"w": np.ones(3, np.float32)}}
     made = CheckpointWriter(tmp_path, asynchronous=False)
     return made.save(Snapshot(files=files, manifest=manifest))
+
+
+def test_another_tokenizer_than_that_of_the_training_is_refused(tmp_path, checkpoint) -> None:
+    given = {"kind": "BertWordPieceCase", "vocab_size": 8, "sha256": "b" * 64}
+    said = r"with tokenizer GPT2BPETokenizer of 9 tokens \(sha256 a{12}\), the one given is BertWordPieceCase of 8"
+    with pytest.raises(CheckpointError, match=f"{checkpoint}: trained {said}.* give the vocabulary files"):
+        require_fitting(Checkpoint(checkpoint), "checkpoint.init_from", config_of(tmp_path, []), given)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Rates of 30 updates and the loss scale beside Megatron's and transformers'; text and warnings."""
+"""Rates of 30 updates and the loss scale beside Megatron's, transformers' and MindSpore's; text and warnings."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -101,6 +101,23 @@ def test_rates_are_transformers(style: str) -> None:
     lowest = {"min_learning_rate": own.get("lr_end", 0.0), "power": own.get("power", 1.0)}
     run = make_run(schedule=style, warmup_steps=4, **lowest)  # to the last step
     assert ours(run) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+def test_rates_are_those_of_optimizers_of_mindspore(mindspore: Any) -> None:
+    """Weights of SGD with a gradient of 1 move by the rate: global_step counts from 0. float32."""
+    ms, nn = mindspore, mindspore.nn
+    for style, schedule, warmup in (
+        ("cosine", nn.CosineDecayLR(0.001, 0.1, 20), 0),
+        ("polynomial", nn.PolynomialDecayLR(0.1, 0.001, 20, 2.0), 0),
+        ("constant", nn.WarmUpLR(0.1, 4), 4),
+    ):
+        weight = ms.Parameter(ms.Tensor([0.0], ms.float32), name="weight")
+        optimizer, moved = nn.SGD([weight], learning_rate=schedule), []
+        for _ in range(UPDATES):
+            optimizer((ms.Tensor([-1.0], ms.float32),))
+            moved.append(float(weight.asnumpy()[0]))
+        run = make_run(schedule=style, power=2.0, decay_steps=20, warmup_steps=warmup)
+        assert np.cumsum(ours(run)) == pytest.approx(moved, rel=1e-5, abs=1e-7), style
 
 
 def test_ends_and_another_start() -> None:
