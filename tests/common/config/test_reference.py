@@ -56,7 +56,7 @@ def test_keys_of_pytorch_are_refused_on_mindspore() -> None:
 
 # ---- keys that are read, and rows of tables ----
 
-OWN = ("common.config.", "common.study.definition", "common.serving.protocol")
+OWN = ("common.config.", "common.serving.protocol")
 FOLDERS = ("common", "torch_gpt2", "mindformers_gpt2", "gpt2_toolkit", "tools")
 SCHEMAS: dict[str, dict[str, str]] = {
     "common.config.schema.RunConfig": {

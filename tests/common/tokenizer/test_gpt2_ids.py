@@ -77,7 +77,7 @@ def test_whole_corpora(tokenizer, tiktoken_ids, real_data, name) -> None:
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_characters_have_the_same_class(tokenizer, huggingface_ids, every) -> None:
     """Only gigatoken takes U+10955 for a letter, and so "'d" after it for a contraction. If every
-    character fails, a library has moved to another Unicode release: extend unicode_drift.py.
+    character fails, a library has moved to another Unicode release: extend DISPUTED.
     """
     ranges = [(0, 0xD7FF), (0xE000, 0x10FFFF)]
     if not every:
