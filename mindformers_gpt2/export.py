@@ -1,4 +1,4 @@
-"""Write a checkpoint as MindIR, which MindSpore runs without this project.
+"""Write a checkpoint as MindIR, which MindSpore runs without this project, and run such a folder.
 
 export/model.mindir    ids (B, T) int32 -> logits (B, T, vocab_size) float32
 export/decode.mindir   token (B, 1), position (B,) int32, keys, values (L, B, nh, K, hs)

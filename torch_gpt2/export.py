@@ -1,4 +1,4 @@
-"""Write a GPT-2 as a program of torch, which ``torch.export.load`` opens without this project.
+"""Write a GPT-2 as a program of torch, which ``torch.export.load`` opens without this project, and run one.
 
 program(input_ids, attention_mask, past) -> logits, past
 

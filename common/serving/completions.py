@@ -1,4 +1,4 @@
-"""Turn the body of a request into jobs, and their pieces into an answer."""
+"""Turn the body of a request into jobs, and their pieces into an answer; counters of both for Prometheus."""
 
 from __future__ import annotations
 
