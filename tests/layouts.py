@@ -227,7 +227,7 @@ TORCH_NUMERICS: dict[str, Settings] = {
     "recomputed": RECOMPUTE,
     "packed": FLAGS | {"train__max_steps": 3, "validation__interval": 0},
     "ramp": {"train__max_steps": 8, "train__rampup_batch_size": RAMP, "validation__interval": 0}
-    | {"optimizer": SGD | {"schedule": "cosine", "warmup_steps": 4, "decay_steps": 8}},
+    | {"optimizer": SGD | {"schedule": "cosine", "warmup_samples": 16, "decay_samples": 64}},
     "quantized": FEW_BITS | {"quantization": {"weights": "abs_max", "weight_bits": 4, "activation_bits": 4}},
     "quantized by token": FEW_BITS
     | {"quantization": {"activations": "dynamic", "weight_bits": 4, "activation_bits": 4}},
@@ -287,9 +287,9 @@ TORCH = Matrix(
         "zero bubble": native(2, schedule("interleaved_zero_bubble"), ("plain", "fp16", "packed"), ("ramp", "bf16")),
         "zbv": native(2, schedule("zbv_zero_bubble"), ("plain", "quantized"), ("packed", "ramp")),
         "uneven": native(2, PIPELINE | {"parallel__stage_layers": [3, 1]}, ("clip",), ("packed",)),
-        # both are crossed with others in parallel/test_change_of_layout.py
+        # parallel/test_change_of_layout.py has runs that go on under it
         "tp4": native(4, {"parallel__model_parallel": 4} | THREE, (), ("clip",)),
-        "dp2 tp2 pp2": native(8, TENSOR | PIPELINE, (), ("clip",)),
+        "dp2 tp2 pp2": native(8, TENSOR | PIPELINE, ("clip",)),
         "pp4": native(4, {"parallel__pipeline_stage": 4}, ("plain",)),
         "dp2 tp2": native(4, TENSOR, ("clip", "quantized")),
         "dp2 pp2": native(4, PIPELINE, ("clip",)),

@@ -39,6 +39,7 @@ SECOND = Process(rank=1, world_size=2)
         ({"device": "cuda"}, DeviceError, "device=cuda.*no GPU device"),
         ({"device": "auto", "context__device_target": "Ascend"}, DeviceError, "device=npu"),
         ({"precision": "bf16"}, DeviceError, "precision.compute=bfloat16"),
+        ({"context__max_device_memory": "30GB"}, ConfigError, "for accelerators"),
         ({"context__enable_graph_kernel": True}, ConfigError, "for accelerators"),
         ({"context": {"save_graphs": True, "save_graphs_path": "/proc/none"}}, ConfigError, "path=/proc/none"),
     ],

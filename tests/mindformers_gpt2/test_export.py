@@ -23,10 +23,11 @@ import mindformers_gpt2.export
 from common.backends import make_run
 from common.checkpoint.folders import read_manifest, require_checkpoint, write_manifest
 from common.config.load import build_config
-from common.errors import RunError, StorageError
+from common.errors import ConfigError, RunError, StorageError
 from common.parallel.run import Run
 from common.parallel.sharding import padded_shapes
 from common.resolve.derive import resolve_config
+from common.run_folder import owned_folder
 from common.tensor_files.safetensors_file import write_safetensors
 from gpt2_toolkit import LanguageModel, load_model
 from tests.reference import hugging_face_model
@@ -239,3 +240,5 @@ def test_a_failed_export_leaves_the_old_one(
             export(tmp_path, checkpoint__load=str(run_folder), context__mode="pynative")
         assert fingerprints(tmp_path / "export") == before
         assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "export"]
+    with owned_folder(tmp_path), pytest.raises(ConfigError, match="another run is writing here"):
+        export(tmp_path, checkpoint__load=str(run_folder))

@@ -325,6 +325,16 @@ def test_activations_on_the_host_change_no_bit(start: Start, recompute: str) -> 
     assert [number for number, found in enumerate(waits.steps) if found] == [0, 8]
 
 
+def test_the_counter_of_waits_sees_the_threads_of_the_backward_pass() -> None:
+    x = torch.ones(3, device=select_device("npu").torch_device, requires_grad=True)
+    y = x.clone()
+    y.register_hook(lambda gradient: None if gradient.sum().item() else gradient)
+    with counted() as waits:
+        y.sum().backward()
+    [found] = waits.steps[0].elements()
+    assert found.startswith("_local_scalar_dense waits for the device")
+
+
 @pytest.mark.parametrize(
     ("then", "settings"), [("npu", {"model__dropout": 0.1, "train__recompute": "full"}), ("cpu", SGD)]
 )

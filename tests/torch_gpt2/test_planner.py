@@ -185,6 +185,7 @@ def peaks(config: RunConfig) -> dict[str, int]:
     [
         ("float32", "selective", None, 1024, 2),
         ("bf16", "none", None, 2048, 2),
+        ("bf16", "full", None, 1024, 2),
         ("float32", "full", 1, 2048, 1),
         ("bf16", "full", 3, 2048, 1),
         ("float32", "full", 5, 2048, 1),

@@ -133,6 +133,7 @@ def test_other_samples_and_weights_come_first(record: Any, tmp_path: Path) -> No
 def test_difference_is_relative_to_the_norm() -> None:
     one = np.array([[3, 4, 0], [0, 0, 0]], np.float32)
     other = one + np.array([[0, 0, 0], [0, 0, 0.5]], np.float32)
+    assert difference(one, one, 0.0) == (0.0, 0.0, None)
     assert difference(one, other, 1e-3) == (0.5, pytest.approx(0.5 / np.sqrt(25.25)), (1, 2))
     assert difference(one, other, 1e-3, scale=1000.0)[2] is None
     other[0, 1] = np.nan

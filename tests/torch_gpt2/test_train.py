@@ -18,6 +18,7 @@ from common.errors import CheckpointError, ConfigError, DataError, DeviceError, 
 from common.run_config import load_config
 from common.training.metrics import MetricsWriter, read_metrics
 from common.weights.names import initial_rows
+from tests.packed_corpus import FLAGS
 from tests.tiny import require_same_bits, results_of, rows_of, tensors_of, tiny_run, train_here
 from torch_gpt2.evaluate import evaluate
 
@@ -46,6 +47,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16 weights": {"precision": {"parameters": "bfloat16", "compute": "bfloat16"}},
     "O2": {"precision": {"parameters": "float16", "compute": "float16"}, "loss_scale": {"initial": 64.0, "window": 3}},
     "sgd": {"optimizer": SGD},
+    "documents apart": FLAGS,
 }
 
 
@@ -173,6 +175,7 @@ def test_gradients_or_weights_that_become_infinite_are_not_a_success(start: Any,
         ({"model__seq_length": 100_000, "model__dropout": 0.0}, DataError, "seq_length"),
         ({"device": "cuda"}, DeviceError, "device=cuda: no usable GPU (torch "),
         ({"device": "npu"}, DeviceError, "device=npu: torch_npu"),
+        ({"context__max_device_memory": "30GB"}, ConfigError, "is for accelerators; leave it out on a CPU"),
     ],
 )
 def test_bad_input(start: Any, tmp_path: Path, changes: dict[str, Any], error: type[UserError], message: str) -> None:
