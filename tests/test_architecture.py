@@ -130,9 +130,7 @@ def test_the_files_of_a_package_form_no_cycle(package: str) -> None:
 
 
 def test_common_imports_with_every_framework_blocked() -> None:
-    """The doctor, which tells what is wrong with a framework, does not even try one. Help needs no library at all, and
-    a plan no framework.
-    """
+    """The doctor, which tells what is wrong with a framework, does not even try one. Help needs no library at all."""
     modules = sorted(module_name(path) for path in (ROOT / "common").rglob("*.py"))
     program = f"""
 import importlib, runpy, sys
@@ -149,11 +147,9 @@ for name in {sorted(FRAMEWORKS)}:
     sys.modules[name] = None
 for name in {modules}:
     importlib.import_module(name)
-import run_gpt2
-assert run_gpt2.main(["--config", "configs/gpt2/run_gpt2_124m.yaml", "--run_mode", "plan"]) == 0
 """
     said = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, timeout=120)
-    assert b"section.key=value" in said and b"world: 1 rank" in said
+    assert b"section.key=value" in said
 
 
 _REWRITES = {
