@@ -59,7 +59,7 @@ def words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     write_checks(tmp_path)
     monkeypatch.setattr(first_contact, "CHECKS", tmp_path / "checks.yaml")
     monkeypatch.setattr(first_contact, "ask_device", lambda *_: H100)
-    monkeypatch.setattr(first_contact, "LIMIT", 2.0)
+    monkeypatch.setattr(first_contact, "LIMIT", 5.0)
     return ["--device", "cuda", "--out", str(tmp_path / "out")]
 
 
@@ -79,7 +79,7 @@ def test_states_with_their_reasons(words: list[str], tmp_path: Path) -> None:
         "wrong": ("failed", "loss 0.2, expected 0 to 0.1"),
         "silent": ("failed", "loss was not found"),
         "broken": ("failed", "it broke"),
-        "hangs": ("failed", "did not end within 2 s (time_limit)"),
+        "hangs": ("failed", "did not end within 5 s (time_limit)"),
         "elsewhere": ("left out", "for npu"),
         "small": ("left out", "needs 100 GiB"),
         "counted": ("passed", ""),
