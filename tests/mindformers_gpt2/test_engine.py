@@ -92,6 +92,7 @@ def test_resume_is_exact(tmp_path: Path) -> None:
         np.testing.assert_array_equal(tensor.asnumpy(), resumed.master.tensors[name].asnumpy(), err_msg=name)
 
 
+@pytest.mark.long
 def test_steps_in_flight_a_trace_and_pynative_change_nothing(tmp_path: Path) -> None:
     """sink_size 4 equals 1 bit for bit, and so does a trace, which holds the head's matrix product of every micro
     batch, forward and twice backward. Operators one by one agree within the rounding of fused sums, 1e-5.
@@ -121,6 +122,7 @@ def test_steps_in_flight_a_trace_and_pynative_change_nothing(tmp_path: Path) -> 
     np.testing.assert_allclose([row[:2] for row in found], [row[:2] for row in one[:3]], rtol=1e-5)
 
 
+@pytest.mark.long
 def test_rates_follow_updates_that_the_host_does_not_know() -> None:
     """The device skips steps and takes the rates of warm-up and decay: weights are those of torch's plain SGD."""
     rates = {"learning_rate": 0.3, "momentum": 0.0, "warmup_steps": 2, "schedule": "linear"}
@@ -229,6 +231,7 @@ for layers in (1, 2):
 """
 
 
+@pytest.mark.long
 def test_more_parameters_are_not_more_graphs_to_the_compiler(tmp_path: Path) -> None:
     """In MindSpore's own dump after type inference. A loop over parameters adds more than 300 for each layer."""
     run_with_dumps(STEPS_OF_TWO_MODELS, tmp_path, "type_inference")

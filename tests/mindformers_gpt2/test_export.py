@@ -187,6 +187,7 @@ def test_load_model_runs_it(exported: Path, tokenizer: Path, model: LanguageMode
         assert found.greedy.tolist() == wanted.greedy.tolist()
 
 
+@pytest.mark.long
 def test_float16_of_a_fixed_batch_in_two_parts_from_pynative(
     run_folder: Path, exported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,7 @@ def test_gelu_written_out_is_the_kernel() -> None:
     np.testing.assert_allclose(GELU(native=False)(x).asnumpy(), GELU(native=True)(x).asnumpy(), atol=1e-6)
 
 
+@pytest.mark.long
 def test_recomputation_changes_no_gradient() -> None:
     """With dropout: the recomputed mask must be the same mask."""
     tokens = np.random.default_rng(0).integers(0, 101, (2, 17)).astype(np.int32)
@@ -162,6 +163,7 @@ for mode, again in (("none", None), ("selective", None), ("full", 1)):
 """
 
 
+@pytest.mark.long
 def test_recomputation_repeats_operators_in_the_compiled_graph(tmp_path: Path) -> None:
     """In MindSpore's own dump of the graph it runs: attention's softmax and gelu once more in each of two blocks, with
     full also five of a block's six matrix products, here of the first block. The loss has a softmax of its own.

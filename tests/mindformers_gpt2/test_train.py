@@ -23,9 +23,8 @@ from tests.run_scripts import start_program, wait_until
 from tests.tiny import SGD, rows_of, tensors_of, tiny_run, train_here
 
 
-@pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGINT, "Ctrl-C"), pytest.param(signal.SIGTERM, "SIGTERM", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
 def test_a_signal_stops_at_a_step_boundary_and_saves(
     tmp_path: Path, corpus_prefix: Path, number: signal.Signals, name: str
 ) -> None:

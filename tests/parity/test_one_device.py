@@ -95,7 +95,7 @@ def test_runs_of_the_same_config_are_equal(tmp_path: Path, corpus_prefix: Path, 
         assert min(norms) < optimizer["clip_grad"] < max(norms)
 
 
-@pytest.mark.parametrize("backend", ["mindspore", "torch"])
+@pytest.mark.parametrize("backend", [pytest.param("mindspore", marks=pytest.mark.long), "torch"])
 def test_sgd_resumes_with_and_without_momentum(tmp_path: Path, corpus_prefix: Path, backend: str) -> None:
     small: dict[str, Any] = {"model__num_layers": 1, "backend": backend}
     if backend == "mindspore":  # graphs would take seconds each to compile

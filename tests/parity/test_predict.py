@@ -51,8 +51,8 @@ def prompts_of(*lengths: tuple[int, int], seed: int = 3) -> list[Prompt]:
     [
         (None, {"repetition_penalty": 1.3, "min_new_tokens": 5}),
         (None, {"strategy": "sampling", "num_sequences": 2, "top_k": 20, "top_p": 0.9}),
-        (POSITIONS, {"stop_at_end_of_text": False}),
-        (10, {"stop_at_end_of_text": False}),
+        pytest.param(POSITIONS, {"stop_at_end_of_text": False}, marks=pytest.mark.long),
+        pytest.param(10, {"stop_at_end_of_text": False}, marks=pytest.mark.long),
     ],
 )
 def test_tokens_are_equal_on_both_backends_and_in_every_batch(

@@ -65,6 +65,7 @@ def steps_of(folder: Path) -> list[int]:
     return [row[0] for row in rows_of(folder)]
 
 
+@pytest.mark.long
 def test_one_process_per_card(start: Start, bucket: Path, tmp_path: Path, samples: Path) -> None:
     """The platform fills its version 0 table while the processes start."""
     table = table_0("job", ("pod-0", "192.168.6.101", devices(["192.1.244.169", "192.1.244.170"])))

@@ -60,6 +60,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 @needs("torch")
+@pytest.mark.long
 def test_the_doctors_of_two_hosts() -> None:
     """Both of this machine; both say the same."""
     words = f"--master 127.0.0.1:{free_port()} --nnodes 2 --ranks 1 --backend torch --json"

@@ -18,7 +18,7 @@ from tests.ranks import ROOT, run_ranks
 from tests.tiny import rows_of, some_but_not_all, tiny_run, train_here
 
 
-@pytest.mark.parametrize("device", ["npu", "cuda"])
+@pytest.mark.parametrize("device", ["npu", pytest.param("cuda", marks=pytest.mark.long)])
 def test_everything_on_one_device(device: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """In processes of their own: a device once registered stays, and would be there for other tests."""
     variables = request.getfixturevalue(f"{device}_variables")

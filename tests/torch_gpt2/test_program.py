@@ -55,6 +55,7 @@ print(json.dumps(answers))
 """
 
 
+@pytest.mark.long
 def test_plain_torch_runs_it(oracle: tuple[GPT2LMHeadModel, Path], tmp_path: Path) -> None:
     """In a process without this project, for other batches and lengths than the traced ones, up to all positions."""
     net, source = oracle

@@ -103,6 +103,7 @@ def test_rates_are_transformers(style: str) -> None:
     assert ours(run) == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
+@pytest.mark.long
 def test_rates_are_those_of_optimizers_of_mindspore(mindspore: Any) -> None:
     """Weights of SGD with a gradient of 1 move by the rate: global_step counts from 0. float32."""
     ms, nn = mindspore, mindspore.nn
