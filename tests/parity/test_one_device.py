@@ -178,6 +178,7 @@ def small_tree(folder: Path, data: Path, **changes: Any) -> dict[str, Any]:
     return tiny_run(folder, data, **(usual | changes))
 
 
+@pytest.mark.long
 def test_runs_over_one_mindrecord_are_equal(tmp_path: Path, corpus_prefix: Path) -> None:
     """Losses within 1e-4 relative, as over a pair; equal hashes: the same rows in the same shuffled order."""
     write_mindrecord(corpus_prefix, tmp_path / "data" / "corpus.mindrecord", 24, 3)

@@ -92,6 +92,7 @@ def test_states_with_their_reasons(words: list[str], tmp_path: Path) -> None:
     assert "| good: what good is | passed | " in table and "| 1200 | 1000 or more |" in table
 
 
+@pytest.mark.long
 def test_a_run_ends_with_its_budget_and_continues(words, tmp_path, capsys) -> None:
     out = tmp_path / "out"
     assert main([*words, "--budget", "0"]) == 0

@@ -303,6 +303,7 @@ def test_no_step_waits_on_a_gpu(name: str) -> None:
     assert losses == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.long
 def test_a_compiled_run_equals_an_eager_one_without_a_break(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By regions, as deep models are: embedding, block, last norm and loss are a graph each."""
     monkeypatch.setattr("common.parallel.kernels.MAX_LAYERS_IN_ONE_GRAPH", 1)

@@ -106,6 +106,7 @@ def module_of(path: Path) -> BuildSource:
     return BuildSource(str(path), name, text)
 
 
+@pytest.mark.long
 def test_every_key_is_read() -> None:
     """An attribute counts only where mypy knows that the expression before it is of the key's section:
     config.logging.interval reads one of three keys named interval.
