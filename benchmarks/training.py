@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 from benchmarks.measure import Row
 from common.dataset import IndexedWriter
 from common.errors import ConfigError, RunError
-from common.study.results import Study, Summary, compare, noise_of, read_study, summarize
+from common.study.results import Study, read_study
+from common.study.statistics import Summary, compare, noise_of, summarize
 from common.study.table import size, speed
 from common.study.verdict import judge
 

@@ -11,8 +11,8 @@ there are cores, up to four. An extra without a package for this Python or proce
 are skipped; the end says how many, by reason. Without --all, tests that take minutes are left out, and a smaller one stands for each kind
 of them.
 
-  bash scripts/test.sh                               the short suite: at most ten minutes on two cores
-  bash scripts/test.sh --all                         the whole suite: about fifteen minutes on two cores
+  bash scripts/test.sh                               the short suite: five minutes on two idle cores
+  bash scripts/test.sh --all                         the whole suite: about twelve minutes on two idle cores
   bash scripts/test.sh tests/common -k batch         a part; all arguments go to pytest (its own: .venv/bin/python -m pytest --help)
 
 exit codes: 0 all passed, 1 some failed, 2 interrupted or a wrong argument, 5 no test was found

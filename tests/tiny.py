@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from common.backends import make_run
-from common.checkpoint.folders import read_manifest, require_checkpoint
+from common.checkpoint.folders import require_checkpoint
+from common.checkpoint.manifest import read_manifest
 from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE
 from common.config.load import build_config
 from common.parallel.run import Run

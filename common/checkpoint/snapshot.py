@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from common.checkpoint.folders import MANIFEST
+from common.checkpoint.manifest import MANIFEST
 from common.checkpoint.writer import Part, Snapshot
 from common.config.resolved import ResolvedModel
 from common.config.schema import QuantizationConfig

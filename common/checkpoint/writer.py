@@ -30,16 +30,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from common.checkpoint.folders import (
-    LATEST,
-    MANIFEST,
-    folder_of_step,
-    point_latest,
-    step_of,
-    surplus,
-    whole_checkpoints,
-    write_manifest,
-)
+from common.checkpoint.folders import LATEST, folder_of_step, point_latest, step_of, surplus, whole_checkpoints
+from common.checkpoint.manifest import MANIFEST, write_manifest
 from common.errors import CheckpointError, GPT2Error, StorageError
 from common.files import atomic_write, clean_up, fsync_folder, put_in_place, reading
 from common.log import LOG

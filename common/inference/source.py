@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.folders import MANIFEST, find_checkpoint, read_manifest
+from common.checkpoint.folders import find_checkpoint
+from common.checkpoint.manifest import MANIFEST, read_manifest
 from common.config.resolved import ResolvedModel
 from common.conversion.export import FORMAT_VERSION, RECORD
 from common.errors import CheckpointError, ConfigError, TokenizerError

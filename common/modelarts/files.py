@@ -15,7 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from common.checkpoint.folders import LATEST, MANIFEST, find_checkpoint, point_latest, step_of, whole_checkpoints
+from common.checkpoint.folders import LATEST, find_checkpoint, point_latest, step_of, whole_checkpoints
+from common.checkpoint.manifest import MANIFEST
 from common.cluster.environment import in_modelarts
 from common.config.load import flatten
 from common.config.schema import RunConfig

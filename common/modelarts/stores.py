@@ -17,7 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from common.checkpoint.folders import LATEST, MANIFEST
+from common.checkpoint.folders import LATEST
+from common.checkpoint.manifest import MANIFEST
 from common.errors import ConfigError, DataError, StorageError, UserError
 from common.files import atomic_write, held_lock
 from common.log import LOG

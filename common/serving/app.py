@@ -22,7 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from common.config.schema import ServeConfig
 from common.log import LOG
 from common.processes.addresses import is_loopback
-from common.serving.completions import CONTENT_TYPE, Completion, CompletionService, event
+from common.serving.completions import Completion, CompletionService, event
+from common.serving.metrics import CONTENT_TYPE
 from common.serving.protocol import Refusal
 
 PAGE = Path(__file__).with_name("page.html")

@@ -1,4 +1,4 @@
-"""Turn the body of a request into jobs, and their pieces into an answer; counters of both for Prometheus."""
+"""Turn the body of a request into jobs, and their pieces into an answer."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import json
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from common.config.schema import PredictConfig
 from common.errors import ConfigError, GPT2Error
@@ -26,57 +23,11 @@ from common.generation.sampling import ScoredToken, token_text
 from common.parallel.run import Run
 from common.serving.completion_task import CompletionJob, Piece
 from common.serving.engine import Engine, QueueFullError, StoppedError
+from common.serving.metrics import Metrics
 from common.serving.protocol import CompletionRequest, Refusal, parse_request
 from common.tokenizer import Tokenizer
 from common.tokenizer.text_tokenizer import encode_prompt, whole_text
 from common.weights.names import count_parameters
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_BOUNDS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
-)
-"""Upper bounds, in seconds, of the buckets of a histogram."""
-
-
-class Metrics(Collector):
-    """Counts of the server and of its engine."""
-
-    def __init__(self, engine: Engine, slots: int) -> None:
-        self._engine, self._slots = engine, slots
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._registry = own = CollectorRegistry()
-        self.requests = Counter("gpt2_requests", "Requests by status.", ["status"], registry=own)
-        self.generated_tokens = Counter("gpt2_generated_tokens", "Tokens generated.", registry=own)
-        own.register(self)
-
-        def histogram(name: str, help: str) -> Histogram:
-            return Histogram(f"gpt2_{name}_seconds", help, registry=own, buckets=_BOUNDS)
-
-        self.request_seconds = histogram("request", "From the head of a completion's request to its last byte.")
-        self.first_token_seconds = histogram("first_token", "From the queueing of a sequence to its first token.")
-        self.token_seconds = histogram("token", "Between two tokens of a sequence.")
-
-    def collect(self) -> Iterable[Metric]:
-        """Yield the figures of the engine as they are now."""
-        engine, counts = self._engine, self._engine.counts
-        for name, help, value in (
-            ("prompt_tokens", "Tokens of admitted prompts.", counts.prompt_tokens),
-            ("reused_prompt_tokens", "Tokens of prompts whose keys were there already.", counts.reused_tokens),
-            ("sequences", "Sequences that got a slot.", counts.prompts),
-            ("cancelled_sequences", "Sequences given up.", counts.cancelled),
-            ("steps", "Steps of the model.", counts.steps),
-            ("step_rows", "Sequences in all steps.", counts.rows),
-        ):
-            yield CounterMetricFamily(f"gpt2_{name}", help, value)
-        yield GaugeMetricFamily("gpt2_slots", "Sequences that can be at work at once.", self._slots)
-        yield GaugeMetricFamily("gpt2_running_sequences", "Sequences at work.", engine.running)
-        yield GaugeMetricFamily("gpt2_waiting_sequences", "Sequences in the queue.", engine.waiting)
-
-    def text(self) -> bytes:
-        """Return the page of /metrics."""
-        return generate_latest(self._registry)
-
 
 _DEFAULT_TOKENS = 16
 _MIN_TOP_P = 1e-9

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 from common.accelerators import GIB
 from common.files import atomic_write
-from common.study.results import Study, Summary
+from common.study.results import Study
+from common.study.same_losses import relative_difference
+from common.study.statistics import Summary
 from common.study.table import MIB, PARTS, parts_of
-from common.study.verdict import Verdict, relative_difference
+from common.study.verdict import Verdict
 from common.training.plot import open_pyplot
 
 FOLDER = "plots"

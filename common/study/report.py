@@ -20,19 +20,11 @@ from common.accelerators import GIB
 from common.files import atomic_write
 from common.study import table
 from common.study.drawing import FOLDER, draw
-from common.study.results import CONFIDENCE, Machine, State, Study, Summary, summarize
+from common.study.results import Machine, State, Study
+from common.study.same_losses import OTHER_KERNELS, Departure, GroupVerdict, Kind
+from common.study.statistics import CONFIDENCE, Summary, summarize
 from common.study.table import Table, Word, as_csv, main_table, split_table
-from common.study.verdict import (
-    MEMORY_TOLERANCE,
-    OTHER_KERNELS,
-    Departure,
-    GroupVerdict,
-    Kind,
-    OrderCheck,
-    Ranking,
-    Verdict,
-    judge,
-)
+from common.study.verdict import MEMORY_TOLERANCE, OrderCheck, Ranking, Verdict, judge
 from common.yaml_files import dump_yaml
 
 PAGE = "report.html"

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.accelerators import GIB
-from common.study.results import Study, Summary
+from common.study.results import Study
+from common.study.statistics import Summary
 from common.study.verdict import Verdict
 
 MIB = 2**20

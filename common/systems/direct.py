@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.checkpoint.folders import MANIFEST
+from common.checkpoint.manifest import MANIFEST
 from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE
 from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError, UserError

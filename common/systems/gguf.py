@@ -16,9 +16,10 @@ from common.systems.name_map import name_map
 from common.systems.weights import Weights, arrays_of, export_names, require_blocks
 from common.tensor_files.arrays import contiguous
 from common.tensor_files.checksummed import file_checksum
-from common.tokenizer.bpe_files import kind_of_files, read_vocabulary
+from common.tokenizer.bpe_files import read_vocabulary
 from common.tokenizer.folder import Folder, vocabulary_in
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer, files_in
+from common.tokenizer.recognise import kind_of_files
 from common.weights.names import EMBEDDING, POSITIONS
 
 FILE = "model.gguf"

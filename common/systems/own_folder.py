@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.folders import MANIFEST, find_checkpoint, read_manifest, require_checkpoint, write_manifest
+from common.checkpoint.folders import find_checkpoint, require_checkpoint
+from common.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE, EngineState, TrainState, scheme_of
 from common.errors import ConfigError
 from common.parallel.sharding import slice_of

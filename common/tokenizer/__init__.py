@@ -15,8 +15,8 @@ from common.config.values import kind_named
 from common.errors import TokenizerError
 from common.paths import looked_in
 from common.tokenizer.base import Framing, PackedIds, TextStream
-from common.tokenizer.bpe_files import file_in, kind_of_files
 from common.tokenizer.folder import Folder
+from common.tokenizer.recognise import file_in, kind_of_files
 from common.tokenizer.text_tokenizer import Tokenizer
 
 __all__ = ["TOKENIZERS", "Framing", "PackedIds", "TextStream", "Tokenizer", "load_tokenizer", "require_files"]

@@ -16,8 +16,9 @@ import numpy as np
 from common.errors import TokenizerError
 from common.tokenizer.base import PackedIds, TokenIds
 from common.tokenizer.bpe_backends import choose_backend
-from common.tokenizer.bpe_files import BPE_FILES, byte_level_parts, read_vocabulary
+from common.tokenizer.bpe_files import byte_level_parts, read_vocabulary
 from common.tokenizer.folder import TOKENIZER_JSON
+from common.tokenizer.recognise import BPE_FILES
 from common.tokenizer.text_tokenizer import ByteStream, Tokenizer, checked_ids
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common import run_folder
-from common.checkpoint.folders import write_manifest
+from common.checkpoint.manifest import write_manifest
 from common.checkpoint.snapshot import MODEL_FILE, SETTINGS_FILE
 from common.config.resolved import ResolvedModel
 from common.errors import ConfigError, GPT2Error

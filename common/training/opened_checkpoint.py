@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.checkpoint.folders import MANIFEST, find_checkpoint, read_manifest, read_or_name_older, require_checkpoint
+from common.checkpoint.folders import find_checkpoint, read_or_name_older, require_checkpoint
+from common.checkpoint.manifest import MANIFEST, read_manifest
 from common.checkpoint.snapshot import (
     MODEL_FILE,
     OPTIMIZER_FILE,

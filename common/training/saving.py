@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.folders import MANIFEST, read_manifest
+from common.checkpoint.manifest import MANIFEST, read_manifest
 from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.files import whole_folder

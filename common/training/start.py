@@ -16,7 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.folders import MANIFEST, find_checkpoint, point_latest, require_checkpoint, step_of
+from common.checkpoint.folders import find_checkpoint, point_latest, require_checkpoint, step_of
+from common.checkpoint.manifest import MANIFEST
 from common.config.load import flatten, save_config
 from common.config.resolved import ResolvedModel
 from common.config.schema import ModelConfig

@@ -27,7 +27,7 @@ pytest.importorskip("huggingface_hub", reason="pip install '.[hub]'")
 
 from huggingface_hub import constants, file_download
 
-from common.checkpoint.folders import read_manifest
+from common.checkpoint.manifest import read_manifest
 from common.errors import UserError
 from common.hub import COMMITS, SMALL, located
 from common.log import LOG

@@ -21,7 +21,8 @@ from safetensors.torch import load_file as load_torch_file
 
 import mindformers_gpt2.export
 from common.backends import make_run
-from common.checkpoint.folders import read_manifest, require_checkpoint, write_manifest
+from common.checkpoint.folders import require_checkpoint
+from common.checkpoint.manifest import read_manifest, write_manifest
 from common.config.load import build_config
 from common.errors import ConfigError, RunError, StorageError
 from common.parallel.run import Run

@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 
 from common.backends import make_run, run_backend
-from common.checkpoint.folders import write_manifest
+from common.checkpoint.manifest import write_manifest
 from common.cluster.environment import ALONE
 from common.config.load import build_config
 from common.conversion.convert import REPORT

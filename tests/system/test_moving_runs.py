@@ -16,7 +16,7 @@ if importlib.util.find_spec("mindspore") is None:
     pytest.skip("MindSpore is not installed: pip install '.[mindspore]'", allow_module_level=True)
 
 from common.backends import make_run
-from common.checkpoint.folders import read_manifest
+from common.checkpoint.manifest import read_manifest
 from common.run_config import load_config
 from tests.run_scripts import ROOT, run_words, start_script
 from tests.system.test_restarts import CONFIG

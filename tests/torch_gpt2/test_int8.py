@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import torch_gpt2.int8
 from common.backends import make_run
-from common.checkpoint.folders import read_manifest, write_manifest
+from common.checkpoint.manifest import read_manifest, write_manifest
 from common.config.schema import PredictConfig
 from common.conversion.convert import convert
 from common.errors import CheckpointError, ConfigError

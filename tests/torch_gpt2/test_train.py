@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from common.backends import make_run
-from common.checkpoint.folders import find_checkpoint, read_manifest, require_checkpoint, write_manifest
+from common.checkpoint.folders import find_checkpoint, require_checkpoint
+from common.checkpoint.manifest import read_manifest, write_manifest
 from common.errors import CheckpointError, ConfigError, DataError, DeviceError, DivergedError, StopRequested, UserError
 from common.run_config import load_config
 from common.training.metrics import MetricsWriter, read_metrics

@@ -18,9 +18,9 @@ from common.structured_files import MAX_JSON_BYTES, parse_json, read_bytes
 from common.systems.weights import Weights
 from common.tensor_files.protobuf import read_fields
 from common.tokenizer import Tokenizer, load_tokenizer
-from common.tokenizer.bpe_files import WORDS, kind_of_files
 from common.tokenizer.folder import CONFIG, companions_in, ids_in, vocabulary_in
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from common.tokenizer.recognise import WORDS, kind_of_files
 from common.tokenizer.text_tokenizer import TextTokenizer
 
 _SPACE = "\u2581"

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.checkpoint.folders import read_manifest, surplus
+from common.checkpoint.folders import surplus
+from common.checkpoint.manifest import read_manifest
 from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE, TrainState
 from common.config.resolved import ResolvedModel
 from common.errors import StorageError

@@ -13,15 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from common.checkpoint.folders import (
-    find_checkpoint,
-    read_manifest,
-    read_or_name_older,
-    seal,
-    unseal,
-    whole_checkpoints,
-    write_manifest,
-)
+from common.checkpoint.folders import find_checkpoint, read_or_name_older, whole_checkpoints
+from common.checkpoint.manifest import read_manifest, seal, unseal, write_manifest
 from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import CheckpointWriter
 from common.errors import CheckpointError, ConfigError, UserError
@@ -250,7 +243,7 @@ def test_missing_and_unreadable_inputs_are_named(tmp_path: Path, monkeypatch: py
     weights.write_bytes(bytes(12))
 
     denied = Mock(side_effect=PermissionError(13, "Permission denied"))
-    monkeypatch.setattr("common.checkpoint.folders.file_checksum", denied)
+    monkeypatch.setattr("common.checkpoint.manifest.file_checksum", denied)
     require("cannot be read: Permission denied; allow this user to read it")
 
 

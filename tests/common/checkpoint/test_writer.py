@@ -19,7 +19,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import common.checkpoint.writer as module
-from common.checkpoint.folders import find_checkpoint, read_manifest, whole_checkpoints
+from common.checkpoint.folders import find_checkpoint, whole_checkpoints
+from common.checkpoint.manifest import read_manifest
 from common.checkpoint.writer import CheckpointWriter, Part, Snapshot
 from common.errors import StorageError
 from common.weights.pieces import TensorSlice, open_stored

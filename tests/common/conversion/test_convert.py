@@ -21,17 +21,14 @@ transformers = pytest.importorskip("transformers")
 
 from types import ModuleType  # noqa: E402
 
-from common.checkpoint.folders import NoCheckpointError, require_checkpoint, write_manifest  # noqa: E402
+from common.checkpoint.folders import NoCheckpointError, require_checkpoint  # noqa: E402
+from common.checkpoint.manifest import write_manifest  # noqa: E402
 from common.config.resolved import resolve_model  # noqa: E402
 from common.config.schema import ModelConfig  # noqa: E402
 from common.conversion.convert import convert, convert_as_mindformers_did, warn_of_heads  # noqa: E402
 from common.errors import CheckpointError, ConfigError, StorageError  # noqa: E402
 from common.systems.hugging_face.weights import write_hugging_face  # noqa: E402
-from common.systems.table import (  # noqa: E402
-    FORMATS,
-    detect,
-    explained,
-)
+from common.systems.table import FORMATS, detect, explained  # noqa: E402
 from common.systems.weights import Weights  # noqa: E402
 from common.tensor_files.containers import open_tensors  # noqa: E402
 from common.training.opened_checkpoint import Checkpoint, open_checkpoint  # noqa: E402

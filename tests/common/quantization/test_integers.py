@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from common.checkpoint.folders import read_manifest, write_manifest
+from common.checkpoint.manifest import read_manifest, write_manifest
 from common.config.schema import QuantizationConfig
 from common.conversion.convert import convert
 from common.conversion.logits import config_of

@@ -14,7 +14,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from common.backends import make_run
-from common.checkpoint.folders import MANIFEST, find_checkpoint, read_manifest, write_manifest
+from common.checkpoint.folders import find_checkpoint
+from common.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from common.checkpoint.writer import CheckpointWriter, Part, Snapshot
 from common.config.load import build_config
 from common.config.schema import RunConfig

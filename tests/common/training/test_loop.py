@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.checkpoint.folders import find_checkpoint, read_manifest, whole_checkpoints
+from common.checkpoint.folders import find_checkpoint, whole_checkpoints
+from common.checkpoint.manifest import read_manifest
 from common.checkpoint.snapshot import TrainState
 from common.config.schema import LoggingConfig
 from common.dataset import Batch

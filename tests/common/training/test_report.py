@@ -5,7 +5,6 @@ import math
 import re
 import subprocess
 import time
-from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -44,7 +43,7 @@ VALIDATION = {"validation_loss": 3.0, "validation_perplexity": 20.0, "validation
 
 
 @pytest.fixture
-def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+def lines(capsys: pytest.CaptureFixture[str]) -> Any:
     """Lines that the report of a config prints for rows."""
 
     def say(config: Run, rows: list[dict[str, Any]], samples_per_epoch: int = 800) -> list[str]:
@@ -55,8 +54,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
             report.validation(VALIDATION | row) if "loss" not in row else report.step(row)
         return capsys.readouterr().out.splitlines()
 
-    yield say
-    LOG.handlers.clear()
+    return say
 
 
 def test_megatron(lines: Any) -> None:
