@@ -13,11 +13,14 @@ Hosts whose commands give no numbers meet once before: each gets the first free 
 
 from __future__ import annotations
 
+import asyncio
+import json
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from asyncio import IncompleteReadError, StreamReader, StreamWriter
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +28,7 @@ from typing import Any
 from common.errors import ConfigError, RunError
 from common.launcher.terminal import tell
 from common.processes.addresses import is_own, listen
-from common.processes.channel import Channel, connect
+from common.structured_files import MalformedError, parse_json
 from common.whole_numbers import rank_names, spans
 
 LIFE_SECONDS = 2.0
@@ -38,6 +41,8 @@ LOOK_SECONDS = 0.2
 """Seconds between two looks for hosts that are missing."""
 _CLOSE_SECONDS = 3.0
 _CONNECT_SECONDS = 3.0
+_HELLO_SECONDS = 10.0
+_LINE_BYTES = 1 << 20
 _PROTOCOL = 2
 """Version of the messages, which is equal on all hosts."""
 
@@ -87,6 +92,9 @@ def host_name(address: str) -> str:
 class HostChannel:
     """This host's end, and the events of its launcher. A single host has one without a port.
 
+    Messages are JSON objects, one a line. Connections belong to the event loop of one thread. Anyone who reaches the
+    port can call, so it belongs in the network of the cluster.
+
     restarts: a host that comes although the run has begun, since its launcher was started again, is
     told to come later, for the next attempt. Otherwise it is refused.
     """
@@ -97,29 +105,31 @@ class HostChannel:
         self.own = hosts.own
         """Index of this host."""
         self._events: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._links: dict[int, Channel] = {}
+        self._links: dict[int, StreamWriter] = {}
         self._callers = {0: (hosts.all[0].address, list(hosts.devices))}
         """Address of the hosts that have come, and devices of those without a number."""
         self._ready: set[int] = set()
         self._begun: int | None = None
         """Number of the attempt that has begun."""
-        self._lock, self._closed = threading.RLock(), threading.Event()
         self._life: dict[str, Any] = {}
-        self._server: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._thread: threading.Thread | None = None
         if len(hosts.all) == 1:
             return
+        server = None
         if hosts.own == 0:
             first = hosts.all[0].address
             try:
-                self._server = listen(first, hosts.port)
+                server = listen(first, hosts.port)
             except OSError as error:
                 raise ConfigError(
                     f"host {first}, port {hosts.port}: cannot listen there for the launchers of the other hosts:"
                     f" {error.strerror or error}; it must be a free port of this machine: end what uses it, or set"
                     " MASTER_PORT to another (this one is the port after it)"
                 ) from error
-            self._in_thread(self._accept, self._server)
-        self._in_thread(self._send_life)
+        self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
+        self._thread = threading.Thread(target=self._run, args=(server,), name="hosts", daemon=True)
+        self._thread.start()
 
     def put(self, kind: str, **values: Any) -> None:
         """Add an event of this launcher; also from a handler of signals."""
@@ -147,8 +157,7 @@ class HostChannel:
         goes_on: takes each event; None is returned when it returns False. Else returns the number of the attempt as
         host 0 counts. Raises RunError if a host does not come, and ConfigError if host 0 refuses this one.
         """
-        with self._lock:  # no life of the attempt before follows
-            self._life, self._begun = {}, None
+        self._life, self._begun = {}, None
         if self.own != 0:
             self.tell("ready")
             limit += PATIENCE_SECONDS
@@ -173,11 +182,10 @@ class HostChannel:
 
     def _begin(self, number: int) -> tuple[str, bool]:
         """Begin on host 0 if all have come. Returns the hosts that have not."""
-        with self._lock:
-            come = self._ready & self._links.keys()
-            missing = [str(host) for n, host in enumerate(self._hosts.all) if n and n not in come]
-            self._begun = None if missing else number
+        come = self._ready & set(self._links)
+        missing = [str(host) for n, host in enumerate(self._hosts.all) if n and n not in come]
         if not missing:
+            self._begun = number
             self._ready.clear()
             self.tell("begin", number=number)
         port = f"port {self._hosts.port}, which must be open"
@@ -189,34 +197,23 @@ class HostChannel:
         if self.has_first or self._begun is not None:  # host 0 may have left since it began
             return "the others; this host has come", True
         try:
-            link = connect(first.address, port, _CONNECT_SECONDS)
+            connection = socket.create_connection((first.address, port), _CONNECT_SECONDS)
         except OSError as error:
             why = f"cannot be reached ({error.strerror or error})"
             return f"{first}: its port {port}, which must be open, {why}", False
-        words = {"hosts": self._hosts.listed(), "devices": self._hosts.devices}
-        with suppress(OSError):
-            link.send({"kind": "hello", "host": self._hosts.own, **words})
-        answer = link.hello()
-        kind = answer.get("kind")
-        if kind == "welcome":
-            self.own = int(answer.get("host", self.own))
-            self._links[0] = link
-            self._in_thread(self._serve, 0, link)
+        answer = asyncio.run_coroutine_threadsafe(self._greet(connection), self._loop).result()
+        if answer.get("kind") == "welcome":
             return self._call()
-        link.close()
-        if kind == "refused":
+        if answer.get("kind") == "refused":
             raise ConfigError(f"{first} at port {port} {answer.get('text')}")
-        if kind == "later":
+        if answer.get("kind") == "later":
             return f"{first}: it is not ready for this host yet, or has one in its place", True
         return f"{first}: something else answers at its port {port}", False
 
     def tell(self, kind: str, **values: Any) -> None:
         """Send to host 0, or from host 0 to all others."""
-        with self._lock:
-            links = list(self._links.values())
-        for link in links:
-            with suppress(OSError):  # the listening thread notices a lost peer
-                link.send({"kind": kind, **values})
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._send, kind, values)
 
     @property
     def has_first(self) -> bool:
@@ -232,67 +229,85 @@ class HostChannel:
 
     def close(self) -> None:
         """Let sent messages arrive, for at most a few seconds."""
-        self._closed.set()
-        if self._server is not None:
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join(2 * _CLOSE_SECONDS)
+
+    # ---- in the thread of the event loop ----
+
+    def _run(self, server: socket.socket | None) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve_all(server))
+
+    async def _serve_all(self, server: socket.socket | None) -> None:
+        """Serve the other hosts until the channel is closed."""
+        listening = None
+        if server is not None:
+            listening = await asyncio.start_server(
+                lambda *streams: self._in_task(self._admit(*streams)), sock=server, limit=_LINE_BYTES
+            )
+        while not self._closing.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), LIFE_SECONDS)
+            self._send("life", self._life)
+        if listening is not None:
+            listening.close()
+        links, self._links = self._links, {}
+        for link in links.values():
             with suppress(OSError):
-                # closing by itself would leave accept waiting and the port taken
-                self._server.shutdown(socket.SHUT_RDWR)
-            self._server.close()
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        with self._lock:
-            links = list(self._links.values())
-        for link in links:
-            link.finish()
-        for link in links:
-            link.ended.wait(max(0.0, deadline - time.monotonic()))
+                link.write_eof()
+        # what the others still send must be read, otherwise the last messages would be lost
+        with suppress(TimeoutError):
+            waits = [link.wait_closed() for link in links.values()]
+            await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), _CLOSE_SECONDS)
+
+    def _in_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _send(self, kind: str, values: Mapping[str, Any], *links: StreamWriter) -> None:
+        """Send to some, or to all; a lost peer is noticed where its messages are read."""
+        for link in links or self._links.values():
+            link.write(json.dumps({"kind": kind, **values}).encode() + b"\n")
+
+    async def _greet(self, connection: socket.socket) -> dict[str, Any]:
+        """Say hello to host 0. Returns its answer; empty if none comes in time."""
+        reader, link = await asyncio.open_connection(sock=connection, limit=_LINE_BYTES)
+        own = {"host": self._hosts.own, "hosts": self._hosts.listed(), "devices": self._hosts.devices}
+        self._send("hello", own, link)
+        answer = await _hello(reader)
+        if answer.get("kind") == "welcome":
+            self.own = int(answer.get("host", self.own))
+            self._links[0] = link
+            self._in_task(self._serve(0, reader, link))
+        else:
             link.close()
+        return answer
 
-    # ---- threads ----
-
-    def _in_thread(self, target: Any, *arguments: Any) -> None:
-        name = f"hosts {target.__name__}"
-        threading.Thread(target=target, args=arguments, name=name, daemon=True).start()
-
-    def _send_life(self) -> None:
-        while not self._closed.wait(LIFE_SECONDS):
-            with self._lock:
-                self.tell("life", **self._life)
-
-    def _accept(self, server: socket.socket) -> None:
-        while not self._closed.is_set():
-            try:
-                connection, (address, *_) = server.accept()
-                link = Channel(connection)
-            except OSError:
-                self._closed.wait(1.0)  # out of file descriptors for a while
-                continue
-            self._in_thread(self._admit, link, str(address).removeprefix("::ffff:"))
-
-    def _admit(self, link: Channel, address: str) -> None:
+    async def _admit(self, reader: StreamReader, link: StreamWriter) -> None:
         """Answer a caller, and serve the one that is taken in."""
-        hello, hosts = link.hello(), self._hosts.all
+        hello, hosts = await _hello(reader), self._hosts.all
         host, devices = hello.get("host"), hello.get("devices")
         if type(host) is not int or type(devices) is not list:
             link.close()
             return
-        with self._lock, suppress(OSError):
-            if host < 0:
-                host = next((n for n in range(1, len(hosts)) if n not in self._links), 0)
-            if why := self._refusal(hello, host, address):
-                self._say(f"{host_name(address)} was refused: this one {why}", error=True)
-                link.send({"kind": "refused", "text": why})
-            elif self._begun is not None or host in (0, *self._links):
-                link.send({"kind": "later"})
-            else:
-                link.send({"kind": "welcome", "host": host})  # before other threads send to it
-                self._links[host], self._callers[host] = link, (address, devices)
-                self._events.put(Message(kind="ready", host=host, values={}))
-                named = f", devices {spans(devices)}" if devices else ""
-                self._say(f"{hosts[host]} has come from {address}{named}", error=True)
-        if self._links.get(host) is link:
-            self._serve(host, link)
+        address = str(link.get_extra_info("peername")[0]).removeprefix("::ffff:")
+        if host < 0:
+            host = next((n for n in range(1, len(hosts)) if n not in self._links), 0)
+        if why := self._refusal(hello, host, address):
+            self._say(f"{host_name(address)} was refused: this one {why}", error=True)
+            self._send("refused", {"text": why}, link)
+        elif self._begun is not None or host in (0, *self._links):
+            self._send("later", {}, link)
         else:
-            link.close()
+            self._send("welcome", {"host": host}, link)  # before anything else is sent to it
+            self._links[host], self._callers[host] = link, (address, devices)
+            self._events.put(Message(kind="ready", host=host, values={}))
+            named = f", devices {spans(devices)}" if devices else ""
+            self._say(f"{hosts[host]} has come from {address}{named}", error=True)
+            await self._serve(host, reader, link)
+        link.close()
 
     def _refusal(self, hello: Mapping[str, Any], host: int, address: str) -> str:
         """Return why this run has no place for a caller; empty if it has, now or later."""
@@ -318,12 +333,12 @@ class HostChannel:
             )
         return ""
 
-    def _serve(self, host: int, link: Channel) -> None:
+    async def _serve(self, host: int, reader: StreamReader, link: StreamWriter) -> None:
         """Pass on a host's messages until it closes or is lost."""
         why = "closed its connection without saying how it ended; look into its output"
         try:
             while True:
-                message = link.receive(LOST_SECONDS)
+                message = await _receive(reader, LOST_SECONDS)
                 kind = str(message.pop("kind", ""))
                 self._events.put(Message(kind=kind, host=host, values=message))
         except TimeoutError:
@@ -336,8 +351,28 @@ class HostChannel:
         except OSError as error:
             why = f"cannot be reached any more ({error.strerror or error})"
         link.close()
-        with self._lock:
-            text = {"text": f"{self._hosts.all[host]} {why}"}
-            self._events.put(Message(kind="lost", host=host, values=text))
-            del self._links[host]
-            self._callers.pop(host, None)
+        self._links.pop(host, None)
+        self._callers.pop(host, None)
+        self._events.put(Message(kind="lost", host=host, values={"text": f"{self._hosts.all[host]} {why}"}))
+
+
+async def _hello(reader: StreamReader) -> dict[str, Any]:
+    """Return the first object of a caller, or of its answer; empty if none comes in time."""
+    with suppress(OSError):
+        return await _receive(reader, _HELLO_SECONDS)
+    return {}
+
+
+async def _receive(reader: StreamReader, limit: float) -> dict[str, Any]:
+    """Return the next object.
+
+    Raises TimeoutError after ``limit`` seconds, and ConnectionError at the end and for a line that is
+    not an object. Other kinds of OSError come from the network.
+    """
+    try:
+        message = parse_json(await asyncio.wait_for(reader.readuntil(), limit))
+    except (MalformedError, IncompleteReadError, asyncio.LimitOverrunError):
+        message = None
+    if not isinstance(message, dict):
+        raise ConnectionError("it has ended, or sends something else")
+    return message

@@ -18,7 +18,6 @@ from common.cluster.environment import Process, in_pod
 from common.errors import ConfigError, RunError
 from common.log import LOG
 from common.processes.addresses import is_here, listen
-from common.processes.channel import Channel, connect as connect_channel
 
 _FIRST_SECONDS = 5.0
 """Seconds of a usual start, in which nothing is said."""
@@ -101,15 +100,17 @@ class Arrival:
 
 _JOIN_SECONDS = 60.0
 _LATER = 30.0
+_HELLO_SECONDS, _HELLO_BYTES = 10.0, 64
 
 
 class TcpBarrier:
     """Star of connections around rank 0, kept until the process that opened it ends.
 
     peers: connections by rank; rank 0 has one to every other rank, each other rank has one to rank 0.
+    An empty line says that a rank has arrived, or from rank 0 that all have.
     """
 
-    def __init__(self, rank: int, peers: dict[int, Channel]) -> None:
+    def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
         self._rank = rank
         self._peers = peers
         self._limit: float | None = None
@@ -120,7 +121,7 @@ class TcpBarrier:
             self._hear()
         for peer in self._peers.values():
             with suppress(OSError):  # the next wait reports a rank that has left
-                peer.send({})
+                peer.sendall(b"\n")
         if self._rank > 0:
             self._hear()
 
@@ -130,8 +131,10 @@ class TcpBarrier:
 
     def _hear(self) -> None:
         for rank, peer in self._peers.items():
+            peer.settimeout(self._limit)
             try:
-                peer.receive(self._limit)
+                if peer.recv(1) != b"\n":
+                    raise ConnectionError
             except TimeoutError:
                 raise RunError(
                     f"rank {self._rank}: no word from rank {rank} for {self._limit:.0f} s; see its"
@@ -160,22 +163,24 @@ class BarrierServer:
 
         Raises RunError if one does not connect.
         """
-        peers: dict[int, Channel] = {}
+        peers: dict[int, socket.socket] = {}
         with self._listener:
             self._listener.settimeout(2 * _JOIN_SECONDS)
             while len(peers) < size - 1:
                 try:
-                    peer = Channel(self._listener.accept()[0])
+                    peer, _ = self._listener.accept()
                 except TimeoutError:
                     missing = ", ".join(str(rank) for rank in range(1, size) if rank not in peers)
                     raise RunError(
                         f"rank 0: no connection from rank {missing} to port {self.port} for"
                         f" {2 * _JOIN_SECONDS:.0f} s; see their logs, and open the ports between the hosts"
                     ) from None
-                hello = peer.hello()
-                rank, token = hello.get("rank"), str(hello.get("token"))
-                if isinstance(rank, int) and secrets.compare_digest(token.encode(), self.token.encode()):
-                    peers[rank] = peer
+                peer.settimeout(_HELLO_SECONDS)
+                rank = token = b""
+                with suppress(OSError), peer.makefile("rb", buffering=0) as hello:
+                    rank, _, token = hello.readline(_HELLO_BYTES).rstrip().partition(b" ")
+                if rank.isdigit() and secrets.compare_digest(token, self.token.encode()):
+                    peers[int(rank)] = peer
                 else:
                     peer.close()
         return TcpBarrier(0, dict(sorted(peers.items())))
@@ -184,8 +189,8 @@ class BarrierServer:
 def connect(rank: int, address: str, port: int, token: str) -> TcpBarrier:
     """Connect to rank 0. Raises RunError if its host cannot be reached."""
     try:
-        peer = connect_channel(address, port, _JOIN_SECONDS)
-        peer.send({"rank": rank, "token": token})
+        peer = socket.create_connection((address, port), _JOIN_SECONDS)
+        peer.sendall(f"{rank} {token}\n".encode())
     except OSError as error:
         raise RunError(
             f"rank {rank}: port {port} of {address}, the host of rank 0, cannot be reached"

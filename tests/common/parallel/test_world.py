@@ -80,7 +80,7 @@ def test_strangers_are_turned_away_and_a_wait_has_an_end() -> None:
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(host.receive, 2)
         with socket.create_connection(("127.0.0.1", host.port)) as stranger:
-            stranger.sendall(b"GET / HTTP/1.0\r\n\r\nxx")
+            stranger.sendall(b"GET / HTTP/1.0\r\n")
             assert stranger.recv(1) == b""
         others = {1: connect(1, "127.0.0.1", host.port, host.token)}
         found = first.result(timeout=20)
