@@ -83,8 +83,11 @@ def start(request: LaunchRequest, load: Load, check: Check) -> int:
         return 0
     if config.parallel.strategy == "horovod" and not request.folder:
         raise _must_be_horovodrun(request, places)
-    if starts and places.own[0].rank == 0:
-        _check_first(config, request, check)
+    if starts and places.own[0].rank == 0:  # other hosts would see the hold of their own run
+        if request.mode in ("train", "finetune"):
+            require_free_folder(Path(config.output_dir))
+        if request.program is None:
+            check(request.mode, config)
     here = ranks_here(places, request, config)
     if waits and not request.folder:
         tell(here)
@@ -140,17 +143,6 @@ def _must_be_horovodrun(request: LaunchRequest, places: Placement) -> ConfigErro
         "parallel.strategy=horovod: Horovod connects only ranks that horovodrun or mpirun has"
         f" started; start them with: {shlex.join(words)}"
     )
-
-
-def _check_first(config: Run, request: LaunchRequest, check: Check) -> None:
-    """Reject a second run in one folder, and what rank 0 would reject, before anything is written.
-
-    Only the host of rank 0 checks, since other hosts would see the hold of their own run.
-    """
-    if request.mode in ("train", "finetune"):
-        require_free_folder(Path(config.output_dir))
-    if request.program is None:
-        check(request.mode, config)
 
 
 def _start_hosts(hosts: str, request: LaunchRequest, table: RankTable | None, load: Load) -> int:
