@@ -19,7 +19,7 @@ from common.interrupts import exiting_at_sigterm
 from common.launcher.launch import TOOL
 from common.launcher.request import NO_TABLE
 from common.log import show
-from common.study.children import LAUNCHER_LOG, Launch, judge, run_launches
+from common.study.children import Launch, run_launches
 from common.study.results import Measured, State
 from common.study.same_losses import OTHER_KERNELS, Departure, Kind, depart, relative_difference
 from common.training.metrics import read_metrics
@@ -324,8 +324,7 @@ def _train(
         raise StorageError(f"{folder}: cannot be made: {error.strerror}") from None
     show(f"{side.title}: {side.given} runs in {folder}\n")
     with exiting_at_sigterm():
-        outcome = run_launches([launch], folder / LAUNCHER_LOG, place.limit)
-    state, reason = judge(outcome, folder, place.limit)
-    if state is not State.FINISHED:
+        outcome = run_launches([launch], folder, place.limit)
+    if outcome.state is not State.FINISHED:
         kind = ConfigError if outcome.code == 2 else RunError
-        raise kind(f"{side.title}: {side.given}: {reason.replace('(time_limit)', '(--time_limit)')}")
+        raise kind(f"{side.title}: {side.given}: {outcome.reason.replace('(time_limit)', '(--time_limit)')}")

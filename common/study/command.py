@@ -32,10 +32,8 @@ from common.processes.process_tree import run_program
 from common.run_folder import owned_folder
 from common.study.cells import PlannedCell, expand
 from common.study.children import (
-    LAUNCHER_LOG,
     Where,
     find_slurm,
-    judge,
     launches,
     reason_not_started,
     run_launches,
@@ -369,9 +367,8 @@ def _run_once(study: Study, planned: PlannedCell, index: int, folder: Path, wher
         place.mkdir(parents=True)
     except OSError as error:
         raise StorageError(f"{place}: cannot be made: {error.strerror or error}") from None
-    outcome = run_launches(launches(planned, place, where), place / LAUNCHER_LOG, limit)
-    repeat.seconds = outcome.seconds
-    repeat.state, repeat.reason = judge(outcome, place, limit)
+    outcome = run_launches(launches(planned, place, where), place, limit)
+    repeat.seconds, repeat.state, repeat.reason = outcome.seconds, outcome.state, outcome.reason
     if repeat.state is State.FINISHED:
         try:
             repeat.measured = measure(planned.cell, place, warmup_steps=study.warmup_steps)
