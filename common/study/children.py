@@ -23,7 +23,7 @@ from common.launcher.request import NO_TABLE
 from common.paths import ROOT
 from common.processes.addresses import LOOPBACK, free_port
 from common.processes.process_tree import Descendants, cores_of_ranks, in_words
-from common.study.cells import PlannedCell
+from common.study.cells import PlannedCell, words_of
 from common.study.results import State
 
 PEER_FOLDER = ROOT / "benchmarks" / "peers"
@@ -75,7 +75,8 @@ def reason_not_started(planned: PlannedCell, where: Where) -> str:
 
 def launches(planned: PlannedCell, folder: Path, where: Where) -> list[Launch]:
     """Return the processes that make one run of a cell, in ``folder``."""
-    cell, base, words = planned.cell, planned.base, (*planned.words, f"output_dir={folder}")
+    cell = planned.cell
+    base, words = ROOT / cell.base, (*words_of(cell.settings), f"output_dir={folder}")
     program = PEER_FOLDER / f"{cell.peer}.py" if cell.peer else None
     each = cell.ranks // cell.hosts
     rank = rank_command(base, "train", words, program=program)

@@ -228,11 +228,11 @@ def require_cells(names: Collection[str], cells: Sequence[PlannedCell]) -> None:
 
 def predict(planned: PlannedCell, device: Accelerator | None = None) -> Prediction:
     """Return the memory of each rank, and with ``device`` the time of a step on it."""
-    config, written = planned.config, planned.written
-    if config is None or written is None:
+    config = planned.config
+    if config is None:
         return Prediction(reason=planned.refusal)
-    if device is not None or is_open(written):
-        config = resolve_on(written, device, world_size=planned.cell.ranks)
+    if device is not None or is_open(planned.written):
+        config = resolve_on(planned.written, device, world_size=planned.cell.ranks)
     try:
         plan = make_plan(config)
     except ConfigError as error:
