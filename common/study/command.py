@@ -11,7 +11,6 @@ import shlex
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -95,7 +94,8 @@ def run_study(request: StudyRequest, show: Callable[[str], object]) -> int:
     """
     if request.ssh and request.hosts is None:
         raise ConfigError("--ssh needs --hosts: the names of the hosts")
-    folder = _folder(request)
+    name = request.config.stem + ("_small" if request.small else "")
+    folder = Path(os.path.abspath(request.output_dir or Path("output") / "study" / name))
     if request.accelerator is not None and not request.plan:
         raise ConfigError("--accelerator is for --plan; leave it out, or add --plan")
     if not (request.plan or (request.hosts and not request.ssh)):
@@ -106,7 +106,11 @@ def run_study(request: StudyRequest, show: Callable[[str], object]) -> int:
             return _end(study, folder)
     definition = load_definition(request.config, request.overrides, small=request.small, only=request.only)
     cells = expand(definition, request.config)
-    require_cells(request.redo, cells)
+    known = [each.cell.id for each in cells]
+    for name in request.redo:
+        if name not in known:
+            have = f"; the cells are {', '.join(known[:20])}"
+            raise ConfigError(f"--redo {name}: no such cell{did_you_mean(name, known) or have}")
     device = require_accelerator(request.accelerator) if request.accelerator else None
     where = Where(
         hosts=parse_hosts(request.hosts) if request.hosts else (),
@@ -140,11 +144,6 @@ def _end(study: Study, folder: Path) -> int:
     LOG.info(f"{study.title}: {folder / PAGE}")
     states = {each.state for found in study.cells for each in found.repeats}
     return 0 if State.FINISHED in states else 1
-
-
-def _folder(request: StudyRequest) -> Path:
-    name = request.config.stem + ("_small" if request.small else "")
-    return Path(os.path.abspath(request.output_dir or Path("output") / "study" / name))
 
 
 def _new_study(request: StudyRequest, definition: Definition, cells: list[PlannedCell]) -> Study:
@@ -216,16 +215,6 @@ def take_over(study: Study, before: Study, redo: Collection[str], folder: Path) 
     study.started = before.started
 
 
-def require_cells(names: Collection[str], cells: Sequence[PlannedCell]) -> None:
-    """Raise ConfigError for a name of --redo that is not the name of a cell."""
-    known = [each.cell.id for each in cells]
-    for name in names:
-        if name not in known:
-            meant = did_you_mean(name, known)
-            have = f"; the cells are {', '.join(known[:20])}"
-            raise ConfigError(f"--redo {name}: no such cell{meant or have}")
-
-
 def predict(planned: PlannedCell, device: Accelerator | None = None) -> Prediction:
     """Return the memory of each rank, and with ``device`` the time of a step on it."""
     config = planned.config
@@ -253,43 +242,38 @@ def describe_cells(definition: Definition, cells: Sequence[PlannedCell], device:
     width = max(len(planned.cell.id) for planned in cells)
     rows = [_row(planned, device, width) for planned in cells]
     runs = definition.repeats * sum(planned.config is not None for planned in cells)
-    refused = [planned for planned in cells if planned.config is None]
+    counts = [
+        f"{number} {noun}{'s' * (number != 1)}"
+        for number, noun in ((len(cells), "cell"), (definition.repeats, "repeat"), (runs, "run"))
+    ]
+    steps = f"{definition.warmup_steps} + {definition.measured_steps} steps"
     lines = [
         definition.title,
-        *table(("cell".ljust(width), *_HEAD), rows),
+        *table(("cell".ljust(width), "program", "ranks", "hosts", "dp x tp x pp", "GiB a rank", "s/step"), rows),
         "",
-        f"{_count(len(cells), 'cell')}, {_count(definition.repeats, 'repeat')}:"
-        f" {_count(runs, 'run')} of"
-        f" {definition.warmup_steps} + {definition.measured_steps} steps, each within {definition.time_limit:g} s",
+        f"{counts[0]}, {counts[1]}: {counts[2]} of {steps}, each within {definition.time_limit:g} s",
     ]
     if device is None:
         lines.append("(GiB: the planner's, on the fullest rank; s/step needs --accelerator NAME)")
-    lines += [f"refused: {planned.cell.id}: {planned.refusal}" for planned in refused]
+    lines += [f"refused: {planned.cell.id}: {planned.refusal}" for planned in cells if planned.config is None]
     return "\n".join(lines) + "\n"
 
 
-_HEAD = ("program", "ranks", "hosts", "dp x tp x pp", "GiB a rank", "s/step")
-
-
 def _row(planned: PlannedCell, device: Accelerator | None, width: int) -> tuple[str, ...]:
-    cell, config, expected = planned.cell, planned.config, predict(planned, device)
+    cell, config = planned.cell, planned.config
     program = cell.peer or (cell.engine if cell.engine != "native" else cell.backend)
     start = (cell.id.ljust(width), program, str(cell.ranks), str(cell.hosts))
     if config is None:
         return (*start, "refused", "-", "-")
-    layout = config.parallel
-    sizes = (layout.data_parallel, layout.model_parallel, layout.pipeline_stage)
+    layout, expected = config.parallel, predict(planned, device)
     peak, time = max(expected.peak, default=0), "-"
     limit = None if device is None else memory_limit(config, device)
     if limit is not None and peak >= limit:
         time = "does not fit"
     elif expected.step_seconds is not None:
         time = f"{expected.step_seconds:.3g}"
-    return (*start, "x".join(map(str, sizes)), f"{peak / GIB:.3f}" if peak else "-", time)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    sizes = f"{layout.data_parallel}x{layout.model_parallel}x{layout.pipeline_stage}"
+    return (*start, sizes, f"{peak / GIB:.3f}" if peak else "-", time)
 
 
 CELLS = "cells"
@@ -304,11 +288,9 @@ def run_cells(study: Study, planned: Sequence[PlannedCell], folder: Path, where:
     """
     limit = float(study.definition["time_limit"])
     plans = {each.cell.id: each for each in planned}
-    with ExitStack() as stack:
-        stack.enter_context(exiting_at_sigterm())
-        left = list(missing(study))
-        done = sum(len(found.repeats) for found in study.cells)
-        bar = stack.enter_context(progress_bar(total=done + len(left), initial=done, unit="run", description="study"))
+    left, done = list(missing(study)), sum(len(found.repeats) for found in study.cells)
+    bar = progress_bar(total=done + len(left), initial=done, unit="run", description="study")
+    with exiting_at_sigterm(), bar:
         for number, (found, index) in enumerate(left):
             name = found.cell.id
             if _is_over(found):
@@ -354,9 +336,9 @@ def now() -> str:
 def _run_once(study: Study, planned: PlannedCell, index: int, folder: Path, where: Where, limit: float) -> Repeat:
     own = Path(CELLS) / planned.cell.id / f"repeat_{index}"
     place = folder / own
-    typed = shell_command(
-        launches(planned, folder / "by_hand" / planned.cell.id, where) if planned.config is not None else []
-    )
+    typed = []
+    if planned.config is not None:
+        typed = shell_command(launches(planned, folder / "by_hand" / planned.cell.id, where))
     refusal = reason_not_started(planned, where)
     repeat = Repeat(index=index, state=State.REFUSED, reason=refusal, command=typed, folder=str(own), seconds=0.0)
     if refusal:

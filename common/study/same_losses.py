@@ -78,11 +78,6 @@ class GroupVerdict:
     largest: Mapping[Kind, float]
     """Largest relative difference of losses and of norms among those that agree."""
 
-    @property
-    def is_comparison(self) -> bool:
-        """Whether there was anything to compare: two cells, or one that differs from itself."""
-        return len(self.same) + len(self.different) > 1
-
 
 def judge_groups(cells: Mapping[str, Summary], tolerance: float) -> Iterator[GroupVerdict]:
     """Yield the verdict of each group. A cell in no group is one of its own, which is left out

@@ -47,11 +47,6 @@ class MemoryCheck:
         return self.predicted / self.measured - 1
 
     @property
-    def is_exact(self) -> bool:
-        """False where more than what the plan counts was measured."""
-        return self.kind != "resident"
-
-    @property
     def is_right(self) -> bool:
         return abs(self.error) <= MEMORY_TOLERANCE
 

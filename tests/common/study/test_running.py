@@ -147,6 +147,7 @@ def test_a_cell_that_fails_or_is_refused_is_a_row_and_the_others_run(study: Fixt
         found.cells, ("the disk is gone", "SIGKILL", "metrics.jsonl", "does not divide"), strict=True
     ):
         assert said in each.repeats[0].reason
+        assert bool(each.repeats[0].command) is ("divide" not in said)
 
 
 def test_a_time_limit_ends_a_run_with_all_that_it_started(
