@@ -119,7 +119,9 @@ def compare(arguments: Request, stack: ExitStack) -> int:
     code = 0 if found.departure is None else 1
     if not arguments.layers:
         return code
-    step = arguments.step or _first_step(found)
+    # the first step with other samples, loss or norm
+    differ = filter(None, (found.samples, found.departure.step if found.departure else None))
+    step = arguments.step or min(differ, default=None)
     if step is None:
         print("no step differs, so there is no layer to look for; --step S compares any step")
         return code
@@ -185,12 +187,6 @@ def _workplace(arguments: Request, sides: Sequence[Side], stack: ExitStack) -> W
     if arguments.layers or any(side.is_config for side in sides):
         place.prepare()
     return place
-
-
-def _first_step(found: Comparison) -> int | None:
-    """Return the first step with other samples, loss or norm."""
-    steps = [found.samples, found.departure.step if found.departure else None]
-    return min((step for step in steps if step), default=None)
 
 
 def describe(found: Comparison) -> Iterator[str]:
