@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -151,24 +151,20 @@ def _groups(points: Sequence[Mapping[str, str]], definition: Definition) -> list
 # ---- settings ----
 
 
-def settings_of(definition: Definition, point: Mapping[str, str]) -> dict[str, Any]:
+def _settings(definition: Definition, point: Mapping[str, str]) -> dict[str, Any]:
     """Return the dotted keys of a point, the special axes included; later axes win."""
-    found: dict[str, Any] = dict(_QUIET)
-    _put(found, flatten(definition.settings))
+    pairs = [*_QUIET.items(), *flatten(definition.settings)]
     for axis, name in point.items():
         values = definition.axes[axis]
         if isinstance(values, dict):
-            _put(found, flatten(values[name]))
+            pairs += flatten(values[name])
         else:
-            value = next(value for value in values if label(value) == name)
-            _put(found, [(axis, value)])
-    return found
-
-
-def _put(found: dict[str, Any], pairs: Iterable[tuple[str, Any]]) -> None:
+            pairs.append((axis, next(value for value in values if label(value) == name)))
+    found: dict[str, Any] = {}
     for key, value in pairs:
         found.pop(key, None)  # the later one goes behind what it refines
         found[key] = value
+    return found
 
 
 def as_word(key: str, value: Any) -> str:
@@ -193,7 +189,7 @@ def _plan(
     group: str | None,
     baseline: str | None,
 ) -> PlannedCell:
-    settings = settings_of(definition, point)
+    settings = _settings(definition, point)
     special = {key: settings.pop(key) for key in SPECIAL if key in settings}
     steps = definition.warmup_steps + definition.measured_steps
     settings["train.max_steps"] = steps

@@ -56,11 +56,6 @@ class Launch:
         return words
 
 
-def find_slurm(environ: Mapping[str, str]) -> bool:
-    """Whether this is the script of a Slurm job, or a shell in one, but no task of a step."""
-    return "SLURM_JOB_ID" in environ and "SLURM_STEP_NODELIST" not in environ
-
-
 def reason_not_started(planned: PlannedCell, where: Where) -> str:
     """Return why a cell cannot be started there, one line; empty where it can."""
     if planned.config is None:

@@ -32,7 +32,6 @@ from common.run_folder import owned_folder
 from common.study.cells import PlannedCell, expand
 from common.study.children import (
     Where,
-    find_slurm,
     launches,
     reason_not_started,
     run_launches,
@@ -112,10 +111,10 @@ def run_study(request: StudyRequest, show: Callable[[str], object]) -> int:
             have = f"; the cells are {', '.join(known[:20])}"
             raise ConfigError(f"--redo {name}: no such cell{did_you_mean(name, known) or have}")
     device = require_accelerator(request.accelerator) if request.accelerator else None
-    where = Where(
-        hosts=parse_hosts(request.hosts) if request.hosts else (),
-        slurm=request.hosts is None and find_slurm(os.environ),
-    )
+    # the script of a Slurm job, or a shell in one, but no task of a step
+    in_job = "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NODELIST" not in os.environ
+    hosts = parse_hosts(request.hosts) if request.hosts else ()
+    where = Where(hosts=hosts, slurm=request.hosts is None and in_job)
     if request.plan:
         show(describe_cells(definition, cells, device))
         return 0

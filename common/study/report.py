@@ -38,7 +38,15 @@ def write_outcome(study: Study, folder: Path) -> Verdict:
     """
     cells, verdict = summarize(study), judge(study)
     pictures = draw(study, cells, verdict, folder)
-    more = {"Time of a step": split_table(cells), "Cells without a result": _failed(cells)}
+    failed = [
+        [f"`{name}`", str(run.index), Word(run.state), run.reason or "–"]
+        for name, cell in cells.items()
+        for run in cell.failures
+    ]
+    more = {
+        "Time of a step": split_table(cells),
+        "Cells without a result": Table(head=["cell", "repeat", "state", "reason"], rows=failed, words=True),
+    }
     blocks = {"The definition of the study, as it was run": dump_yaml(study.definition).rstrip("\n")}
     typed = [(each.cell.id, next((run.command for run in each.repeats if run.command), None)) for each in study.cells]
     if commands := [f"# {name}\n{shlex.join(command)}" for name, command in typed if command]:
@@ -56,7 +64,7 @@ def write_outcome(study: Study, folder: Path) -> Verdict:
         "results": main_table(study, cells, verdict),
         "pictures": list(pictures),
         "images": {name: base64.b64encode(picture).decode() for name, picture in pictures.items()},
-        "more": [(title, table) for title, table in more.items() if table],
+        "more": [(title, table) for title, table in more.items() if table and table.rows],
         "method": ["how_timed", "how_compared", "how_judged"],
         "machine": _machine(study),
         "blocks": [*blocks.items()],
@@ -105,16 +113,6 @@ def _inline(text: str) -> str:
 def _devices(machine: Machine) -> str:
     devices = ", ".join(f"{machine.accelerators.count(name)} x {name}" for name in dict.fromkeys(machine.accelerators))
     return devices or f"{machine.cpu}, {machine.cores} cores"
-
-
-def _failed(cells: Mapping[str, Summary]) -> Table | None:
-    rows = [
-        [f"`{name}`", str(run.index), Word(run.state), run.reason or "–"]
-        for name, cell in cells.items()
-        for run in cell.failures
-    ]
-    head = ["cell", "repeat", "state", "reason"]
-    return Table(head=head, rows=rows, words=True) if rows else None
 
 
 def _machine(study: Study) -> Table:

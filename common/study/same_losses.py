@@ -85,36 +85,32 @@ def judge_groups(cells: Mapping[str, Summary], tolerance: float) -> Iterator[Gro
     """
     named: dict[tuple[str, bool], list[Summary]] = {}
     for name, cell in cells.items():
-        group = cell.result.cell.group
-        named.setdefault((name, False) if group is None else (group, True), []).append(cell)
+        if cell.first:
+            group = cell.result.cell.group
+            named.setdefault((name, False) if group is None else (group, True), []).append(cell)
     for (name, shared), members in named.items():
         verdict = _judge_group(name, members, tolerance)
-        if verdict is not None and (shared or verdict.different):
+        if shared or verdict.different:
             yield verdict
 
 
-def _judge_group(name: str, members: Sequence[Summary], tolerance: float) -> GroupVerdict | None:
-    measured = [cell for cell in members if cell.first]
-    if not measured:
-        return None
+def _judge_group(name: str, cells: Sequence[Summary], tolerance: float) -> GroupVerdict:
     # the one-process cell is the natural reference, then the order of the study
-    ordered = sorted(measured, key=lambda cell: cell.result.cell.baseline != cell.id)
     trials = []
-    for reference in ordered:
-        found = {cell.id: _first_difference(cell, reference, tolerance) for cell in measured}
+    for reference in sorted(cells, key=lambda cell: cell.result.cell.baseline != cell.id):
+        found = {cell.id: _first_difference(cell, reference, tolerance) for cell in cells}
         trials.append((reference, found))
         if not any(found.values()):
             break
     reference, found = max(trials, key=lambda trial: sum(not each for each in trial[1].values()))
-    same = [cell for cell in measured if found[cell.id] is None]
+    same = [cell for cell in cells if found[cell.id] is None]
     runs = [run.measured for cell in same for run in cell.runs if run.measured]
     expected = reference.first
     assert expected is not None
-    used = [_tolerance(tolerance, cell.result.cell, reference.result.cell) for cell in measured]
     return GroupVerdict(
         name=name,
         reference=reference.id,
-        tolerance=max(used),
+        tolerance=max(_tolerance(tolerance, cell.result.cell, reference.result.cell) for cell in cells),
         same=tuple(cell.id for cell in same),
         different=tuple(each for each in found.values() if each is not None),
         largest={
@@ -126,13 +122,10 @@ def _judge_group(name: str, members: Sequence[Summary], tolerance: float) -> Gro
 
 def _first_difference(cell: Summary, reference: Summary, tolerance: float) -> Difference | None:
     """Return what the first repeat of ``cell`` that departs from the reference differs in."""
-    expected = reference.runs[0]
-    assert expected.measured is not None
     bound = _tolerance(tolerance, cell.result.cell, reference.result.cell)
     for run in cell.runs:
-        assert run.measured is not None
-        departure = depart(run.measured, expected.measured, bound)
-        if departure is not None:
+        assert run.measured is not None and reference.first is not None
+        if departure := depart(run.measured, reference.first, bound):
             return Difference(cell=cell.id, repeat=run.index, reference=reference.id, departure=departure)
     return None
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from statistics import fmean, median, stdev
 
+import numpy as np
+
 from common.study.results import CellResult, Measured, Prediction, Repeat, State, Study
 
 CONFIDENCE = 0.95
@@ -155,16 +157,9 @@ def noise_of(cells: Sequence[Summary]) -> tuple[float, int]:
     freedom = (len(several) - 1) * (len(common) - 1)
     if len(several) < 2 or freedom < 1:
         return 0.0, 0
-    logs = [[math.log(cell.speeds[index]) for index in common] for cell in several]
-    of_cells = [fmean(row) for row in logs]
-    of_rounds = [fmean(column) for column in zip(*logs, strict=True)]
-    whole = fmean(of_cells)
-    squares = sum(
-        (value - of_cell - of_round + whole) ** 2
-        for row, of_cell in zip(logs, of_cells, strict=True)
-        for value, of_round in zip(row, of_rounds, strict=True)
-    )
-    return math.sqrt(2 * squares / freedom), freedom
+    logs = np.log([[cell.speeds[index] for index in common] for cell in several])
+    residual = logs - logs.mean(axis=0) - logs.mean(axis=1, keepdims=True) + logs.mean()
+    return math.sqrt(2 * float(np.square(residual).sum()) / freedom), freedom
 
 
 def compare(one: Summary, other: Summary, *, noise: tuple[float, int] = (0.0, 0), comparisons: int = 1) -> Comparison:
