@@ -63,6 +63,10 @@ _SET = "override for {}; may be repeated"
 _PROGRAM = "script that runs {} in the place of run_gpt2.py, such as that of another version"
 
 
+_OPTIONS = ("ranks", "set", "program")
+"""Options of each side."""
+
+
 @dataclass(kw_only=True)
 class Request:
     one: Path = flag("RUN: run folder or configuration that is the reference", required=True, positional=True)
@@ -138,35 +142,26 @@ def compare(arguments: Request, stack: ExitStack) -> int:
     return code if layers.first is None else 1
 
 
-def _sides(arguments: Request) -> tuple[Side, Side]:
+def _sides(arguments: Request) -> list[Side]:
     """Return both sides. Raises ConfigError for what is neither a folder nor a configuration."""
-    sides = tuple(
-        Side(
-            name=name,
-            given=given,
-            ranks=getattr(arguments, f"ranks_{name}"),
-            words=tuple(getattr(arguments, f"set_{name}")),
-            program=getattr(arguments, f"program_{name}"),
-        )
-        for name, given in (("a", arguments.one), ("b", arguments.other))
-    )
-    for side in sides:
-        if side.given.is_file() and not side.is_config:
+    sides = []
+    for name, given in (("a", arguments.one), ("b", arguments.other)):
+        ranks, words, program = options = [getattr(arguments, f"{option}_{name}") for option in _OPTIONS]
+        side = Side(name=name, given=given, ranks=ranks, words=words, program=program)
+        if given.is_file() and not side.is_config:
             raise ConfigError(
-                f"{side.given}: is a file; give the folder of a run (output_dir), or a"
+                f"{given}: is a file; give the folder of a run (output_dir), or a"
                 " configuration whose name ends with .yaml"
             )
-        if side.program is not None and not side.program.is_file():
-            raise ConfigError(f"--program_{side.name} {side.program}: no such file")
-        starts = side.is_config or arguments.layers
-        given = (("ranks", side.ranks), ("set", side.words), ("program", side.program))
-        for option, value in given:
-            if value and not starts:
+        if program is not None and not program.is_file():
+            raise ConfigError(f"--program_{name} {program}: no such file")
+        for option, value in zip(_OPTIONS, options, strict=True):
+            if value and not (side.is_config or arguments.layers):
                 raise ConfigError(
-                    f"--{option}_{side.name}: {side.given} is a run folder, which is not run again"
-                    " without --layers; leave it out"
+                    f"--{option}_{name}: {given} is a run folder, which is not run again without --layers; leave it out"
                 )
-    return sides[0], sides[1]
+        sides.append(side)
+    return sides
 
 
 def _workplace(arguments: Request, sides: Sequence[Side], stack: ExitStack) -> Workplace:
