@@ -86,12 +86,9 @@ def launches(planned: PlannedCell, folder: Path, where: Where) -> list[Launch]:
         return [Launch(command=("srun", "--kill-on-bad-exit=1", *shape, *rank))]
     start: tuple[str, ...] = (sys.executable, str(TOOL), "distribute", "--quiet")
     start += ("--program", str(program)) if program else ()
-    if where.hosts:
-        names = where.hosts[: cell.hosts]
-        over_ssh = (*start, "--ssh", "--hosts", ",".join(names))
-        return [Launch(command=(*over_ssh, *_positional(base, range(each), words)))]
-    if cell.hosts == 1:
-        return [Launch(command=(*start, *_positional(base, range(each), words)))]
+    if where.hosts or cell.hosts == 1:
+        over_ssh = ("--ssh", "--hosts", ",".join(where.hosts[: cell.hosts])) if where.hosts else ()
+        return [Launch(command=(*start, *over_ssh, *_positional(base, range(each), words)))]
     meet = ("--master", f"{LOOPBACK}:{free_port()}", "--nnodes", str(cell.hosts), "--node_rank")
     return [
         Launch(

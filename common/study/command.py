@@ -148,13 +148,10 @@ def _end(study: Study, folder: Path) -> int:
 def _new_study(request: StudyRequest, definition: Definition, cells: list[PlannedCell]) -> Study:
     same = definition.same_losses
     return Study(
+        **definition.model_dump(include={"title", "warmup_steps", "measured_steps", "repeats"}),
         name=request.config.stem,
-        title=definition.title,
         small=request.small,
         definition=definition.model_dump(by_alias=True),
-        warmup_steps=definition.warmup_steps,
-        measured_steps=definition.measured_steps,
-        repeats=definition.repeats,
         tolerance=same.tolerance if same else 0.0,
         tolerance_reason=same.reason if same else "",
         machine=machine_here(),

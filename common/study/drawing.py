@@ -54,9 +54,10 @@ def draw_throughput(cells: Sequence[Summary], verdict: Verdict) -> Any:
         return None
     figure, axes = _bars(cells, [cell.tokens_per_second or 0 for cell in cells])
     for row, cell in enumerate(cells):
-        if len(cell.speeds) > 1:
-            axes.plot([cell.lowest, cell.highest], [row, row], color=_DARK, linewidth=1.4, zorder=3)
-        _strokes(axes, row, list(cell.speeds.values()))
+        values = list(cell.speeds.values())
+        if len(values) > 1:
+            axes.plot([min(values), max(values)], [row, row], color=_DARK, linewidth=1.4, zorder=3)
+        _strokes(axes, row, values)
     axes.set(xlabel="tokens per second", xlim=(0, None))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     return figure

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
@@ -21,10 +20,10 @@ from common.files import atomic_write
 from common.study import table
 from common.study.drawing import draw
 from common.study.results import Machine, State, Study
-from common.study.same_losses import OTHER_KERNELS, Departure, GroupVerdict, Kind
+from common.study.same_losses import OTHER_KERNELS, Departure, GroupVerdict
 from common.study.statistics import CONFIDENCE, Summary, summarize
 from common.study.table import Table, Word, as_csv, main_table, split_table
-from common.study.verdict import MEMORY_TOLERANCE, Ranking, Verdict, judge
+from common.study.verdict import MAX_LISTED, MEMORY_TOLERANCE, Remark, Verdict, judge
 from common.yaml_files import dump_yaml
 
 PAGE = "report.html"
@@ -130,12 +129,6 @@ def _machine(study: Study) -> Table:
     return Table(head=["what", "found"], rows=rows, words=True)
 
 
-Remark = dict[str, Any]
-"""``what`` names the sentence in the templates; ``mark`` says whether that is as it should be, wrong, or neither."""
-MAX_LISTED = 5
-"""Cells that differ and predictions that are wrong, listed one by one."""
-
-
 def remarks(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> list[Remark]:
     """Return the lines of the verdict, most important first."""
     found: list[Remark] = []
@@ -143,7 +136,7 @@ def remarks(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> lis
     if missing := [name for name in running if len(cells[name].result.repeats) < study.repeats]:
         found.append(dict(what="unfinished", mark="note", cells=missing, count=len(cells)))
     found += [line for group in verdict.groups for line in _group(group)]
-    found += [_ranking(ranking, cells) for ranking in verdict.rankings]
+    found += verdict.rankings
     for state in State:
         failed = [name for name, cell in cells.items() if cell.state is state]
         if state is not State.FINISHED and failed:
@@ -152,62 +145,19 @@ def remarks(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> lis
     if partly := [name for name, cell in cells.items() if cell.runs and cell.failures]:
         found.append(dict(what="some_failed", mark="bad", cells=partly))
     found += _memory(verdict)
-    if order := verdict.order:
-        wrong = sorted(order.wrong, key=lambda pair: -pair[2])[:MAX_LISTED]
-        mark, right = "bad" if wrong else "good", order.pairs - len(order.wrong)
-        found.append(dict(what="order", mark=mark, right=right, count=order.pairs, wrong=wrong))
-    return found
+    return [*found, verdict.order] if verdict.order else found
 
 
 def _group(group: GroupVerdict) -> Iterator[Remark]:
-    common = {
-        "group": "" if group.name == "all" else group.name,
-        "reference": group.reference,
-        "all": not group.different,
-    }
+    facts = {**vars(group), "group": "" if group.name == "all" else group.name}
     if len(group.same) > 1:
-        yield dict(
-            what="same_losses",
-            mark="good",
-            **common,
-            cells=group.same,
-            tolerance=group.tolerance,
-            loss=group.largest[Kind.LOSS],
-            norm=group.largest[Kind.NORM],
-        )
+        yield {**facts, "what": "same_losses", "mark": "good"}
     elif not group.different:
-        yield dict(what="not_compared", mark="note", **common)
+        yield {**facts, "what": "not_compared", "mark": "note"}
     for each in group.different[:MAX_LISTED]:
-        yield dict(what="different", mark="bad", **common | vars(each))
+        yield {**facts, **vars(each), "what": "different", "mark": "bad"}
     if left := [each.cell for each in group.different[MAX_LISTED:]]:
-        yield dict(what="different_too", mark="bad", **common, cells=left)
-
-
-def _ranking(ranking: Ranking, cells: Mapping[str, Summary]) -> Remark:
-    first, second = ranking.cells[:2]
-    lead, equal = ranking.behind[second], ranking.equal
-    facts: dict[str, Any] = {
-        "axes": ", ".join(f"{axis}={text}" for axis, text in ranking.labels.items()),
-        "first": first,
-        "rate": cells[first].tokens_per_second,
-        "ratio": lead.ratio,
-        "second": second,
-        "margin": lead.margin,
-    }
-    if lead.margin is None:
-        return dict(what="fastest_once", mark="note", **facts)
-    if not equal:
-        return dict(what="fastest", mark="good", **facts)
-    found = [ranking.behind[name] for name in equal]
-    slower = next((name for name in ranking.cells[1:] if name not in equal), "")
-    facts |= {
-        "cells": [first, *equal],
-        "apart": max(abs(each.ratio - 1) for each in found),
-        "margin": max(each.margin or 0.0 for each in found),
-        "slower": slower,
-        "ratio": ranking.behind[slower].ratio if slower else 1.0,
-    }
-    return dict(what="no_difference", mark="note", **facts)
+        yield {**facts, "what": "different_too", "mark": "bad", "cells": left}
 
 
 def _memory(verdict: Verdict) -> Iterator[Remark]:

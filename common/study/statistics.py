@@ -59,14 +59,6 @@ class Summary:
         return sum(parts.values()) if parts.keys() >= {"state", "step"} else None
 
     @property
-    def lowest(self) -> float | None:
-        return min(self.speeds.values(), default=None)
-
-    @property
-    def highest(self) -> float | None:
-        return max(self.speeds.values(), default=None)
-
-    @property
     def state(self) -> State | None:
         """Finished if any repeat did, else what became of the last one; None: not run yet."""
         if self.runs:

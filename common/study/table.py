@@ -46,7 +46,7 @@ def main_table(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> 
             "hosts": str(cell.result.cell.hosts) if many_hosts else None,
             "tokens/s": _text(speed, cell.tokens_per_second),
             "lowest to highest": (
-                f"{speed(cell.lowest or 0)}–{speed(cell.highest or 0)}" if len(cell.speeds) > 1 else None
+                "–".join(speed(end(cell.speeds.values())) for end in (min, max)) if len(cell.speeds) > 1 else None
             ),
             "speed-up": _text("{:.2f}".format, cell.speed_up),
             "efficiency": _text(percent, cell.efficiency),
@@ -126,8 +126,8 @@ def _flat(found: Summary, verdict: Verdict) -> dict[str, object]:
         "state": found.state or "not run yet",
         "repeats_finished": len(found.runs),
         "tokens_per_second": found.tokens_per_second,
-        "tokens_per_second_lowest": found.lowest,
-        "tokens_per_second_highest": found.highest,
+        "tokens_per_second_lowest": min(found.speeds.values(), default=None),
+        "tokens_per_second_highest": max(found.speeds.values(), default=None),
         "samples_per_second": found.samples_per_second,
         "step_seconds": found.step_seconds,
         "first_step_seconds": first.first_step_seconds if first else None,
