@@ -232,16 +232,14 @@ def report(figures: Iterable[Figure]) -> list[str]:
     """Return a table of errors: the two halves, families, and systems on each family."""
     figures = [each for each in figures if each.counts]
     times = [each for each in figures if not each.is_memory]
-    groups: dict[str, list[Figure]] = {"all times": times}
-    for each in times:
-        groups.setdefault("the half not fitted" if each.is_test else "the half fitted", []).append(each)
-    for each in sorted(times, key=lambda each: each.device.family):
-        groups.setdefault(each.device.family, []).append(each)
-    for each in times:
-        groups.setdefault(f"{each.row['source']}, {each.device.family}", []).append(each)
-    for each in figures:
-        if each.is_memory:
-            groups.setdefault(f"memory: {each.row['source']}", []).append(each)
+    named = [("all times", each) for each in times]
+    named += [("the half not fitted" if each.is_test else "the half fitted", each) for each in times]
+    named += [(each.device.family, each) for each in sorted(times, key=lambda each: each.device.family)]
+    named += [(f"{each.row['source']}, {each.device.family}", each) for each in times]
+    named += [(f"memory: {each.row['source']}", each) for each in figures if each.is_memory]
+    groups: dict[str, list[Figure]] = {}
+    for name, each in named:
+        groups.setdefault(name, []).append(each)
     head = ("rows", "n", "median error", "within 15 %", "25 %", "plan / measured", "least", "most")
     rows = []
     for name, some in groups.items():

@@ -10,7 +10,7 @@ import platform
 import shlex
 import shutil
 import socket
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +23,7 @@ from common.errors import ConfigError, DataError, StorageError
 from common.flags import flag
 from common.interrupts import exiting_at_sigterm
 from common.launcher.host_list import parse_hosts
-from common.log import LOG, progress_bar
+from common.log import LOG, progress_bar, show
 from common.paths import ROOT, require_package
 from common.planner.fitting import is_open, machine_memory, memory_limit, resolve_on
 from common.planner.plan import make_plan, table, time_of
@@ -86,10 +86,10 @@ class StudyRequest:
     )
 
 
-def run_study(request: StudyRequest, show: Callable[[str], object]) -> int:
+def run_study(request: StudyRequest) -> int:
     """Plan, run or report a study. Returns the exit code: 0, or 1 where no cell has finished.
 
-    show: writes text to standard output. Raises ConfigError for bad input.
+    Raises ConfigError for bad input.
     """
     if request.ssh and request.hosts is None:
         raise ConfigError("--ssh needs --hosts: the names of the hosts")

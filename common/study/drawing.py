@@ -31,6 +31,14 @@ _FLOOR = 1e-9
 """Relative differences below it are drawn as none."""
 
 
+def _label(name: str) -> str:
+    """Return a name that fits beside a picture: a long one loses its middle."""
+    if len(name) <= _MAX_LABEL:
+        return name
+    half = (_MAX_LABEL - 2) // 2
+    return f"{name[:half]}..{name[-half:]}"
+
+
 def _rows(cells: Sequence[Summary]) -> tuple[Any, Any]:
     """Return a figure and axes with a row for each cell."""
     figure, axes = open_pyplot().subplots(figsize=(9.0, 1.1 + 0.27 * max(2, len(cells))), layout="constrained")
@@ -42,9 +50,15 @@ def _rows(cells: Sequence[Summary]) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _bars(cells: Sequence[Summary], values: Sequence[float]) -> tuple[Any, Any]:
+def _bars(
+    cells: Sequence[Summary], values: Sequence[float], strokes: Sequence[Sequence[float]] = ()
+) -> tuple[Any, Any]:
+    """Return a figure and axes with a bar for each cell. strokes: values to mark on each, where there are several."""
     figure, axes = _rows(cells)
     axes.barh(range(len(values)), values, height=0.62, color=_BLUE, edgecolor="white", linewidth=0)
+    for row, marks in enumerate(strokes):
+        if len(marks) > 1:
+            axes.plot(marks, [row] * len(marks), "|", color=_DARK, markersize=8, zorder=4)
     return figure, axes
 
 
@@ -52,12 +66,11 @@ def draw_throughput(cells: Sequence[Summary], verdict: Verdict) -> Any:
     cells = [cell for cell in cells if cell.tokens_per_second][:_MAX_BARS]
     if not cells:
         return None
-    figure, axes = _bars(cells, [cell.tokens_per_second or 0 for cell in cells])
-    for row, cell in enumerate(cells):
-        values = list(cell.speeds.values())
+    speeds = [list(cell.speeds.values()) for cell in cells]
+    figure, axes = _bars(cells, [cell.tokens_per_second or 0 for cell in cells], speeds)
+    for row, values in enumerate(speeds):
         if len(values) > 1:
             axes.plot([min(values), max(values)], [row, row], color=_DARK, linewidth=1.4, zorder=3)
-        _strokes(axes, row, values)
     axes.set(xlabel="tokens per second", xlim=(0, None))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     return figure
@@ -89,9 +102,8 @@ def draw_memory(cells: Sequence[Summary], verdict: Verdict) -> Any:
         return None
     peaks = [max(cell.peak_memory) for cell in cells]
     unit, name = (GIB, "GiB") if max(peaks) >= GIB else (MIB, "MiB")
-    figure, axes = _bars(cells, [peak / unit for peak in peaks])
-    for row, cell in enumerate(cells):
-        _strokes(axes, row, [value / unit for value in cell.peak_memory])
+    strokes = [[value / unit for value in cell.peak_memory] for cell in cells]
+    figure, axes = _bars(cells, [peak / unit for peak in peaks], strokes)
     rows = {cell.id: row for row, cell in enumerate(cells)}
     planned, counted = defaultdict[int, float](float), defaultdict[int, float](float)  # by row
     for check in verdict.memory:
@@ -245,20 +257,3 @@ def draw(study: Study, cells: Mapping[str, Summary], verdict: Verdict, folder: P
         with atomic_write(path) as file:
             file.write(drawn[name])
     return drawn
-
-
-# ---- parts of pictures ----
-
-
-def _strokes(axes: Any, row: int, values: Sequence[float]) -> None:
-    """Mark several values on the bar of a row."""
-    if len(values) > 1:
-        axes.plot(values, [row] * len(values), "|", color=_DARK, markersize=8, zorder=4)
-
-
-def _label(name: str) -> str:
-    """Return a name that fits beside a picture: a long one loses its middle."""
-    if len(name) <= _MAX_LABEL:
-        return name
-    half = (_MAX_LABEL - 2) // 2
-    return f"{name[:half]}..{name[-half:]}"

@@ -30,7 +30,7 @@ PAGE = "report.html"
 REPORTS = {"report.md": "en", "report_zh.md": "zh"}
 
 
-def write_outcome(study: Study, folder: Path) -> Verdict:
+def write_outcome(study: Study, folder: Path) -> None:
     """Write tables, pictures and reports of whatever has been found so far into ``folder``.
 
     Older ones are replaced. Raises StorageError.
@@ -61,8 +61,7 @@ def write_outcome(study: Study, folder: Path) -> Verdict:
         },
         "remarks": remarks(study, cells, verdict),
         "results": main_table(study, cells, verdict),
-        "pictures": list(pictures),
-        "images": {name: base64.b64encode(picture).decode() for name, picture in pictures.items()},
+        "pictures": {name: base64.b64encode(picture).decode() for name, picture in pictures.items()},
         "more": [(title, table) for title, table in more.items() if table and table.rows],
         "method": ["how_timed", "how_compared", "how_judged"],
         "machine": _machine(study),
@@ -74,7 +73,6 @@ def write_outcome(study: Study, folder: Path) -> Verdict:
     for name, text in texts.items():
         with atomic_write(folder / name, "w") as file:
             file.write(text)
-    return verdict
 
 
 def describe_departure(departure: Departure) -> str:

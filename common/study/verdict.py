@@ -57,7 +57,14 @@ class Verdict:
 def judge(study: Study) -> Verdict:
     """Return the verdict of a study, whatever part of it has run."""
     cells = summarize(study)
-    families = _families(cells)
+    # with a speed, those of one model together: the others' tokens are not worth the same
+    models: dict[str, list[Summary]] = {}
+    for cell in cells.values():
+        if cell.tokens_per_second:
+            base, settings = cell.result.cell.base, cell.result.cell.settings
+            model = [(key, settings[key]) for key in sorted(settings) if key.startswith("model.")]
+            models.setdefault(repr((base, model)), []).append(cell)
+    families = list(models.values())
     return Verdict(
         groups=tuple(judge_groups(cells, study.tolerance)),
         rankings=tuple(_rank(family, families) for family in families if len(family) > 1),
@@ -67,17 +74,6 @@ def judge(study: Study) -> Verdict:
 
 
 # ---- speed ----
-
-
-def _families(cells: Mapping[str, Summary]) -> list[list[Summary]]:
-    """Return the cells with a speed, those of one model together: the others' tokens are not worth the same."""
-    families: dict[str, list[Summary]] = {}
-    for cell in cells.values():
-        if cell.tokens_per_second:
-            base, settings = cell.result.cell.base, cell.result.cell.settings
-            model = [(key, settings[key]) for key in sorted(settings) if key.startswith("model.")]
-            families.setdefault(repr((base, model)), []).append(cell)
-    return list(families.values())
 
 
 def _rank(family: Sequence[Summary], families: Sequence[Sequence[Summary]]) -> Remark:

@@ -74,7 +74,7 @@ class Fixture:
     def run(self, *words: str, redo: tuple[str, ...] = ()) -> Study:
         self.started.clear()
         request = StudyRequest(config=self.config, overrides=words, redo=redo, output_dir=self.folder)
-        run_study(request, lambda text: None)
+        run_study(request)
         return read_study(self.folder)
 
 
