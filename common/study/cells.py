@@ -123,7 +123,7 @@ def _names(
             and name not in ("none", "null", "true", "false", "auto")
             and every.count(name) == 1
         )
-        text = name if stands_alone else f"{short}{'' if name[0].isdigit() else '_'}{name}"
+        text = name if stands_alone else f"{short}{'' if name[:1].isdigit() else '_'}{name}"
         return re.sub(r"[^A-Za-z0-9._+]+", "_", text)
 
     found = ["-".join(part(*pair) for pair in point.items()) or "run" for point in points]
