@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from common.errors import DataError
 from common.files import atomic_write
 from common.structured_files import read_json_mapping
+from common.study.same_losses import OTHER_KERNELS
 from common.tensor_files.safetensors_file import open_safetensors
 from common.training.recording import BACKWARD, FORWARD, GRADIENTS, LAST_NORM, PARTS, TOKENS, WEIGHTS, activation_names
 from common.weights.names import EMBEDDING, POSITIONS
@@ -27,8 +28,6 @@ TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 """Relative tolerance by the type of the computation. An activation of 12 layers adds up the
 roundings of some 50 operations, each of 2^-24, 2^-11 or 2^-8.
 """
-TWO_FRAMEWORKS = 1e-4
-"""Least tolerance between two frameworks, whose products add up in another order."""
 
 Array = NDArray[np.float32]
 
@@ -85,13 +84,11 @@ class StepReader:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         """Open a record. Raises DataError and CheckpointError."""
-        self.folder = folder
-        first = _facts(folder, 0)
-        self.facts = first
+        self.facts = _facts(folder, 0)
         self._shapes: dict[str, list[int]] = {}
         self._stored = ShardedReader(folder)
-        for rank in range(int(first["ranks"])):
-            facts = first if rank == 0 else _facts(folder, rank)
+        for rank in range(int(self.facts["ranks"])):
+            facts = self.facts if rank == 0 else _facts(folder, rank)
             reader = stack.enter_context(open_safetensors(folder / f"rank_{rank:05d}.safetensors"))
             self._stored.add(reader, facts["pieces"])
             for name, spans in facts["pieces"].items():
@@ -110,11 +107,9 @@ class StepReader:
         return tuple(shape)
 
     def read(self, name: str) -> Array:
-        shape = self._shapes[name]
-        piece = TensorSlice(rows=(0, shape[0]), columns=(0, shape[1]) if len(shape) > 1 else None)
-        found = self.shape(name)
-        assert found is not None
-        return self._stored.read(name, piece).reshape(found)
+        rows, *columns = self._shapes[name]
+        piece = TensorSlice(rows=(0, rows), columns=(0, columns[0]) if columns else None)
+        return self._stored.read(name, piece).reshape(self.shape(name) or ())
 
 
 def _facts(folder: Path, rank: int) -> dict[str, Any]:
@@ -135,7 +130,7 @@ def compare_records(one: Path, other: Path, tolerance: float | None) -> LayerCom
         if tolerance is None:
             tolerance = max(TOLERANCES[each["compute"]] for each in facts)
             if facts[0]["backend"] != facts[1]["backend"]:
-                tolerance = max(tolerance, TWO_FRAMEWORKS)
+                tolerance = max(tolerance, OTHER_KERNELS)
         rows, left_out = [], []
         for section, name in order(max(each["layers"] for each in facts)):
             key = f"{section}/{name}" if name else section
