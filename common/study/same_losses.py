@@ -146,26 +146,16 @@ def depart(found: Measured, expected: Measured, tolerance: float) -> Departure |
     hashes = found.sample_hash, expected.sample_hash
     if hashes[0] is not None and hashes[1] is not None and hashes[0] != hashes[1]:
         return Departure(kind=Kind.SAMPLES, step=loss or 0, found=hashes[0], expected=hashes[1])
-    if loss is not None and loss <= (norm or math.inf):
-        return _at(Kind.LOSS, loss, found.loss, expected.loss)
-    if norm is not None:
-        norms = found.gradient_norm, expected.gradient_norm
-        return _at(Kind.NORM, norm, *norms, None if loss else _common_factor(*norms))
-    counts = [(len(run.loss), len(run.gradient_norm)) for run in (found, expected)]
-    if counts[0] != counts[1] or not all(counts[0]):
-        return Departure(
-            kind=Kind.STEPS, found=" and ".join(map(str, counts[0])), expected=" and ".join(map(str, counts[1]))
-        )
+    if first := min(filter(None, (loss, norm)), default=0):
+        kind = Kind.LOSS if loss == first else Kind.NORM
+        pair = (found.loss, expected.loss) if loss == first else (found.gradient_norm, expected.gradient_norm)
+        value, other = (values[first - 1] for values in pair)
+        relative, factor = relative_difference(value, other), None if loss else _common_factor(*pair)
+        return Departure(kind=kind, step=first, found=value, expected=other, relative=relative, factor=factor)
+    counts = [f"{len(run.loss)} and {len(run.gradient_norm)}" for run in (found, expected)]
+    if counts[0] != counts[1] or not (found.loss and found.gradient_norm):
+        return Departure(kind=Kind.STEPS, found=counts[0], expected=counts[1])
     return None
-
-
-def _at(
-    kind: Kind, step: int, found: Sequence[float], expected: Sequence[float], factor: float | None = None
-) -> Departure:
-    value, other = found[step - 1], expected[step - 1]
-    return Departure(
-        kind=kind, step=step, found=value, expected=other, relative=relative_difference(value, other), factor=factor
-    )
 
 
 def _first_step(
