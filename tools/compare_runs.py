@@ -25,7 +25,6 @@ if __name__ == "__main__":
 import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,11 +100,11 @@ class Request:
 
 @command(Request, stopped="")
 def main(request: Request) -> int:
-    with ExitStack() as stack:
-        return compare(request, stack)
+    with tempfile.TemporaryDirectory(prefix="compare_runs_") as temporary:
+        return compare(request, Path(temporary))
 
 
-def compare(arguments: Request, stack: ExitStack) -> int:
+def compare(arguments: Request, temporary: Path) -> int:
     """Compare two runs, and their layers if asked. Returns the exit code.
 
     Raises GPT2Error and OSError.
@@ -115,7 +114,7 @@ def compare(arguments: Request, stack: ExitStack) -> int:
         raise ConfigError("--step is the step of --layers; give --layers too")
     # before earlier results are removed, and before the other side is trained
     given = {side.name: read_run(side.given) for side in sides if not side.is_config}
-    place = _workplace(arguments, sides, stack)
+    place = _workplace(arguments, sides, temporary)
     one, other = (given.get(side.name) or read_run(run_config(side, arguments.steps, place)) for side in sides)
     runs = (one, other)
     found = compare_runs(*runs, arguments.tolerance)
@@ -164,15 +163,9 @@ def _sides(arguments: Request) -> list[Side]:
     return sides
 
 
-def _workplace(arguments: Request, sides: Sequence[Side], stack: ExitStack) -> Workplace:
+def _workplace(arguments: Request, sides: Sequence[Side], temporary: Path) -> Workplace:
     """Return the folder of the runs to start, empty. Raises ConfigError."""
-    folder = arguments.output
-    if folder is None:
-        folder = (
-            Path("output/comparison")
-            if arguments.layers
-            else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compare_runs_")))
-        )
+    folder = arguments.output or (Path("output/comparison") if arguments.layers else temporary)
     place = Workplace(folder=folder, limit=float(arguments.time_limit))
     for side in sides:
         if side.given.resolve().is_relative_to(folder.resolve()):

@@ -136,8 +136,8 @@ _IN_PYTHON = {
     "mindspore": ("context.mode=pynative",),
 }
 """Overrides by which Python computes every layer, so that hooks see it."""
-_OWN_FOLDERS = ("run_a", "run_b", "before", "step_a", "step_b", "record_a", "record_b")
-_OWN_FILES = ("layers.tsv",)
+_RESULTS = ("run_a", "run_b", "before", "step_a", "step_b", "record_a", "record_b", "layers.tsv")
+"""Folders and files that a comparison writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ class Workplace:
             raise ConfigError(
                 f"--output {self.folder}: cannot be used: {error.strerror}; choose another folder"
             ) from None
-        if unknown := sorted(there - {*_OWN_FOLDERS, *_OWN_FILES}):
+        if unknown := sorted(there.difference(_RESULTS)):
             raise ConfigError(
                 f"--output {self.folder}: holds {unknown[0]}, which no comparison wrote; choose another folder"
             )
