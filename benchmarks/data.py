@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -20,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import numpy as np
+import psutil
 
 from benchmarks.measure import Row, compared, initial_weights
 from common.errors import RunError
@@ -50,24 +50,12 @@ FORMATS = ("mindspore", "mindformers", "megatron:{}x2")
 """Formats to convert to, with tensor x pipeline shards."""
 
 
-def _one_core(command: list[str]) -> float:
-    """Return wall seconds of a child that may use one core and one thread."""
-    core = min(os.sched_getaffinity(0))
-    environment = {**os.environ, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    start = time.perf_counter()
-    subprocess.run(
-        command,
-        check=True,
-        env=environment,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-    )
-    return time.perf_counter() - start
-
-
 def preprocessing_rows(corpus: Path, vocab: Path, merges: Path, repeats: int) -> Iterator[Row]:
     """Raises RunError where a library makes other tokens than the peer."""
     size = corpus.stat().st_size / 1e6
+    core = {min(os.sched_getaffinity(0))}
+    environment = {**os.environ, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    options: dict[str, Any] = {"check": True, "env": environment, "stderr": subprocess.DEVNULL}
     with tempfile.TemporaryDirectory() as name:
         folder, files = Path(name), [str(corpus), str(vocab), str(merges)]
         baseline = [sys.executable, "-c", BASELINE, *files, str(folder / "baseline.bin")]
@@ -78,20 +66,18 @@ def preprocessing_rows(corpus: Path, vocab: Path, merges: Path, repeats: int) ->
         seconds: dict[str, list[float]] = {name: [] for name in (peers | ours)}
         for _ in range(repeats):
             for name, command in (peers | ours).items():
-                seconds[name].append(_one_core(command))
+                start = time.perf_counter()
+                subprocess.run(command, **options, preexec_fn=lambda: os.sched_setaffinity(0, core))
+                seconds[name].append(time.perf_counter() - start)
         expected = (folder / "baseline.bin").read_bytes()
         for name in ours:
             if (folder / f"{name}_text_document.bin").read_bytes() != expected:
                 raise RunError(f"{name}: other tokens than the baseline's; speeds mean nothing")
-
-    def described(name: str) -> str:
-        return f"{name}: {size / statistics.median(seconds[name]):.1f} MB/s"
-
+    described = {name: f"{name}: {size / statistics.median(each):.1f} MB/s" for name, each in seconds.items()}
     for own in ours:
         for peer in peers:
             ratio = compared(seconds[own], seconds[peer], digits=1)
-            what = f"preprocessing {size:.0f} MB, one core"
-            yield what, described(own), described(peer), ratio, ""
+            yield f"preprocessing {size:.0f} MB, one core", described[own], described[peer], ratio, ""
 
 
 def loader_rows(repeats: int) -> Iterator[Row]:
@@ -128,25 +114,24 @@ def make_source(config: Path, folder: Path) -> None:
     write_hugging_face(folder, initial_weights(run), None)
 
 
-def anonymous_memory() -> int:
-    """Bytes of this process that no file backs."""
-    found = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-    return int(found[1]) * 1024 if found else 0
-
-
 def convert_here(source: Path, target: Path, wanted: str) -> None:
-    """Print a line of JSON: the peak of anonymous memory beyond that after the imports."""
+    """Print a line of JSON: the peak of anonymous memory, which no file backs, beyond that after the imports."""
     from common.conversion.convert import convert
 
     name, _, shards = wanted.partition(":")
     tensor, _, pipeline = shards.partition("x")
     layout: dict[str, Any] = {"model_parallel": int(tensor), "pipeline_stage": int(pipeline or 1)} if shards else {}
-    before, peak, done = anonymous_memory(), 0, threading.Event()
+    process, done = psutil.Process(), threading.Event()
+
+    def held() -> int:
+        memory = process.memory_info()
+        return int(memory.rss - memory.shared)
+
+    sizes = [held()]
 
     def watch() -> None:
-        nonlocal peak
         while not done.wait(0.005):
-            peak = max(peak, anonymous_memory())
+            sizes.append(held())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -155,7 +140,7 @@ def convert_here(source: Path, target: Path, wanted: str) -> None:
     finally:
         done.set()
         watcher.join()
-    print(json.dumps(peak - before))
+    print(json.dumps(max(sizes) - sizes[0]))
 
 
 def measure(source: Path, folder: Path, wanted: str, repeats: int) -> Row:

@@ -47,9 +47,6 @@ class Task:
     threads: int | None = None
     folder: str = ""
 
-    def command(self) -> list[str]:
-        return [__file__, json.dumps(asdict(self))]
-
 
 def resolve(task: Task | None = None, precision: str = "float32") -> Any:
     from common.resolve.derive import resolve_config
@@ -83,39 +80,30 @@ def int8(task: Task, prompts: Any) -> Turn:
 
     config = resolve(task)
     device = open_device(config)
-    model = load_model(config, device, Checkpoint(Path(task.folder) / "torch_gpt2-int8"))
-    return ours(model, device, prompts, task)
+    return ours(load_model(config, device, Checkpoint(Path(task.folder) / task.system)), device, prompts, task)
 
 
-def onnx(dtype: str) -> Callable[..., Turn]:
-    def prepare(task: Task, prompts: Any) -> Turn:
-        from common.generation.generate import ExportedDecoder
-        from common.systems.onnx.folder import GRAPH_FILE, OnnxModel
+def onnx(task: Task, prompts: Any) -> Turn:
+    from common.generation.generate import ExportedDecoder
+    from common.systems.onnx.folder import GRAPH_FILE, OnnxModel
 
-        model = OnnxModel(Path(task.folder) / f"onnx-{dtype}" / GRAPH_FILE, task.threads or 1)
-        decoder = ExportedDecoder(model, resolve(task).model.max_positions, len(prompts))
-        return generated(decoder, prompts, task)
-
-    return prepare
+    model = OnnxModel(Path(task.folder) / task.system / GRAPH_FILE, task.threads or 1)
+    return generated(ExportedDecoder(model, resolve(task).model.max_positions, len(prompts)), prompts, task)
 
 
-def llama_cpp(dtype: str) -> Callable[..., Turn]:
-    def prepare(task: Task, prompts: Any) -> Turn:
-        from llama_cpp import Llama
+def llama_cpp(task: Task, prompts: Any) -> Turn:
+    from llama_cpp import Llama
 
-        threads = {"n_threads": task.threads, "n_threads_batch": task.threads}
-        file = Path(task.folder) / f"gguf-{dtype}" / "model.gguf"
-        room = PROMPT_TOKENS + task.new_tokens
-        model = Llama(str(file), n_ctx=room, verbose=False, **threads)
+    threads = {"n_threads": task.threads, "n_threads_batch": task.threads}
+    file = Path(task.folder) / task.system / "model.gguf"
+    model = Llama(str(file), n_ctx=PROMPT_TOKENS + task.new_tokens, verbose=False, **threads)
 
-        def turn() -> list[list[int]]:
-            model.reset()
-            chosen = model.generate(prompts[0].tolist(), temp=0.0, repeat_penalty=1.0)
-            return [[next(chosen) for _ in range(task.new_tokens)]]
+    def turn() -> list[list[int]]:
+        model.reset()
+        chosen = model.generate(prompts[0].tolist(), temp=0.0, repeat_penalty=1.0)
+        return [[next(chosen) for _ in range(task.new_tokens)]]
 
-        return turn
-
-    return prepare
+    return turn
 
 
 def ours(model: Any, device: Any, prompts: Any, task: Task) -> Turn:
@@ -153,23 +141,18 @@ def transformers(model: Any, device: Any, prompts: Any, task: Task) -> Turn:
     return lambda: peer.generate(ids, **words)[:, ids.shape[1] :].tolist()
 
 
-SYSTEMS: dict[str, Callable[..., Turn]] = {
-    "float32": from_torch("float32", ours),
-    "bf16": from_torch("bf16", ours),
-    "int8": int8,
-    "onnx float32": onnx("float32"),
-    "onnx int8": onnx("int8"),
-    "onnx int4": onnx("int4"),
-    "transformers": from_torch("float32", transformers),
-    **{f"llama.cpp {dtype}": llama_cpp(dtype) for dtype in ("float32", "int8", "int4")},
-}
-
 FILES = {
     "int8": ("torch_gpt2", "int8"),
     **{f"onnx {dtype}": ("onnx", dtype) for dtype in ("float32", "int8", "int4")},
     **{f"llama.cpp {dtype}": ("gguf", dtype) for dtype in ("float32", "int8", "int4")},
 }
-"""System -> the format and the type of the file that it reads."""
+"""System -> the format and the type of the file that it reads, in a folder of the system's name."""
+SYSTEMS: dict[str, Callable[..., Turn]] = {
+    "float32": from_torch("float32", ours),
+    "bf16": from_torch("bf16", ours),
+    "transformers": from_torch("float32", transformers),
+    **{system: {"torch_gpt2": int8, "onnx": onnx, "gguf": llama_cpp}[name] for system, (name, _) in FILES.items()},
+}
 EXACT = ("float32", "onnx float32", "transformers")
 """Systems whose tokens are equal."""
 ALONE = tuple(system for system in SYSTEMS if system.startswith("llama.cpp"))
@@ -177,14 +160,14 @@ ALONE = tuple(system for system in SYSTEMS if system.startswith("llama.cpp"))
 
 
 def write_files(folder: Path, systems: Sequence[str]) -> None:
-    """Write a folder FORMAT-DTYPE for each system that reads one, of the weights that the others begin with."""
+    """Write the folder of each system that reads one, of the weights that the others begin with."""
     from common.systems.table import FORMATS
 
     weights = initial_weights(resolve())
     for system in systems:
         if system in FILES:
             name, dtype = FILES[system]
-            own = folder / f"{name}-{dtype}"
+            own = folder / system
             own.mkdir()
             if name == "gguf":
                 write_vocabulary(own)
@@ -207,31 +190,26 @@ def write_vocabulary(folder: Path) -> None:
 
 
 def work(task: Task) -> None:
-    """Answer turns: seconds and processor time of a call, its tokens (B, new), peak memory."""
+    """Answer turns: seconds and processor time of a call, its tokens (B, new), peak memory in bytes of this process."""
     prompts = np.random.default_rng(0).integers(0, 50257, (task.rows, PROMPT_TOKENS))
     call = SYSTEMS[task.system](task, prompts)
 
     def turn() -> Answer:
         start, used = time.perf_counter(), time.process_time()
         tokens = call()
-        found = {"processor": time.process_time() - used, "tokens": tokens}
-        return found | {"seconds": time.perf_counter() - start, "memory": memory(task.device)}
+        found = {"seconds": time.perf_counter() - start, "processor": time.process_time() - used, "tokens": tokens}
+        if task.device == "cpu":
+            return found | {"memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        import torch
+
+        return found | {"memory": torch.cuda.max_memory_allocated()}
 
     answer_turns(turn)
 
 
-def memory(device: str) -> int:
-    """Return the peak in bytes of this process."""
-    if device == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    import torch
-
-    return torch.cuda.max_memory_allocated()
-
-
 def turns_of(tasks: Sequence[Task], repeats: int) -> dict[str, list[Answer]]:
     """Return each system's turns. Raises RunError where tokens differ that must be equal."""
-    first, later = take_turns({task.system: task.command() for task in tasks}, repeats)
+    first, later = take_turns({task.system: [__file__, json.dumps(asdict(task))] for task in tasks}, repeats)
     exact = [first[task.system]["tokens"] for task in tasks if task.system in EXACT and task.strategy == "greedy"]
     if any(tokens != exact[0] for tokens in exact):
         raise RunError(f"batch {tasks[0].rows}: tokens of float32 differ; speeds mean nothing")
@@ -273,17 +251,14 @@ def decoding_rows(repeats: int) -> Iterator[Row]:
             later = turns_of(tasks, repeats)
             used = {name: [turn["processor"] for turn in turns] for name, turns in later.items()}
             for system, row in shown.items():
-                row.append(rates(used[system], rows * 32) if system in used else "")
+                speeds = [rows * 32 / seconds for seconds in used.get(system, ())]
+                spread = f"{statistics.median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})" if speeds else ""
+                row.append(spread)
             for system, peer, at_once, wanted in BARS:
                 if at_once == rows:
                     ratio = compared(used[system], used[peer])
                     yield f"decoding, {rows} at once", system, peer, f"{ratio}; aim {wanted}", ""
     print(table(list(shown.values()), ("tokens/s of one thread", "1 at once", "8 at once")))
-
-
-def rates(seconds: list[float], tokens: int) -> str:
-    middle, least, most = (tokens / each for each in (statistics.median(seconds), max(seconds), min(seconds)))
-    return f"{middle:.1f} ({least:.1f} to {most:.1f})"
 
 
 if __name__ == "__main__":  # a child that takes turns

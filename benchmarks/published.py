@@ -76,29 +76,39 @@ class Figure:
     plan: Plan
 
     @property
-    def how(self) -> tuple[str, str]:
-        """Unit of the figure, and how it was measured, if that is told."""
-        unit, _, how = self.row["unit"].partition(" by ")
-        return unit, how
-
-    @property
     def is_memory(self) -> bool:
-        return self.how[0] in ("GB", "GiB")
+        return self.row["unit"][:2] in ("GB", "Gi")
 
     @property
     def measured(self) -> float:
         """Seconds of a step, or bytes of the fullest rank."""
-        value, unit = float(self.row["published"]), self.how[0]
+        row, value, unit = self.row, float(self.row["published"]), self.row["unit"].partition(" by ")[0]
         if self.is_memory:
             return value * (GIB if unit == "GiB" else 1e9)
-        return _seconds(self.row, value, unit, self.config.topology.world_size)
+        windows, length, devices = int(row["global"]), int(row["seq"]), self.config.topology.world_size
+        match unit:
+            case "s/step":
+                return value
+            case "samples/s":
+                return windows / value
+            case "tokens/s":
+                return windows * length / value
+            case "tokens/s/device":
+                return windows * length / value / devices
+        assert unit == "TFLOP/s/device", unit
+        layers, hidden, vocabulary = (int(row[name]) for name in ("layers", "hidden", "vocab"))
+        # arXiv 2104.04473, formula 3, which counts recomputation; Megatron-Core's table does not
+        passes = 4 if row["recompute"] == "full" else 3
+        head = vocabulary / (4 * passes * layers * hidden)
+        per_token = 24 * passes * layers * hidden**2 * (1 + length / (6 * hidden) + head)
+        return windows * length * per_token / devices / value / 1e12
 
     @property
     def planned(self) -> float:
         """The same by the plan, with the factors of ``timing`` as they are now."""
         if not self.is_memory:
             return time_of(self.plan, self.config, self.device).total
-        how, stages, whole = self.how[1], self.plan.stages, self.device.memory
+        how, stages, whole = self.row["unit"].partition(" by ")[2], self.plan.stages, self.device.memory
         stage = max(stages, key=lambda each: each.memory.peak)
         stage = stages[0] if how.endswith("of stage 0") else stage
         if not how.startswith("nvidia-smi"):
@@ -138,44 +148,16 @@ def read_rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def overrides(row: dict[str, str]) -> list[str]:
-    """Return the words that make the run of a row, behind the preset of its column config."""
-    words = [f"{key}={TYPES.get(row[name], row[name])}" for name, key in KEYS.items() if row[name]]
-    if row["v"]:
-        words.append("parallel.pipeline_schedule=interleaved_1f1b")
-    compiled = str(row["graph"] == "compiled").lower()
-    return [*words, f"train.compile={compiled}", *row["more"].split()]
-
-
 def plan_row(row: dict[str, str]) -> Figure:
     given: dict[str, Any] = {name: float(row[name]) * GIGA for name in ("link", "network") if row[name]}
     given |= {"server_devices": int(row["server"])} if row["server"] else {}
     device = replace(require_accelerator(row["accelerator"]), **given)
-    path = ROOT / "configs/gpt2" / f"run_gpt2_{row['config'] or '175b'}.yaml"
-    written = load_config(path, overrides(row))
+    words = [f"{key}={TYPES.get(row[name], row[name])}" for name, key in KEYS.items() if row[name]]
+    words += ["parallel.pipeline_schedule=interleaved_1f1b"] if row["v"] else []
+    words += [f"train.compile={str(row['graph'] == 'compiled').lower()}", *row["more"].split()]
+    written = load_config(ROOT / "configs/gpt2" / f"run_gpt2_{row['config'] or '175b'}.yaml", words)
     config = resolve_on(written, device, world_size=written_ranks(written))
     return Figure(row=row, config=config, device=device, plan=make_plan(config))
-
-
-def _seconds(row: dict[str, str], value: float, unit: str, devices: int) -> float:
-    """Return the seconds of a step."""
-    windows, length = int(row["global"]), int(row["seq"])
-    match unit:
-        case "s/step":
-            return value
-        case "samples/s":
-            return windows / value
-        case "tokens/s":
-            return windows * length / value
-        case "tokens/s/device":
-            return windows * length / value / devices
-    assert unit == "TFLOP/s/device", unit
-    layers, hidden, vocabulary = (int(row[name]) for name in ("layers", "hidden", "vocab"))
-    # arXiv 2104.04473, formula 3, which counts recomputation; Megatron-Core's table does not
-    passes = 4 if row["recompute"] == "full" else 3
-    head = vocabulary / (4 * passes * layers * hidden)
-    per_token = 24 * passes * layers * hidden**2 * (1 + length / (6 * hidden) + head)
-    return windows * length * per_token / devices / value / 1e12
 
 
 def errors(figures: Sequence[Figure]) -> tuple[float, float, float]:
@@ -246,30 +228,26 @@ def halvings(figures: Sequence[Figure], count: int) -> list[str]:
     return table((*head, "eager", "network"), rows)
 
 
-def _row(name: str, figures: Sequence[Figure]) -> tuple[str, ...]:
-    ratios = [each.ratio for each in figures]
-    middle, *near = errors(figures)
-    shares = (f"{share:.0%}" for share in near)
-    spread = (f"{value:.2f}" for value in (median(ratios), min(ratios), max(ratios)))
-    return name, str(len(figures)), f"{middle:.1%}", *shares, *spread
-
-
 def report(figures: Iterable[Figure]) -> list[str]:
     """Return a table of errors: the two halves, families, and systems on each family."""
     figures = [each for each in figures if each.counts]
     times = [each for each in figures if not each.is_memory]
-    groups: dict[str, list[Figure]] = {"all times": times}
-    for each in times:
-        groups.setdefault("the half not fitted" if each.is_test else "the half fitted", []).append(each)
-    for each in sorted(times, key=lambda each: each.device.family):
-        groups.setdefault(each.device.family, []).append(each)
-    for each in times:
-        groups.setdefault(f"{each.row['source']}, {each.device.family}", []).append(each)
-    for each in figures:
-        if each.is_memory:
-            groups.setdefault(f"memory: {each.row['source']}", []).append(each)
+    named = [("all times", each) for each in times]
+    named += [("the half not fitted" if each.is_test else "the half fitted", each) for each in times]
+    named += [(each.device.family, each) for each in sorted(times, key=lambda each: each.device.family)]
+    named += [(f"{each.row['source']}, {each.device.family}", each) for each in times]
+    named += [(f"memory: {each.row['source']}", each) for each in figures if each.is_memory]
+    groups: dict[str, list[Figure]] = {}
+    for name, each in named:
+        groups.setdefault(name, []).append(each)
     head = ("rows", "n", "median error", "within 15 %", "25 %", "plan / measured", "least", "most")
-    return table(head, [_row(name, some) for name, some in groups.items()])
+    rows = []
+    for name, some in groups.items():
+        ratios = [each.ratio for each in some]
+        middle, *near = errors(some)
+        spread = [f"{value:.2f}" for value in (median(ratios), min(ratios), max(ratios))]
+        rows.append((name, str(len(some)), f"{middle:.1%}", *(f"{share:.0%}" for share in near), *spread))
+    return table(head, rows)
 
 
 def draw(figures: Iterable[Figure], path: Path) -> None:

@@ -32,6 +32,7 @@ from benchmarks import data, decoding, training
 from benchmarks.measure import Row, table
 from common.errors import ConfigError, GPT2Error
 from common.flags import flag
+from common.paths import require_package
 from common.program import command
 
 CORPUS = ("corpus.txt", "vocab.json", "merges.txt")
@@ -87,22 +88,15 @@ PARTS: dict[str, Callable[[Request], Iterator[Row]]] = {
 }
 
 
-def why_no_gpu() -> str:
-    """Return why torch cannot use a GPU here; empty where it can."""
-    try:
-        import torch
-    except ImportError:
-        return "torch is not installed"
-    if torch.cuda.is_available():
-        return ""
-    return f"torch {torch.__version__} finds no GPU"
-
-
 @command(Request, stopped="")
 def main(request: Request) -> int:
-    if request.device == "cuda" and not request.plan and (reason := why_no_gpu()):
-        advice = "run it on a machine with an NVIDIA GPU, or leave --device out"
-        raise ConfigError(f"--device cuda: {reason}; {advice}")
+    if request.device == "cuda" and not request.plan:
+        require_package("torch", extra="torch", purpose="which --device cuda trains with")
+        import torch
+
+        if not torch.cuda.is_available():
+            advice = "run it on a machine with an NVIDIA GPU, or leave --device out"
+            raise ConfigError(f"--device cuda: torch {torch.__version__} finds no GPU; {advice}")
     chosen = request.chosen
     missing = [name for name in CORPUS if not (request.data / name).is_file()]
     if missing and "preprocessing" in chosen:

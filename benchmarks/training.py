@@ -66,20 +66,14 @@ def rows_of(study: Study) -> list[Row]:
         if cell.id in different:
             compared = "other losses"
         elif other is not None and cell.speeds and other.speeds:
-            compared = _compared(cell, other, timed)
+            found = compare(cell, other, noise=noise_of(timed))
+            low, high = (found.ratio * (1 + (found.margin or 0.0)) ** sign for sign in (-1, 1))
+            spread = f"{low:.2f} to {high:.2f} in {found.pairs}" if found.margin is not None else "1 pair"
+            compared = f"{found.ratio:.2f} ({spread})"
             memory = " and ".join(size(max(each.peak_memory, default=0)) for each in (cell, other))
         peer = "" if other is None or other is cell else _described(other, study)
         rows.append((f"training step, {names}", _described(cell, study), peer, compared, memory))
     return rows
-
-
-def _compared(cell: Summary, other: Summary, timed: list[Summary]) -> str:
-    found = compare(cell, other, noise=noise_of(timed))
-    if found.margin is None:
-        return f"{found.ratio:.2f} (1 pair)"
-    wide = 1 + found.margin
-    low, high = found.ratio / wide, found.ratio * wide
-    return f"{found.ratio:.2f} ({low:.2f} to {high:.2f} in {found.pairs})"
 
 
 def _described(cell: Summary, study: Study) -> str:

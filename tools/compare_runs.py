@@ -25,7 +25,6 @@ if __name__ == "__main__":
 import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +62,10 @@ _SET = "override for {}; may be repeated"
 _PROGRAM = "script that runs {} in the place of run_gpt2.py, such as that of another version"
 
 
+_OPTIONS = ("ranks", "set", "program")
+"""Options of each side."""
+
+
 @dataclass(kw_only=True)
 class Request:
     one: Path = flag("RUN: run folder or configuration that is the reference", required=True, positional=True)
@@ -97,11 +100,11 @@ class Request:
 
 @command(Request, stopped="")
 def main(request: Request) -> int:
-    with ExitStack() as stack:
-        return compare(request, stack)
+    with tempfile.TemporaryDirectory(prefix="compare_runs_") as temporary:
+        return compare(request, Path(temporary))
 
 
-def compare(arguments: Request, stack: ExitStack) -> int:
+def compare(arguments: Request, temporary: Path) -> int:
     """Compare two runs, and their layers if asked. Returns the exit code.
 
     Raises GPT2Error and OSError.
@@ -111,7 +114,7 @@ def compare(arguments: Request, stack: ExitStack) -> int:
         raise ConfigError("--step is the step of --layers; give --layers too")
     # before earlier results are removed, and before the other side is trained
     given = {side.name: read_run(side.given) for side in sides if not side.is_config}
-    place = _workplace(arguments, sides, stack)
+    place = _workplace(arguments, sides, temporary)
     one, other = (given.get(side.name) or read_run(run_config(side, arguments.steps, place)) for side in sides)
     runs = (one, other)
     found = compare_runs(*runs, arguments.tolerance)
@@ -119,7 +122,9 @@ def compare(arguments: Request, stack: ExitStack) -> int:
     code = 0 if found.departure is None else 1
     if not arguments.layers:
         return code
-    step = arguments.step or _first_step(found)
+    # the first step with other samples, loss or norm
+    differ = filter(None, (found.samples, found.departure.step if found.departure else None))
+    step = arguments.step or min(differ, default=None)
     if step is None:
         print("no step differs, so there is no layer to look for; --step S compares any step")
         return code
@@ -136,46 +141,31 @@ def compare(arguments: Request, stack: ExitStack) -> int:
     return code if layers.first is None else 1
 
 
-def _sides(arguments: Request) -> tuple[Side, Side]:
+def _sides(arguments: Request) -> list[Side]:
     """Return both sides. Raises ConfigError for what is neither a folder nor a configuration."""
-    sides = tuple(
-        Side(
-            name=name,
-            given=given,
-            ranks=getattr(arguments, f"ranks_{name}"),
-            words=tuple(getattr(arguments, f"set_{name}")),
-            program=getattr(arguments, f"program_{name}"),
-        )
-        for name, given in (("a", arguments.one), ("b", arguments.other))
-    )
-    for side in sides:
-        if side.given.is_file() and not side.is_config:
+    sides = []
+    for name, given in (("a", arguments.one), ("b", arguments.other)):
+        ranks, words, program = options = [getattr(arguments, f"{option}_{name}") for option in _OPTIONS]
+        side = Side(name=name, given=given, ranks=ranks, words=words, program=program)
+        if given.is_file() and not side.is_config:
             raise ConfigError(
-                f"{side.given}: is a file; give the folder of a run (output_dir), or a"
+                f"{given}: is a file; give the folder of a run (output_dir), or a"
                 " configuration whose name ends with .yaml"
             )
-        if side.program is not None and not side.program.is_file():
-            raise ConfigError(f"--program_{side.name} {side.program}: no such file")
-        starts = side.is_config or arguments.layers
-        given = (("ranks", side.ranks), ("set", side.words), ("program", side.program))
-        for option, value in given:
-            if value and not starts:
+        if program is not None and not program.is_file():
+            raise ConfigError(f"--program_{name} {program}: no such file")
+        for option, value in zip(_OPTIONS, options, strict=True):
+            if value and not (side.is_config or arguments.layers):
                 raise ConfigError(
-                    f"--{option}_{side.name}: {side.given} is a run folder, which is not run again"
-                    " without --layers; leave it out"
+                    f"--{option}_{name}: {given} is a run folder, which is not run again without --layers; leave it out"
                 )
-    return sides[0], sides[1]
+        sides.append(side)
+    return sides
 
 
-def _workplace(arguments: Request, sides: Sequence[Side], stack: ExitStack) -> Workplace:
+def _workplace(arguments: Request, sides: Sequence[Side], temporary: Path) -> Workplace:
     """Return the folder of the runs to start, empty. Raises ConfigError."""
-    folder = arguments.output
-    if folder is None:
-        folder = (
-            Path("output/comparison")
-            if arguments.layers
-            else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compare_runs_")))
-        )
+    folder = arguments.output or (Path("output/comparison") if arguments.layers else temporary)
     place = Workplace(folder=folder, limit=float(arguments.time_limit))
     for side in sides:
         if side.given.resolve().is_relative_to(folder.resolve()):
@@ -185,12 +175,6 @@ def _workplace(arguments: Request, sides: Sequence[Side], stack: ExitStack) -> W
     if arguments.layers or any(side.is_config for side in sides):
         place.prepare()
     return place
-
-
-def _first_step(found: Comparison) -> int | None:
-    """Return the first step with other samples, loss or norm."""
-    steps = [found.samples, found.departure.step if found.departure else None]
-    return min((step for step in steps if step), default=None)
 
 
 def describe(found: Comparison) -> Iterator[str]:

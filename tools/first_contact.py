@@ -153,7 +153,7 @@ class Place:
 
 def run_check(name: str, check: Check, place: Place, left: float) -> Row:
     """Run the commands of a check for at most ``left`` seconds, and judge its figures."""
-    from common.study.children import LAUNCHER_LOG, Launch, judge, run_launches
+    from common.study.children import LAUNCHER_LOG, Launch, run_launches
     from common.study.results import State
 
     here, log, text, reason = place.out / name, "", "", ""
@@ -164,12 +164,11 @@ def run_check(name: str, check: Check, place: Place, left: float) -> Row:
         filled = place.fill(words, here)
         launch = Launch(command=(sys.executable, *shlex.split(filled)), environment=check.env)
         limit = min(LIMIT, left) - (time.monotonic() - start)
-        outcome = run_launches([launch], here / LAUNCHER_LOG, limit)
-        end, reason = judge(outcome, here, LIMIT)
+        outcome = run_launches([launch], here, limit)
         said = (here / LAUNCHER_LOG).read_text(errors="replace")
         text, log = text + said, f"{log}$ python {filled}\n{said}"
-        if end is not State.FINISHED:
-            reason = NO_TIME if outcome.timed_out and left < LIMIT else reason
+        if outcome.state is not State.FINISHED:
+            reason = NO_TIME if outcome.state is State.TIMED_OUT and left < LIMIT else outcome.reason
             break
     (here / LOG).write_text(log)
     for folder in list(here.rglob("checkpoints")):

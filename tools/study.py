@@ -21,7 +21,7 @@ if __name__ == "__main__":
     import as_script  # noqa: F401
 
 
-from common.log import show, start_log
+from common.log import start_log
 from common.program import command
 from common.study.command import StudyRequest, run_study
 
@@ -29,4 +29,4 @@ from common.study.command import StudyRequest, run_study
 @command(StudyRequest)
 def main(request: StudyRequest) -> int:
     start_log()
-    return run_study(request, show)
+    return run_study(request)

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,22 +178,31 @@ def texts(folder: str, kind: Any, new_tokens: str, *words: str) -> None:
 def requests(folder: str, kind: str, backend: str, new_tokens: str) -> None:
     """Start the server, and send it eight prompts of different length at once."""
     words = ["--run_mode", "serve", "--config", f"{folder}/config.yaml", "serve.port=0"]
-    words += [f"device={kind}", f"backend={backend}"]
-    with subprocess.Popen(
-        [sys.executable, str(ROOT / "run_gpt2.py"), *words],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as server:
+    command = [sys.executable, str(ROOT / "run_gpt2.py"), *words, f"device={kind}", f"backend={backend}"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+
+    def ask(prompt: str) -> tuple[int, float]:
+        start = time.perf_counter()
+        line = http.client.HTTPConnection(address, timeout=_START_SECONDS)
+        body = {"prompt": prompt, "max_tokens": int(new_tokens)}
+        line.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        usage = json.load(line.getresponse())["usage"]
+        return usage["completion_tokens"], time.perf_counter() - start
+
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as server:
         try:
-            address = _address(server)
+            for line in server.stdout or ():
+                print(line, end="")
+                if found := re.search(r"served at http://([^/]+)", line):
+                    address = found[1]
+                    break
+            else:
+                sys.exit("error: the server ended before it named its address")
             prompts = ["a word " * number for number in range(1, 9)]
             took = []
             with ThreadPoolExecutor(8) as pool:
                 for _ in range(2):
                     start = time.perf_counter()
-                    ask = partial(_ask, address, new_tokens=int(new_tokens))
                     answers = list(pool.map(ask, prompts))
                     took.append(time.perf_counter() - start)
         finally:
@@ -202,24 +210,6 @@ def requests(folder: str, kind: str, backend: str, new_tokens: str) -> None:
     say("tokens/s", sum(tokens for tokens, _ in answers) / took[1])
     say("slowest request s", max(seconds for _, seconds in answers))
     say("first beside second requests", took[0] / took[1])
-
-
-def _address(server: subprocess.Popen[str]) -> str:
-    assert server.stdout is not None
-    for line in server.stdout:
-        print(line, end="")
-        if found := re.search(r"served at http://([^/]+)", line):
-            return found[1]
-    sys.exit("error: the server ended before it named its address")
-
-
-def _ask(address: str, prompt: str, new_tokens: int) -> tuple[int, float]:
-    start = time.perf_counter()
-    line = http.client.HTTPConnection(address, timeout=_START_SECONDS)
-    body = {"prompt": prompt, "max_tokens": new_tokens}
-    line.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    usage = json.load(line.getresponse())["usage"]
-    return usage["completion_tokens"], time.perf_counter() - start
 
 
 PROBES = (device, rates, facts, mindspore_facts, saves, texts, requests)

@@ -6,6 +6,7 @@ step's time and memory are measured in one way. Only the step is the peer's.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import sys
 import tempfile
@@ -65,7 +66,17 @@ class Peer(engine.Engine):
         self.step = 0
         os.environ.update(torch_variables(process))
         self.model: nn.Module = hugging_face_model(config).to(device.torch_device).train()
-        self.optimizer = make_optimizer(self.model, config, fused=device.fused_optimizer)
+        settings = config.optimizer
+        # matrices and tables decay, biases and layer norms do not: the groups of this toolkit, nanoGPT and transformers
+        matrices = [each for each in self.model.parameters() if each.dim() >= 2]
+        vectors = [each for each in self.model.parameters() if each.dim() < 2]
+        self.optimizer: torch.optim.Optimizer = OPTIMIZERS[settings.name](
+            [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.epsilon,
+            fused=device.fused_optimizer or None,
+        )
         low = config.precision.compute
         self.autocast = torch.autocast(device.torch_device.type, DTYPES[low], enabled=low != "float32")
         self.compiled = is_compiled(config, device)
@@ -89,17 +100,17 @@ class Peer(engine.Engine):
         return TrainState()
 
     def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
-        return [self._train(next(batches).tokens) for _ in range(steps)]
-
-    def _train(self, tokens: Tokens) -> StepResult:
-        rate = learning_rate(self.config.optimizer, self.step)
-        self.step += 1
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         self.model.train()
-        loss, norm = self.train_step(self.micro_batches(tokens))
-        mean = self.world.sum(loss)[0] / self.world.size
-        return StepResult(loss=mean, grad_norm=norm, learning_rate=rate, loss_scale=1.0, skipped=False)
+        results = []
+        for batch in itertools.islice(batches, steps):
+            rate = learning_rate(self.config.optimizer, self.step)
+            self.step += 1
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            loss, norm = self.train_step(self.micro_batches(batch.tokens))
+            mean = self.world.sum(loss)[0] / self.world.size
+            results.append(StepResult(loss=mean, grad_norm=norm, learning_rate=rate, loss_scale=1.0, skipped=False))
+        return results
 
     def micro_batches(self, tokens: Tokens) -> list[dict[str, Tensor]]:
         """Return the arguments of the model for each micro batch."""
@@ -155,23 +166,6 @@ def hugging_face_model(config: Run) -> nn.Module:
     if config.train.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
-
-
-def make_optimizer(model: nn.Module, config: Run, *, fused: bool) -> torch.optim.Optimizer:
-    """Return torch's AdamW or Adam. Matrices and tables decay, biases and layer norms do not: the
-    groups of this toolkit, nanoGPT and transformers' Trainer.
-    """
-    settings = config.optimizer
-    matrices = [each for each in model.parameters() if each.dim() >= 2]
-    vectors = [each for each in model.parameters() if each.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return OPTIMIZERS[settings.name](
-        groups,
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.epsilon,
-        fused=fused or None,
-    )
 
 
 def refuse(config: Run, peer: type[Peer]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from common.interrupts import exiting_at_sigterm
 from common.launcher.launch import TOOL
 from common.launcher.request import NO_TABLE
 from common.log import show
-from common.study.children import LAUNCHER_LOG, Launch, judge, run_launches
+from common.study.children import Launch, run_launches
 from common.study.results import Measured, State
 from common.study.same_losses import OTHER_KERNELS, Departure, Kind, depart, relative_difference
 from common.training.metrics import read_metrics
@@ -78,10 +78,8 @@ def compare_runs(one: RecordedRun, other: RecordedRun, tolerance: float | None) 
     """
     steps = sorted(one.rows.keys() & other.rows.keys())
     if not steps:
-        raise ConfigError(
-            f"{one.folder} has steps {_range(one)}, and {other.folder} has steps {_range(other)}:"
-            " no step is in both; compare runs that overlap"
-        )
+        have = [f"{run.folder} has steps {min(run.rows)} to {max(run.rows)}" for run in (one, other)]
+        raise ConfigError(f"{have[0]}, and {have[1]}: no step is in both; compare runs that overlap")
     if tolerance is None:
         frameworks = {run.keys.get("backend") for run in (one, other)}
         tolerance = TOLERANCE if len(frameworks) == 1 else OTHER_KERNELS
@@ -90,10 +88,11 @@ def compare_runs(one: RecordedRun, other: RecordedRun, tolerance: float | None) 
     if departure is not None and departure.step:
         departure = replace(departure, step=steps[departure.step - 1])
     hashes = (step for step in steps if one.rows[step].get("sample_hash") != other.rows[step].get("sample_hash"))
+    keys = {key: (one.keys.get(key), other.keys.get(key)) for key in sorted(one.keys.keys() | other.keys.keys())}
     return Comparison(
         steps=steps,
         tolerance=tolerance,
-        keys=dict(_other_keys(one.keys, other.keys)),
+        keys={key: (a, b) for key, (a, b) in keys.items() if key.partition(".")[0] not in _OWN and a != b},
         samples=next(hashes, None),
         largest={
             Kind.LOSS: _largest(expected.loss, found.loss, steps),
@@ -104,36 +103,24 @@ def compare_runs(one: RecordedRun, other: RecordedRun, tolerance: float | None) 
 
 
 def _measured(run: RecordedRun, steps: Sequence[int]) -> Measured:
+    def column(key: str) -> list[float]:
+        values = (run.rows[step].get(key) for step in steps)
+        return [math.nan if value is None else float(value) for value in values]
+
     return Measured(
         step_seconds=[],
         tokens_per_step=0,
         samples_per_step=0,
-        loss=[_number(run.rows[step], "loss") for step in steps],
-        gradient_norm=[_number(run.rows[step], "grad_norm") for step in steps],
+        loss=column("loss"),
+        gradient_norm=column("grad_norm"),
         sample_hash=run.rows[steps[-1]].get("sample_hash"),
     )
-
-
-def _number(row: Mapping[str, Any], key: str) -> float:
-    value = row.get(key)
-    return math.nan if value is None else float(value)
 
 
 def _largest(one: Sequence[float], other: Sequence[float], steps: Sequence[int]) -> tuple[float, int]:
     """Return the largest difference of finite values, and its step."""
     differences = [(relative_difference(a, b), step) for a, b, step in zip(one, other, steps, strict=True)]
     return max((each for each in differences if math.isfinite(each[0])), default=(math.nan, 0))
-
-
-def _other_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    for key in sorted(one.keys() | other.keys()):
-        values = one.get(key), other.get(key)
-        if key.partition(".")[0] not in _OWN and values[0] != values[1]:
-            yield key, values
-
-
-def _range(run: RecordedRun) -> str:
-    return f"{min(run.rows)} to {max(run.rows)}"
 
 
 _QUIET = (
@@ -149,8 +136,8 @@ _IN_PYTHON = {
     "mindspore": ("context.mode=pynative",),
 }
 """Overrides by which Python computes every layer, so that hooks see it."""
-_OWN_FOLDERS = ("run_a", "run_b", "before", "step_a", "step_b", "record_a", "record_b")
-_OWN_FILES = ("layers.tsv",)
+_RESULTS = ("run_a", "run_b", "before", "step_a", "step_b", "record_a", "record_b", "layers.tsv")
+"""Folders and files that a comparison writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,10 +157,6 @@ class Side:
     @property
     def is_config(self) -> bool:
         return self.given.is_file() and self.given.suffix in (".yaml", ".yml")
-
-    @property
-    def title(self) -> str:
-        return self.name.upper()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +178,7 @@ class Workplace:
             raise ConfigError(
                 f"--output {self.folder}: cannot be used: {error.strerror}; choose another folder"
             ) from None
-        if unknown := sorted(there - {*_OWN_FOLDERS, *_OWN_FILES}):
+        if unknown := sorted(there.difference(_RESULTS)):
             raise ConfigError(
                 f"--output {self.folder}: holds {unknown[0]}, which no comparison wrote; choose another folder"
             )
@@ -218,8 +201,7 @@ def run_config(side: Side, steps: int, place: Workplace) -> Path:
     Raises ConfigError and RunError.
     """
     folder = place.folder / f"run_{side.name}"
-    words = (*side.words, "checkpoint.resume=never", f"train.exit_interval={steps}", *_QUIET)
-    _train(side, side.given, folder, words, side.ranks or 1, place)
+    _train(side, side.given, folder, (*side.words, "checkpoint.resume=never"), steps, side.ranks or 1, place)
     return folder
 
 
@@ -230,19 +212,30 @@ def record_step(
 
     Raises ConfigError, CheckpointError, DataError and RunError.
     """
-    starts = _common_checkpoints(runs, step) if own_weights else [_weights_before(step, sides[0], runs[0], place)] * 2
+    if own_weights:  # of the newest earlier step of which both have a checkpoint
+        own = [_checkpoints_before(step, run) for run in runs]
+        common = max(own[0].keys() & own[1].keys(), default=None)
+        starts = [each[common] if common is not None else None for each in own]
+    else:
+        starts = [_weights_before(step, sides[0], runs[0], place)] * 2
     folders = []
     for side, run, start in zip(sides, runs, starts, strict=True):
         folder = place.folder / f"record_{side.name}"
         request = RecordRequest(step=step, samples=samples, folder=folder)
         keep = ("train.recompute=none", "train.recompute_layers=null")
-        words = (*_resume(start), *keep, *_IN_PYTHON[run.keys.get("backend") or "torch"])
-        own = place.folder / f"step_{side.name}"
-        _train_to(step, side, run, own, words, place, request.variables())
+        words = (*keep, *_IN_PYTHON[run.keys.get("backend") or "torch"])
+        trained = place.folder / f"step_{side.name}"
+        _train_on(start, step, side, run, trained, place, words, request.variables())
         folders.append(folder)
-        place.clear(own.name)
+        place.clear(trained.name)
     place.clear("before")
     return folders[0], folders[1]
+
+
+def _checkpoints_before(step: int, run: RecordedRun) -> dict[int, Path]:
+    """Return a run's whole checkpoints of earlier steps, by step in ascending order."""
+    found = {step_of(path.name): path for path in whole_checkpoints(run.folder / "checkpoints")}
+    return {at: path for at, path in found.items() if at < step}
 
 
 def _weights_before(step: int, side: Side, run: RecordedRun, place: Workplace) -> Path | None:
@@ -250,58 +243,38 @@ def _weights_before(step: int, side: Side, run: RecordedRun, place: Workplace) -
 
     Where it has no checkpoint there, it trains up to it again.
     """
-    before = step - 1
-    if not before:
+    if step == 1:
         return None
-    earlier = [path for path in _checkpoints(run) if step_of(path.name) <= before]
-    start = earlier[-1] if earlier else None
-    if start is not None and step_of(start.name) == before:
-        return start
+    earlier = _checkpoints_before(step, run)
+    if step - 1 in earlier:
+        return earlier[step - 1]
     folder = place.folder / "before"
-    _train_to(before, side, run, folder, _resume(start), place, {})
+    _train_on(next(reversed(earlier.values()), None), step - 1, side, run, folder, place)
     return require_checkpoint(folder, f"the weights before step {step}")
 
 
-def _common_checkpoints(runs: Sequence[RecordedRun], step: int) -> list[Path | None]:
-    """Return each run's own checkpoint of the newest earlier step that all have."""
-    found = [{step_of(path.name): path for path in _checkpoints(run)} for run in runs]
-    common = [at for at in found[0].keys() & found[1].keys() if at < step]
-    return [each[max(common)] if common else None for each in found]
-
-
-def _train_to(
+def _train_on(
+    start: Path | None,
     step: int,
     side: Side,
     run: RecordedRun,
     folder: Path,
-    words: Sequence[str],
     place: Workplace,
-    environment: Mapping[str, str],
+    words: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Train a run up to a step, in another folder."""
-    given = () if side.is_config else side.words
-    words = (*given, *words, f"train.exit_interval={step}", *_QUIET)
+    """Train a run from a checkpoint, or from its initial weights, up to a step, in another folder."""
     config = run.folder / "config.yaml"
     if not config.is_file():
         raise ConfigError(f"{config}: no such file; --layers runs a step with it")
-    _train(side, config, folder, words, side.ranks or _ranks(run), place, environment)
-
-
-def _checkpoints(run: RecordedRun) -> list[Path]:
-    return whole_checkpoints(run.folder / "checkpoints")
-
-
-def _resume(checkpoint: Path | None) -> tuple[str, ...]:
-    return (f"checkpoint.resume={'never' if checkpoint is None else checkpoint.resolve()}",)
-
-
-def _ranks(run: RecordedRun) -> int:
-    """Return the number of ranks that a run's configuration says."""
-    found = 1
-    for key in ("data_parallel", "model_parallel", "pipeline_stage"):
-        value = run.keys.get(f"parallel.{key}")
-        found *= value if isinstance(value, int) and value > 0 else 1
-    return found
+    ranks = side.ranks or math.prod(
+        value
+        for key in ("data_parallel", "model_parallel", "pipeline_stage")
+        if isinstance(value := run.keys.get(f"parallel.{key}"), int) and value > 0
+    )
+    given = () if side.is_config else side.words
+    resume = f"checkpoint.resume={'never' if start is None else start.resolve()}"
+    _train(side, config, folder, (*given, resume, *words), step, ranks, place, environment)
 
 
 def _train(
@@ -309,6 +282,7 @@ def _train(
     config: Path,
     folder: Path,
     words: Sequence[str],
+    steps: int,
     ranks: int,
     place: Workplace,
     environment: Mapping[str, str] | None = None,
@@ -316,16 +290,16 @@ def _train(
     """Run a configuration and wait for its end. Raises ConfigError and RunError."""
     start: tuple[str, ...] = (sys.executable, str(TOOL), "distribute", "--quiet")
     start += ("--program", str(side.program.absolute())) if side.program else ()
+    words = (*words, f"train.exit_interval={steps}", *_QUIET, f"output_dir={folder}")
     command = (*start, NO_TABLE[0], str(config), f"[0,{ranks})", "train", *words)
-    launch = Launch(command=(*command, f"output_dir={folder}"), environment=dict(environment or {}))
     try:
         folder.mkdir(parents=True)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be made: {error.strerror}") from None
-    show(f"{side.title}: {side.given} runs in {folder}\n")
+    show(f"{side.name.upper()}: {side.given} runs in {folder}\n")
     with exiting_at_sigterm():
-        outcome = run_launches([launch], folder / LAUNCHER_LOG, place.limit)
-    state, reason = judge(outcome, folder, place.limit)
-    if state is not State.FINISHED:
+        outcome = run_launches([Launch(command=command, environment=environment or {})], folder, place.limit)
+    if outcome.state is not State.FINISHED:
         kind = ConfigError if outcome.code == 2 else RunError
-        raise kind(f"{side.title}: {side.given}: {reason.replace('(time_limit)', '(--time_limit)')}")
+        reason = outcome.reason.replace("(time_limit)", "(--time_limit)")
+        raise kind(f"{side.name.upper()}: {side.given}: {reason}")

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import DataError
-from common.files import atomic_write, open_input
-from common.structured_files import MalformedError, parse_json
+from common.files import atomic_write
+from common.structured_files import read_json_mapping
+from common.study.same_losses import OTHER_KERNELS
 from common.tensor_files.safetensors_file import open_safetensors
 from common.training.recording import BACKWARD, FORWARD, GRADIENTS, LAST_NORM, PARTS, TOKENS, WEIGHTS, activation_names
 from common.weights.names import EMBEDDING, POSITIONS
@@ -27,8 +28,6 @@ TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 """Relative tolerance by the type of the computation. An activation of 12 layers adds up the
 roundings of some 50 operations, each of 2^-24, 2^-11 or 2^-8.
 """
-TWO_FRAMEWORKS = 1e-4
-"""Least tolerance between two frameworks, whose products add up in another order."""
 
 Array = NDArray[np.float32]
 
@@ -85,13 +84,11 @@ class StepReader:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         """Open a record. Raises DataError and CheckpointError."""
-        self.folder = folder
-        first = _facts(folder, 0)
-        self.facts = first
+        self.facts = _facts(folder, 0)
         self._shapes: dict[str, list[int]] = {}
         self._stored = ShardedReader(folder)
-        for rank in range(int(first["ranks"])):
-            facts = first if rank == 0 else _facts(folder, rank)
+        for rank in range(int(self.facts["ranks"])):
+            facts = self.facts if rank == 0 else _facts(folder, rank)
             reader = stack.enter_context(open_safetensors(folder / f"rank_{rank:05d}.safetensors"))
             self._stored.add(reader, facts["pieces"])
             for name, spans in facts["pieces"].items():
@@ -110,24 +107,16 @@ class StepReader:
         return tuple(shape)
 
     def read(self, name: str) -> Array:
-        shape = self._shapes[name]
-        piece = TensorSlice(rows=(0, shape[0]), columns=(0, shape[1]) if len(shape) > 1 else None)
-        found = self.shape(name)
-        assert found is not None
-        return self._stored.read(name, piece).reshape(found)
+        rows, *columns = self._shapes[name]
+        piece = TensorSlice(rows=(0, rows), columns=(0, columns[0]) if columns else None)
+        return self._stored.read(name, piece).reshape(self.shape(name) or ())
 
 
 def _facts(folder: Path, rank: int) -> dict[str, Any]:
     path = folder / f"rank_{rank:05d}.json"
     if not path.is_file():
         raise DataError(f"{path}: rank {rank} has not recorded the step; its log says why")
-    with open_input(path, DataError) as file:
-        content = file.read()
-    try:
-        found: dict[str, Any] = parse_json(content)
-        return found
-    except MalformedError as error:
-        raise DataError(f"{path}: is not a record of a step ({error}); record it again") from None
+    return read_json_mapping(path, error=DataError)
 
 
 def compare_records(one: Path, other: Path, tolerance: float | None) -> LayerComparison:
@@ -136,38 +125,31 @@ def compare_records(one: Path, other: Path, tolerance: float | None) -> LayerCom
     Raises DataError and CheckpointError.
     """
     with ExitStack() as stack:
-        first, second = StepReader(one, stack), StepReader(other, stack)
+        readers = StepReader(one, stack), StepReader(other, stack)
+        facts = [reader.facts for reader in readers]
         if tolerance is None:
-            tolerance = default_tolerance(first.facts, second.facts)
+            tolerance = max(TOLERANCES[each["compute"]] for each in facts)
+            if facts[0]["backend"] != facts[1]["backend"]:
+                tolerance = max(tolerance, OTHER_KERNELS)
         rows, left_out = [], []
-        for section, name in order(max(first.facts["layers"], second.facts["layers"])):
-            if section == FORWARD and name == LOSS:
-                rows.append(_loss_row(first.facts["loss"], second.facts["loss"], tolerance))
-                continue
+        for section, name in order(max(each["layers"] for each in facts)):
             key = f"{section}/{name}" if name else section
-            shapes = first.shape(key), second.shape(key)
-            if shapes[0] is None or shapes[0] != shapes[1]:
-                if shapes != (None, None):
-                    left_out.append(f"{key}: {_shown(shapes[0])} and {_shown(shapes[1])}")
+            shapes = [reader.shape(key) for reader in readers]
+            if name != LOSS and (shapes[0] is None or shapes[0] != shapes[1]):
+                if shapes != [None, None]:
+                    found = ["not recorded" if shape is None else str(list(shape)) for shape in shapes]
+                    left_out.append(f"{key}: {found[0]} and {found[1]}")
                 continue
-            rows.append(_row(section, name, first, second, tolerance))
-        same = first.facts["samples"] == second.facts["samples"]
-        readers = zip(
-            first.facts["samples"], first.facts["ranks_of_samples"], second.facts["ranks_of_samples"], strict=False
-        )
+            rows.append(_row(section, name, *readers, tolerance))
+        samples = facts[0]["samples"]
+        ranks = zip(*(each["ranks_of_samples"] for each in facts), strict=False)
         return LayerComparison(
-            step=first.facts["step"],
+            step=facts[0]["step"],
             tolerance=tolerance,
             rows=tuple(rows),
             left_out=tuple(left_out),
-            ranks={sample: (a, b) for sample, a, b in readers} if same else {},
+            ranks=dict(zip(samples, ranks, strict=False)) if samples == facts[1]["samples"] else {},
         )
-
-
-def default_tolerance(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Return the tolerance for the types in which two runs compute, and their frameworks."""
-    tolerance = max(TOLERANCES[facts["compute"]] for facts in (one, other))
-    return tolerance if one["backend"] == other["backend"] else max(tolerance, TWO_FRAMEWORKS)
 
 
 def order(layers: int) -> Iterator[tuple[str, str]]:
@@ -200,13 +182,16 @@ def parameters_of(activation: str) -> list[str]:
 
 
 def _row(section: str, name: str, one: StepReader, other: StepReader, tolerance: float) -> Row:
+    if name == LOSS:
+        values, found = (np.array([reader.facts["loss"]], np.float64) for reader in (one, other))
+        largest, relative, place = difference(values, found, tolerance)
+        return Row(section=section, name=name, largest=largest, relative=relative, place=place)
     key = f"{section}/{name}" if name else section
-    values, found = one.read(key), other.read(key)
     scale = 0.0
     if section in (WEIGHTS, GRADIENTS) and name.endswith(("q_proj.bias", "k_proj.bias")):
         weight = f"{section}/{name.removesuffix('bias')}weight"
         scale = max(_terms(one.read(weight)), _terms(other.read(weight)))
-    largest, relative, place = difference(values, found, tolerance, scale)
+    largest, relative, place = difference(one.read(key), other.read(key), tolerance, scale)
     sample = None
     if place is not None and section in (TOKENS, FORWARD, BACKWARD):
         sample = one.facts["samples"][place[0]]
@@ -223,7 +208,7 @@ def _terms(weight: Array) -> float:
 
 
 def difference(
-    one: Array, other: Array, tolerance: float, scale: float = 0.0
+    one: NDArray[Any], other: NDArray[Any], tolerance: float, scale: float = 0.0
 ) -> tuple[float, float, tuple[int, ...] | None]:
     """Return the largest absolute difference, the relative one, and the first place beyond the tolerance.
 
@@ -242,16 +227,6 @@ def difference(
         return largest, relative, None
     beyond = np.argwhere(apart > tolerance * size / math.sqrt(apart.size))[0]
     return largest, relative, tuple(int(index) for index in beyond)
-
-
-def _loss_row(one: float, other: float, tolerance: float) -> Row:
-    values = np.array([one], np.float64), np.array([other], np.float64)
-    largest, relative, place = difference(*values, tolerance)  # type: ignore[arg-type]
-    return Row(section=FORWARD, name=LOSS, largest=largest, relative=relative, place=place)
-
-
-def _shown(shape: tuple[int, ...] | None) -> str:
-    return "not recorded" if shape is None else str(list(shape))
 
 
 TABLE = "layers.tsv"

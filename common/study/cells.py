@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +21,7 @@ from common.parallel.run import Run
 from common.paths import ROOT
 from common.resolve.derive import resolve_config, written_ranks
 from common.run_config import read_config
-from common.study.loading import SPECIAL, Condition, Definition, base_of, label, labels_of
+from common.study.loading import SPECIAL, Condition, Definition, base_of, label
 from common.study.measure import TRACED_STEPS, trace_settings
 from common.study.results import Cell
 from common.systems.config import ConfigFile
@@ -55,11 +55,8 @@ class PlannedCell:
     """A cell and what the resolver says of it. config: None where it is refused."""
 
     cell: Cell
-    base: Path
-    words: tuple[str, ...]
-    """The settings as ``section.key=value``, without the run's folder."""
+    written: RunConfig
     config: Run | None = None
-    written: RunConfig | None = None
     refusal: str = ""
 
 
@@ -69,15 +66,15 @@ def expand(definition: Definition, config: Path) -> list[PlannedCell]:
     A layout that the resolver refuses is a cell with its reason. Raises ConfigError where no cell
     is left, where two have the same name, and for a value that its key cannot have.
     """
-    axes = {axis: labels_of(values) for axis, values in definition.axes.items()}
+    axes = {axis: [*map(label, values)] for axis, values in definition.axes.items()}
     total = math.prod(map(len, axes.values()))
     if total > 100 * MAX_CELLS:
         raise ConfigError(
             f"{config}: the axes have {total:,} combinations, more than {100 * MAX_CELLS:,}; take fewer values"
         )
-    points = [
-        point for values in product(*axes.values()) if _stays(point := dict(zip(axes, values, strict=True)), definition)
-    ]
+    points = [dict(zip(axes, labels, strict=True)) for labels in product(*axes.values())]
+    points = [each for each in points if not definition.only or any(holds(one, each) for one in definition.only)]
+    points = [each for each in points if not any(holds(one, each) for one in definition.leave_out)]
     if not points:
         raise ConfigError(
             f"{config}: no cell is left: only and except remove all {total:,} combinations of the"
@@ -88,26 +85,23 @@ def expand(definition: Definition, config: Path) -> list[PlannedCell]:
             f"{config}: {len(points):,} cells are left, more than {MAX_CELLS}; add filters, or take fewer values"
         )
     names = _names(points, axes, definition, config)
-    baselines = _baselines(points, names, definition)
+    chosen = [pair for pair in zip(points, names, strict=True) if holds(definition.baseline, pair[0])]
     groups = _groups(points, definition)
     read = cache(read_config)
-    return [
-        _plan(definition, config, read, point, name, group, baseline)
-        for point, name, group, baseline in zip(points, names, groups, baselines, strict=True)
-    ]
+    found = []
+    for point, name, group in zip(points, names, groups, strict=True):
+        # the cell with the baseline's labels that shares most others
+        near = max(chosen, key=lambda pair: len(point.items() & pair[0].items()), default=(None, None))
+        baseline = near[1] if definition.baseline else None
+        found.append(_plan(definition, config, read, point, name, group, baseline))
+    return found
 
 
 def holds(condition: Condition, point: Mapping[str, str]) -> bool:
     """Whether a point has one of the wanted labels on every axis that the condition names."""
     return all(
-        point[axis] in [label(value) for value in (wanted if isinstance(wanted, list) else [wanted])]
+        point[axis] in map(label, wanted if isinstance(wanted, list) else [wanted])
         for axis, wanted in condition.items()
-    )
-
-
-def _stays(point: Mapping[str, str], definition: Definition) -> bool:
-    return (not definition.only or any(holds(each, point) for each in definition.only)) and not any(
-        holds(each, point) for each in definition.leave_out
     )
 
 
@@ -129,7 +123,7 @@ def _names(
             and name not in ("none", "null", "true", "false", "auto")
             and every.count(name) == 1
         )
-        text = name if stands_alone else f"{short}{'' if name[0].isdigit() else '_'}{name}"
+        text = name if stands_alone else f"{short}{'' if name[:1].isdigit() else '_'}{name}"
         return re.sub(r"[^A-Za-z0-9._+]+", "_", text)
 
     found = ["-".join(part(*pair) for pair in point.items()) or "run" for point in points]
@@ -139,18 +133,6 @@ def _names(
         if len(name) > _MAX_ID_LENGTH or name.strip(".") == "":
             raise ConfigError(f"{config}: the cell {name[:60]}... cannot be the name of a folder; give shorter labels")
     return found
-
-
-def _baselines(points: Sequence[Mapping[str, str]], names: Sequence[str], definition: Definition) -> list[str | None]:
-    """Return for each point the cell with the baseline's labels that shares most others with it."""
-    chosen = [(point, name) for point, name in zip(points, names, strict=True) if holds(definition.baseline, point)]
-    if not definition.baseline or not chosen:
-        return [None] * len(points)
-
-    def shared(point: Mapping[str, str], other: Mapping[str, str]) -> int:
-        return len(point.items() & other.items())
-
-    return [max(chosen, key=lambda pair: shared(point, pair[0]))[1] for point in points]
 
 
 def _groups(points: Sequence[Mapping[str, str]], definition: Definition) -> list[str | None]:
@@ -169,24 +151,20 @@ def _groups(points: Sequence[Mapping[str, str]], definition: Definition) -> list
 # ---- settings ----
 
 
-def settings_of(definition: Definition, point: Mapping[str, str]) -> dict[str, Any]:
+def _settings(definition: Definition, point: Mapping[str, str]) -> dict[str, Any]:
     """Return the dotted keys of a point, the special axes included; later axes win."""
-    found: dict[str, Any] = dict(_QUIET)
-    _put(found, flatten(definition.settings))
+    pairs = [*_QUIET.items(), *flatten(definition.settings)]
     for axis, name in point.items():
         values = definition.axes[axis]
         if isinstance(values, dict):
-            _put(found, flatten(values[name]))
+            pairs += flatten(values[name])
         else:
-            value = next(value for value in values if label(value) == name)
-            _put(found, [(axis, value)])
-    return found
-
-
-def _put(found: dict[str, Any], pairs: Iterable[tuple[str, Any]]) -> None:
+            pairs.append((axis, next(value for value in values if label(value) == name)))
+    found: dict[str, Any] = {}
     for key, value in pairs:
         found.pop(key, None)  # the later one goes behind what it refines
         found[key] = value
+    return found
 
 
 def as_word(key: str, value: Any) -> str:
@@ -197,17 +175,9 @@ def as_word(key: str, value: Any) -> str:
     return f"{key}={json.dumps(value)}"
 
 
-def _words(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(as_word(key, value) for key, value in settings.items())
-
-
-def _open(read: Read, base: Path, settings: Mapping[str, Any], name: str, study: Path) -> RunConfig:
-    try:
-        return read(base).open((*_words(settings), f"output_dir={name}")).config
-    except ConfigError as error:
-        # the settings of a cell stand in the study, although a run takes them as words
-        lines = (line.removeprefix("command line: ") for line in str(error).splitlines())
-        raise ConfigError("\n".join(f"{study}: cell {name}: {line}" for line in lines)) from None
+def words_of(settings: Mapping[str, Any]) -> list[str]:
+    """Return the settings as ``section.key=value``."""
+    return [as_word(key, value) for key, value in settings.items()]
 
 
 def _plan(
@@ -219,17 +189,25 @@ def _plan(
     group: str | None,
     baseline: str | None,
 ) -> PlannedCell:
-    settings = settings_of(definition, point)
+    settings = _settings(definition, point)
     special = {key: settings.pop(key) for key in SPECIAL if key in settings}
     steps = definition.warmup_steps + definition.measured_steps
     settings["train.max_steps"] = steps
     base = base_of(special.get("base") or definition.base, study)
-    written = _open(read, base, settings, name, study)
+
+    def opened() -> RunConfig:
+        try:
+            return read(base).open((*words_of(settings), f"output_dir={name}")).config
+        except ConfigError as error:
+            # the settings of a cell stand in the study, although a run takes them as words
+            lines = (line.removeprefix("command line: ") for line in str(error).splitlines())
+            raise ConfigError("\n".join(f"{study}: cell {name}: {line}" for line in lines)) from None
+
+    written = opened()
     if definition.trace and not any(key.startswith("profile.") for key in settings):
         settings |= trace_settings(written.backend, steps + 1)
         settings["train.max_steps"] = steps + TRACED_STEPS
-        written = _open(read, base, settings, name, study)
-    words = _words(settings)
+        written = opened()
     ranks, hosts = special.get("ranks") or written_ranks(written), special.get("hosts") or 1
     cell = Cell(
         id=name,
@@ -246,10 +224,9 @@ def _plan(
     )
     if ranks % hosts:
         reason = f"{ranks} ranks do not divide over {hosts} hosts; change ranks or hosts"
-        return PlannedCell(cell=cell, base=base, words=words, refusal=reason)
+        return PlannedCell(cell=cell, written=written, refusal=reason)
     try:
-        hardware = Hardware(kind=written.device)
-        config = resolve_config(written, world_size=ranks, hardware=hardware)
+        config = resolve_config(written, world_size=ranks, hardware=Hardware(kind=written.device))
     except ConfigError as error:
-        return PlannedCell(cell=cell, base=base, words=words, refusal=" ".join(str(error).split()))
-    return PlannedCell(cell=cell, base=base, words=words, config=config, written=written)
+        return PlannedCell(cell=cell, written=written, refusal=" ".join(str(error).split()))
+    return PlannedCell(cell=cell, written=written, config=config)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 
 from common.cluster.rank_environment import rank_command
@@ -24,7 +23,7 @@ from common.launcher.request import NO_TABLE
 from common.paths import ROOT
 from common.processes.addresses import LOOPBACK, free_port
 from common.processes.process_tree import Descendants, cores_of_ranks, in_words
-from common.study.cells import PlannedCell
+from common.study.cells import PlannedCell, words_of
 from common.study.results import State
 
 PEER_FOLDER = ROOT / "benchmarks" / "peers"
@@ -57,11 +56,6 @@ class Launch:
         return words
 
 
-def find_slurm(environ: Mapping[str, str]) -> bool:
-    """Whether this is the script of a Slurm job, or a shell in one, but no task of a step."""
-    return "SLURM_JOB_ID" in environ and "SLURM_STEP_NODELIST" not in environ
-
-
 def reason_not_started(planned: PlannedCell, where: Where) -> str:
     """Return why a cell cannot be started there, one line; empty where it can."""
     if planned.config is None:
@@ -76,7 +70,8 @@ def reason_not_started(planned: PlannedCell, where: Where) -> str:
 
 def launches(planned: PlannedCell, folder: Path, where: Where) -> list[Launch]:
     """Return the processes that make one run of a cell, in ``folder``."""
-    cell, base, words = planned.cell, planned.base, (*planned.words, f"output_dir={folder}")
+    cell = planned.cell
+    base, words = ROOT / cell.base, (*words_of(cell.settings), f"output_dir={folder}")
     program = PEER_FOLDER / f"{cell.peer}.py" if cell.peer else None
     each = cell.ranks // cell.hosts
     rank = rank_command(base, "train", words, program=program)
@@ -91,12 +86,9 @@ def launches(planned: PlannedCell, folder: Path, where: Where) -> list[Launch]:
         return [Launch(command=("srun", "--kill-on-bad-exit=1", *shape, *rank))]
     start: tuple[str, ...] = (sys.executable, str(TOOL), "distribute", "--quiet")
     start += ("--program", str(program)) if program else ()
-    if where.hosts:
-        names = where.hosts[: cell.hosts]
-        over_ssh = (*start, "--ssh", "--hosts", ",".join(names))
-        return [Launch(command=(*over_ssh, *_positional(base, range(each), words)))]
-    if cell.hosts == 1:
-        return [Launch(command=(*start, *_positional(base, range(each), words)))]
+    if where.hosts or cell.hosts == 1:
+        over_ssh = ("--ssh", "--hosts", ",".join(where.hosts[: cell.hosts])) if where.hosts else ()
+        return [Launch(command=(*start, *over_ssh, *_positional(base, range(each), words)))]
     meet = ("--master", f"{LOOPBACK}:{free_port()}", "--nnodes", str(cell.hosts), "--node_rank")
     return [
         Launch(
@@ -128,28 +120,31 @@ _END_SECONDS = 10.0
 """Seconds in which the processes of a run end: after the second SIGTERM, and after SIGKILL."""
 _OTHERS_SECONDS = 30.0
 """Seconds that other hosts' launchers may run after one has failed."""
+_TAIL_BYTES = 2**16
+"""Bytes at the end of each log in which messages are looked for."""
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 _MEMORY = re.compile(r"out of memory|OutOfMemoryError|std::bad_alloc|Cannot allocate memory")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """End of a run's processes. killed_for_memory: the kernel ended some for lack of it."""
+    """End of a run's processes. reason: one line, empty where they finished."""
 
+    state: State
+    reason: str
     code: int
     seconds: float
-    timed_out: bool = False
-    killed_for_memory: bool = False
 
 
-def run_launches(started: Sequence[Launch], log: Path, limit: float) -> Outcome:
+def run_launches(started: Sequence[Launch], folder: Path, limit: float) -> Outcome:
     """Start the processes of a run, wait for them at most ``limit`` seconds, and leave none.
 
-    Their output goes to ``log``. If this process dies for any reason, they are ended.
+    Their output goes to LAUNCHER_LOG in ``folder``, the folder of the run. If this process dies for
+    any reason, they are ended.
     """
-    began, kills = time.monotonic(), _kills_for_memory()
-    with log.open("wb") as output, Descendants(_END_SECONDS) as descendants:
-        children: list[subprocess.Popen[bytes]] = []
+    began, kills, code, late = time.monotonic(), _kills_for_memory(), 0, False
+    children: list[subprocess.Popen[bytes]] = []
+    with (folder / LAUNCHER_LOG).open("wb") as output, Descendants(_END_SECONDS) as descendants:
         try:
             for launch in started:
                 environment = {**os.environ, **launch.environment}
@@ -160,17 +155,16 @@ def run_launches(started: Sequence[Launch], log: Path, limit: float) -> Outcome:
                 _stop(children)
         except OSError as error:
             output.write(f"error: {started[0].command[0]}: {error.strerror or error}\n".encode())
-            return Outcome(code=2, seconds=time.monotonic() - began)
+            code = 2
         except BaseException:  # Ctrl-C, or SIGTERM
             _stop(children)
             raise
     codes = [child.returncode if child.returncode is not None else 1 for child in children]
-    return Outcome(
-        code=next((code for code in codes if code), 0),
-        seconds=time.monotonic() - began,
-        timed_out=late,
-        killed_for_memory=_kills_for_memory() > kills,
-    )
+    code = code or next(filter(None, codes), 0)
+    state, reason = judge(code, folder, killed_for_memory=_kills_for_memory() > kills)
+    if late:
+        state, reason = State.TIMED_OUT, f"did not end within {round(limit, 1):g} s (time_limit)"
+    return Outcome(state=state, reason=reason, code=code, seconds=time.monotonic() - began)
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
@@ -211,37 +205,29 @@ def _kills_for_memory() -> int:
     return found
 
 
-def judge(outcome: Outcome, folder: Path, limit: float) -> tuple[State, str]:
-    """Return the state of a run that has ended, and the reason in one line."""
-    if outcome.timed_out:
-        return State.TIMED_OUT, f"did not end within {limit:g} s (time_limit)"
-    if outcome.code == 0:
+def judge(code: int, folder: Path, *, killed_for_memory: bool = False) -> tuple[State, str]:
+    """Return the state of a run that ended with this exit code, and the reason in one line.
+
+    killed_for_memory: the kernel has ended some process meanwhile for lack of memory.
+    """
+    if code == 0:
         return State.FINISHED, ""
     said = list(_errors(folder))
     # of any kill the launcher says that memory may have been short
     certain = [line for line in said if "killed by signal" not in line]
-    memory = next((line for line in certain if _MEMORY.search(line)), "")
-    if memory:
+    if memory := next(filter(_MEMORY.search, certain), ""):
         return State.OUT_OF_MEMORY, memory
-    if outcome.killed_for_memory and outcome.code in _KILLED:
+    if killed_for_memory and code in _KILLED:
         return State.OUT_OF_MEMORY, "the kernel ended a process for lack of memory (SIGKILL)"
-    reason = said[-1] if said else f"the launcher {in_words(outcome.code)}; see {LAUNCHER_LOG}"
-    return (State.REFUSED if outcome.code == 2 else State.FAILED), reason
+    reason = said[-1] if said else f"the launcher {in_words(code)}; see {LAUNCHER_LOG}"
+    return (State.REFUSED if code == 2 else State.FAILED), reason
 
 
 def _errors(folder: Path) -> Iterator[str]:
     """Yield the messages of the launcher and of the ranks, the more telling ones last."""
-    launcher = _tail(folder / LAUNCHER_LOG)
-    ranks = chain.from_iterable(_tail(path) for path in sorted(folder.glob("mf_parallel*/mindformer.log")))
-    for line in chain(launcher, ranks):
-        if found := re.search(r"(?:^|\s)error: (.+)|^([\w.]*(?:Error|Exception)\b.*)", line):
-            yield (found[1] or found[2]).strip()[:500]
-
-
-def _tail(path: Path, size: int = 1 << 16) -> list[str]:
-    try:
+    for path in (folder / LAUNCHER_LOG, *sorted(folder.glob("mf_parallel*/mindformer.log"))):
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - size))
-            return file.read().decode("utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            for line in file.read().decode("utf-8", errors="replace").splitlines():
+                if found := re.search(r"(?:^|\s)error: (.+)|^([\w.]*(?:Error|Exception)\b.*)", line):
+                    yield (found[1] or found[2]).strip()[:500]

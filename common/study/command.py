@@ -10,8 +10,7 @@ import platform
 import shlex
 import shutil
 import socket
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +23,7 @@ from common.errors import ConfigError, DataError, StorageError
 from common.flags import flag
 from common.interrupts import exiting_at_sigterm
 from common.launcher.host_list import parse_hosts
-from common.log import LOG, progress_bar
+from common.log import LOG, progress_bar, show
 from common.paths import ROOT, require_package
 from common.planner.fitting import is_open, machine_memory, memory_limit, resolve_on
 from common.planner.plan import make_plan, table, time_of
@@ -32,10 +31,7 @@ from common.processes.process_tree import run_program
 from common.run_folder import owned_folder
 from common.study.cells import PlannedCell, expand
 from common.study.children import (
-    LAUNCHER_LOG,
     Where,
-    find_slurm,
-    judge,
     launches,
     reason_not_started,
     run_launches,
@@ -90,14 +86,15 @@ class StudyRequest:
     )
 
 
-def run_study(request: StudyRequest, show: Callable[[str], object]) -> int:
+def run_study(request: StudyRequest) -> int:
     """Plan, run or report a study. Returns the exit code: 0, or 1 where no cell has finished.
 
-    show: writes text to standard output. Raises ConfigError for bad input.
+    Raises ConfigError for bad input.
     """
     if request.ssh and request.hosts is None:
         raise ConfigError("--ssh needs --hosts: the names of the hosts")
-    folder = _folder(request)
+    name = request.config.stem + ("_small" if request.small else "")
+    folder = Path(os.path.abspath(request.output_dir or Path("output") / "study" / name))
     if request.accelerator is not None and not request.plan:
         raise ConfigError("--accelerator is for --plan; leave it out, or add --plan")
     if not (request.plan or (request.hosts and not request.ssh)):
@@ -108,12 +105,16 @@ def run_study(request: StudyRequest, show: Callable[[str], object]) -> int:
             return _end(study, folder)
     definition = load_definition(request.config, request.overrides, small=request.small, only=request.only)
     cells = expand(definition, request.config)
-    require_cells(request.redo, cells)
+    known = [each.cell.id for each in cells]
+    for name in request.redo:
+        if name not in known:
+            have = f"; the cells are {', '.join(known[:20])}"
+            raise ConfigError(f"--redo {name}: no such cell{did_you_mean(name, known) or have}")
     device = require_accelerator(request.accelerator) if request.accelerator else None
-    where = Where(
-        hosts=parse_hosts(request.hosts) if request.hosts else (),
-        slurm=request.hosts is None and find_slurm(os.environ),
-    )
+    # the script of a Slurm job, or a shell in one, but no task of a step
+    in_job = "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NODELIST" not in os.environ
+    hosts = parse_hosts(request.hosts) if request.hosts else ()
+    where = Where(hosts=hosts, slurm=request.hosts is None and in_job)
     if request.plan:
         show(describe_cells(definition, cells, device))
         return 0
@@ -144,21 +145,13 @@ def _end(study: Study, folder: Path) -> int:
     return 0 if State.FINISHED in states else 1
 
 
-def _folder(request: StudyRequest) -> Path:
-    name = request.config.stem + ("_small" if request.small else "")
-    return Path(os.path.abspath(request.output_dir or Path("output") / "study" / name))
-
-
 def _new_study(request: StudyRequest, definition: Definition, cells: list[PlannedCell]) -> Study:
     same = definition.same_losses
     return Study(
+        **definition.model_dump(include={"title", "warmup_steps", "measured_steps", "repeats"}),
         name=request.config.stem,
-        title=definition.title,
         small=request.small,
         definition=definition.model_dump(by_alias=True),
-        warmup_steps=definition.warmup_steps,
-        measured_steps=definition.measured_steps,
-        repeats=definition.repeats,
         tolerance=same.tolerance if same else 0.0,
         tolerance_reason=same.reason if same else "",
         machine=machine_here(),
@@ -218,23 +211,13 @@ def take_over(study: Study, before: Study, redo: Collection[str], folder: Path) 
     study.started = before.started
 
 
-def require_cells(names: Collection[str], cells: Sequence[PlannedCell]) -> None:
-    """Raise ConfigError for a name of --redo that is not the name of a cell."""
-    known = [each.cell.id for each in cells]
-    for name in names:
-        if name not in known:
-            meant = did_you_mean(name, known)
-            have = f"; the cells are {', '.join(known[:20])}"
-            raise ConfigError(f"--redo {name}: no such cell{meant or have}")
-
-
 def predict(planned: PlannedCell, device: Accelerator | None = None) -> Prediction:
     """Return the memory of each rank, and with ``device`` the time of a step on it."""
-    config, written = planned.config, planned.written
-    if config is None or written is None:
+    config = planned.config
+    if config is None:
         return Prediction(reason=planned.refusal)
-    if device is not None or is_open(written):
-        config = resolve_on(written, device, world_size=planned.cell.ranks)
+    if device is not None or is_open(planned.written):
+        config = resolve_on(planned.written, device, world_size=planned.cell.ranks)
     try:
         plan = make_plan(config)
     except ConfigError as error:
@@ -255,43 +238,38 @@ def describe_cells(definition: Definition, cells: Sequence[PlannedCell], device:
     width = max(len(planned.cell.id) for planned in cells)
     rows = [_row(planned, device, width) for planned in cells]
     runs = definition.repeats * sum(planned.config is not None for planned in cells)
-    refused = [planned for planned in cells if planned.config is None]
+    counts = [
+        f"{number} {noun}{'s' * (number != 1)}"
+        for number, noun in ((len(cells), "cell"), (definition.repeats, "repeat"), (runs, "run"))
+    ]
+    steps = f"{definition.warmup_steps} + {definition.measured_steps} steps"
     lines = [
         definition.title,
-        *table(("cell".ljust(width), *_HEAD), rows),
+        *table(("cell".ljust(width), "program", "ranks", "hosts", "dp x tp x pp", "GiB a rank", "s/step"), rows),
         "",
-        f"{_count(len(cells), 'cell')}, {_count(definition.repeats, 'repeat')}:"
-        f" {_count(runs, 'run')} of"
-        f" {definition.warmup_steps} + {definition.measured_steps} steps, each within {definition.time_limit:g} s",
+        f"{counts[0]}, {counts[1]}: {counts[2]} of {steps}, each within {definition.time_limit:g} s",
     ]
     if device is None:
         lines.append("(GiB: the planner's, on the fullest rank; s/step needs --accelerator NAME)")
-    lines += [f"refused: {planned.cell.id}: {planned.refusal}" for planned in refused]
+    lines += [f"refused: {planned.cell.id}: {planned.refusal}" for planned in cells if planned.config is None]
     return "\n".join(lines) + "\n"
 
 
-_HEAD = ("program", "ranks", "hosts", "dp x tp x pp", "GiB a rank", "s/step")
-
-
 def _row(planned: PlannedCell, device: Accelerator | None, width: int) -> tuple[str, ...]:
-    cell, config, expected = planned.cell, planned.config, predict(planned, device)
+    cell, config = planned.cell, planned.config
     program = cell.peer or (cell.engine if cell.engine != "native" else cell.backend)
     start = (cell.id.ljust(width), program, str(cell.ranks), str(cell.hosts))
     if config is None:
         return (*start, "refused", "-", "-")
-    layout = config.parallel
-    sizes = (layout.data_parallel, layout.model_parallel, layout.pipeline_stage)
+    layout, expected = config.parallel, predict(planned, device)
     peak, time = max(expected.peak, default=0), "-"
     limit = None if device is None else memory_limit(config, device)
     if limit is not None and peak >= limit:
         time = "does not fit"
     elif expected.step_seconds is not None:
         time = f"{expected.step_seconds:.3g}"
-    return (*start, "x".join(map(str, sizes)), f"{peak / GIB:.3f}" if peak else "-", time)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    sizes = f"{layout.data_parallel}x{layout.model_parallel}x{layout.pipeline_stage}"
+    return (*start, sizes, f"{peak / GIB:.3f}" if peak else "-", time)
 
 
 CELLS = "cells"
@@ -306,11 +284,9 @@ def run_cells(study: Study, planned: Sequence[PlannedCell], folder: Path, where:
     """
     limit = float(study.definition["time_limit"])
     plans = {each.cell.id: each for each in planned}
-    with ExitStack() as stack:
-        stack.enter_context(exiting_at_sigterm())
-        left = list(missing(study))
-        done = sum(len(found.repeats) for found in study.cells)
-        bar = stack.enter_context(progress_bar(total=done + len(left), initial=done, unit="run", description="study"))
+    left, done = list(missing(study)), sum(len(found.repeats) for found in study.cells)
+    bar = progress_bar(total=done + len(left), initial=done, unit="run", description="study")
+    with exiting_at_sigterm(), bar:
         for number, (found, index) in enumerate(left):
             name = found.cell.id
             if _is_over(found):
@@ -356,9 +332,9 @@ def now() -> str:
 def _run_once(study: Study, planned: PlannedCell, index: int, folder: Path, where: Where, limit: float) -> Repeat:
     own = Path(CELLS) / planned.cell.id / f"repeat_{index}"
     place = folder / own
-    typed = shell_command(
-        launches(planned, folder / "by_hand" / planned.cell.id, where) if planned.config is not None else []
-    )
+    typed = []
+    if planned.config is not None:
+        typed = shell_command(launches(planned, folder / "by_hand" / planned.cell.id, where))
     refusal = reason_not_started(planned, where)
     repeat = Repeat(index=index, state=State.REFUSED, reason=refusal, command=typed, folder=str(own), seconds=0.0)
     if refusal:
@@ -369,9 +345,8 @@ def _run_once(study: Study, planned: PlannedCell, index: int, folder: Path, wher
         place.mkdir(parents=True)
     except OSError as error:
         raise StorageError(f"{place}: cannot be made: {error.strerror or error}") from None
-    outcome = run_launches(launches(planned, place, where), place / LAUNCHER_LOG, limit)
-    repeat.seconds = outcome.seconds
-    repeat.state, repeat.reason = judge(outcome, place, limit)
+    outcome = run_launches(launches(planned, place, where), place, limit)
+    repeat.seconds, repeat.state, repeat.reason = outcome.seconds, outcome.state, outcome.reason
     if repeat.state is State.FINISHED:
         try:
             repeat.measured = measure(planned.cell, place, warmup_steps=study.warmup_steps)

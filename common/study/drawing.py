@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.accelerators import GIB
 from common.files import atomic_write
@@ -31,80 +31,82 @@ _FLOOR = 1e-9
 """Relative differences below it are drawn as none."""
 
 
-class Sheet(NamedTuple):
-    """What is drawn of a study, and pyplot to draw it with."""
-
-    cells: Sequence[Summary]
-    verdict: Verdict
-    pyplot: Any
-
-    def rows(self, cells: Sequence[Summary]) -> tuple[Any, Any]:
-        """Return a figure and axes with a row for each cell."""
-        figure, axes = self.pyplot.subplots(figsize=(9.0, 1.1 + 0.27 * max(2, len(cells))), layout="constrained")
-        axes.set_yticks(range(len(cells)), [_label(cell.id) for cell in cells], fontsize="small")
-        axes.set_ylim(len(cells) - 0.4, -0.6)
-        axes.grid(axis="x", alpha=0.25)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        return figure, axes
-
-    def bars(self, cells: Sequence[Summary], values: Sequence[float]) -> tuple[Any, Any]:
-        figure, axes = self.rows(cells)
-        axes.barh(range(len(values)), values, height=0.62, color=_BLUE, edgecolor="white", linewidth=0)
-        return figure, axes
+def _label(name: str) -> str:
+    """Return a name that fits beside a picture: a long one loses its middle."""
+    if len(name) <= _MAX_LABEL:
+        return name
+    half = (_MAX_LABEL - 2) // 2
+    return f"{name[:half]}..{name[-half:]}"
 
 
-def draw_throughput(sheet: Sheet) -> Any:
-    cells = [cell for cell in sheet.cells if cell.tokens_per_second][:_MAX_BARS]
+def _rows(cells: Sequence[Summary]) -> tuple[Any, Any]:
+    """Return a figure and axes with a row for each cell."""
+    figure, axes = open_pyplot().subplots(figsize=(9.0, 1.1 + 0.27 * max(2, len(cells))), layout="constrained")
+    axes.set_yticks(range(len(cells)), [_label(cell.id) for cell in cells], fontsize="small")
+    axes.set_ylim(len(cells) - 0.4, -0.6)
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _bars(
+    cells: Sequence[Summary], values: Sequence[float], strokes: Sequence[Sequence[float]] = ()
+) -> tuple[Any, Any]:
+    """Return a figure and axes with a bar for each cell. strokes: values to mark on each, where there are several."""
+    figure, axes = _rows(cells)
+    axes.barh(range(len(values)), values, height=0.62, color=_BLUE, edgecolor="white", linewidth=0)
+    for row, marks in enumerate(strokes):
+        if len(marks) > 1:
+            axes.plot(marks, [row] * len(marks), "|", color=_DARK, markersize=8, zorder=4)
+    return figure, axes
+
+
+def draw_throughput(cells: Sequence[Summary], verdict: Verdict) -> Any:
+    cells = [cell for cell in cells if cell.tokens_per_second][:_MAX_BARS]
     if not cells:
         return None
-    figure, axes = sheet.bars(cells, [cell.tokens_per_second or 0 for cell in cells])
-    for row, cell in enumerate(cells):
-        if len(cell.speeds) > 1:
-            axes.plot([cell.lowest, cell.highest], [row, row], color=_DARK, linewidth=1.4, zorder=3)
-        _strokes(axes, row, list(cell.speeds.values()))
+    speeds = [list(cell.speeds.values()) for cell in cells]
+    figure, axes = _bars(cells, [cell.tokens_per_second or 0 for cell in cells], speeds)
+    for row, values in enumerate(speeds):
+        if len(values) > 1:
+            axes.plot([min(values), max(values)], [row, row], color=_DARK, linewidth=1.4, zorder=3)
     axes.set(xlabel="tokens per second", xlim=(0, None))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     return figure
 
 
-def draw_efficiency(sheet: Sheet) -> Any:
-    cells = [cell for cell in sheet.cells if cell.speed_up is not None][:_MAX_BARS]
-    if len(cells) < 2:
+def draw_efficiency(cells: Sequence[Summary], verdict: Verdict) -> Any:
+    found = [(cell, cell.speed_up, cell.efficiency) for cell in cells if cell.speed_up and cell.efficiency][:_MAX_BARS]
+    if len(found) < 2:
         return None
-    by_id = {cell.id: cell for cell in sheet.cells}
-    figure, axes = sheet.bars(cells, [cell.efficiency or 0 for cell in cells])
-    for row, cell in enumerate(cells):
-        ranks = cell.result.cell.ranks
-        ratio = ranks / by_id[cell.result.cell.baseline or ""].result.cell.ranks
-        more = f", {ratio:g} times the ranks" if ratio != 1 else ""
-        end = cell.efficiency or 0
+    efficiencies = [efficiency for *_, efficiency in found]
+    figure, axes = _bars([cell for cell, *_ in found], efficiencies)
+    for row, (_, speed_up, efficiency) in enumerate(found):
+        ranks = speed_up / efficiency
+        more = f", {ranks:g} times the ranks" if ranks != 1 else ""
         axes.annotate(
-            f"{cell.speed_up:.2f} times as fast{more}", (end if end < 0.5 else max(1, end), row),
+            f"{speed_up:.2f} times as fast{more}", (efficiency if efficiency < 0.5 else max(1, efficiency), row),
             xytext=(4, 0), textcoords="offset points", va="center", fontsize="x-small",
         )  # fmt: skip
     axes.axvline(1, color=_RED, linestyle="--", linewidth=1.2, label="ideal")
-    axes.set(
-        xlabel="efficiency: speed-up by ratio of ranks",
-        xlim=(0, 1.45 * max(1, *(cell.efficiency or 0 for cell in cells))),
-    )
+    axes.set(xlabel="efficiency: speed-up by ratio of ranks", xlim=(0, 1.45 * max(1, *efficiencies)))
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     figure.legend(loc="outside lower right", frameon=False, fontsize="small")
     return figure
 
 
-def draw_memory(sheet: Sheet) -> Any:
-    cells = [cell for cell in sheet.cells if any(cell.peak_memory)][:_MAX_BARS]
+def draw_memory(cells: Sequence[Summary], verdict: Verdict) -> Any:
+    cells = [cell for cell in cells if any(cell.peak_memory)][:_MAX_BARS]
     if not cells:
         return None
     peaks = [max(cell.peak_memory) for cell in cells]
     unit, name = (GIB, "GiB") if max(peaks) >= GIB else (MIB, "MiB")
-    figure, axes = sheet.bars(cells, [peak / unit for peak in peaks])
-    for row, cell in enumerate(cells):
-        _strokes(axes, row, [value / unit for value in cell.peak_memory])
+    strokes = [[value / unit for value in cell.peak_memory] for cell in cells]
+    figure, axes = _bars(cells, [peak / unit for peak in peaks], strokes)
     rows = {cell.id: row for row, cell in enumerate(cells)}
     planned, counted = defaultdict[int, float](float), defaultdict[int, float](float)  # by row
-    for check in sheet.verdict.memory:
+    for check in verdict.memory:
         if check.kind != "resident" and check.cell in rows:
             planned[rows[check.cell]] += check.predicted / unit
             counted[rows[check.cell]] += check.measured / unit if check.kind != "peak" else 0
@@ -125,12 +127,12 @@ def draw_memory(sheet: Sheet) -> Any:
     return figure
 
 
-def draw_split(sheet: Sheet) -> Any:
-    cells = [cell for cell in sheet.cells if any(cell.split.values())][:_MAX_BARS]
+def draw_split(cells: Sequence[Summary], verdict: Verdict) -> Any:
+    cells = [cell for cell in cells if any(cell.split.values())][:_MAX_BARS]
     parts = parts_of(cells)
     if len(parts) < 2:
         return None
-    figure, axes = sheet.rows(cells)
+    figure, axes = _rows(cells)
     unit, name = (1, "s") if max(sum(cell.split.values()) for cell in cells) >= 1 else (1e-3, "ms")
     starts = [0.0] * len(cells)
     for number, part in enumerate(parts):
@@ -145,16 +147,17 @@ def draw_split(sheet: Sheet) -> Any:
     return figure
 
 
-def draw_loss(sheet: Sheet) -> Any:
+def draw_loss(cells: Sequence[Summary], verdict: Verdict) -> Any:
     """Draw the losses of each cell over steps, earlier ones wider, so that equal ones all show."""
-    different = sheet.verdict.different
-    rows = [(cell, cell.first.loss) for cell in sheet.cells if cell.first and cell.first.loss]
+    different = verdict.different
+    rows = [(cell, cell.first.loss) for cell in cells if cell.first and cell.first.loss]
     rows.sort(key=lambda row: row[0].id in different)  # on top of the others
     rows = rows[:_MAX_CURVES]
     if not rows:
         return None
-    figure, axes = sheet.pyplot.subplots(figsize=(9.0, max(4.0, 0.6 + 0.19 * len(rows))), layout="constrained")
-    colors = sheet.pyplot.get_cmap("turbo" if len(rows) > 10 else "tab10")
+    pyplot = open_pyplot()
+    figure, axes = pyplot.subplots(figsize=(9.0, max(4.0, 0.6 + 0.19 * len(rows))), layout="constrained")
+    colors = pyplot.get_cmap("turbo" if len(rows) > 10 else "tab10")
     for number, (cell, values) in enumerate(rows):
         color = colors(number / (len(rows) - 1) if len(rows) > 10 else number)
         back = len(rows) - 1 - number
@@ -176,15 +179,15 @@ def draw_loss(sheet: Sheet) -> Any:
     return figure
 
 
-def draw_difference(sheet: Sheet) -> Any:
-    by_id = {cell.id: cell for cell in sheet.cells}
+def draw_difference(cells: Sequence[Summary], verdict: Verdict) -> Any:
+    by_id = {cell.id: cell for cell in cells}
     rows: list[tuple[Summary, list[float]]] = []
     tolerances = set()
-    for group in sheet.verdict.groups:
+    for group in verdict.groups:
         reference = by_id[group.reference].first
         assert reference is not None
         others = {*group.same, *(each.cell for each in group.different)} - {group.reference}
-        for cell in sheet.cells:
+        for cell in cells:
             if cell.id in others and cell.first:
                 tolerances.add(group.tolerance)
                 pairs = zip(cell.first.loss, reference.loss, strict=False)
@@ -194,11 +197,11 @@ def draw_difference(sheet: Sheet) -> Any:
     from matplotlib.colors import LogNorm
 
     rows = rows[:_MAX_CURVES]
-    figure, axes = sheet.rows([cell for cell, _ in rows])
+    figure, axes = _rows([cell for cell, _ in rows])
     steps = max(len(values) for _, values in rows)
     grid = [[*values, *[math.nan] * (steps - len(values))] for _, values in rows]
     top = max([value for row in grid for value in row if math.isfinite(value)] + [*tolerances])
-    colors = sheet.pyplot.get_cmap("viridis_r").with_extremes(under="white", bad="white")
+    colors = open_pyplot().get_cmap("viridis_r").with_extremes(under="white", bad="white")
     image = axes.imshow(
         grid, aspect="auto", cmap=colors, norm=LogNorm(_FLOOR, max(top, 10 * _FLOOR)),
         interpolation="nearest", extent=(0.5, steps + 0.5, len(rows) - 0.5, -0.5),
@@ -230,50 +233,27 @@ PICTURES = {
 """A file's name -> the title in the picture and what draws it, in the order of a report."""
 
 
-def draw(study: Study, cells: Mapping[str, Summary], verdict: Verdict, folder: Path) -> list[str]:
+def draw(study: Study, cells: Mapping[str, Summary], verdict: Verdict, folder: Path) -> dict[str, bytes]:
     """Draw all pictures that the study has figures for into ``folder/plots``; older ones go.
 
-    Return their names. Raises StorageError.
+    Return them by name, as PNG files of few colours: a third of matplotlib's bytes. Raises StorageError.
     """
-    sheet = Sheet(list(cells.values()), verdict, open_pyplot())
-    drawn = []
+    from PIL import Image  # comes with matplotlib
+
+    drawn = {}
     for name, (title, plot) in PICTURES.items():
         path = folder / FOLDER / f"{name}.png"
-        figure = plot(sheet)
+        figure = plot(list(cells.values()), verdict)
         if figure is None:
             path.unlink(missing_ok=True)
             continue
         words = f"{title}: {study.title}" if study.title.isascii() else title
         figure.suptitle(words, fontsize="medium", wrap=True)
+        whole, reduced = io.BytesIO(), io.BytesIO()
+        figure.savefig(whole, dpi=_DPI, format="png")
+        open_pyplot().close(figure)
+        Image.open(whole).convert("RGB").quantize(_COLORS).save(reduced, "PNG", optimize=True)
+        drawn[name] = reduced.getvalue()
         with atomic_write(path) as file:
-            file.write(_png(figure))
-        sheet.pyplot.close(figure)
-        drawn.append(name)
+            file.write(drawn[name])
     return drawn
-
-
-def _png(figure: Any) -> bytes:
-    """Return the figure as a PNG of few colours, a third of matplotlib's bytes."""
-    from PIL import Image  # comes with matplotlib
-
-    whole, reduced = io.BytesIO(), io.BytesIO()
-    figure.savefig(whole, dpi=_DPI, format="png")
-    Image.open(whole).convert("RGB").quantize(_COLORS).save(reduced, "PNG", optimize=True)
-    return reduced.getvalue()
-
-
-# ---- parts of pictures ----
-
-
-def _strokes(axes: Any, row: int, values: Sequence[float]) -> None:
-    """Mark several values on the bar of a row."""
-    if len(values) > 1:
-        axes.plot(values, [row] * len(values), "|", color=_DARK, markersize=8, zorder=4)
-
-
-def _label(name: str) -> str:
-    """Return a name that fits beside a picture: a long one loses its middle."""
-    if len(name) <= _MAX_LABEL:
-        return name
-    half = (_MAX_LABEL - 2) // 2
-    return f"{name[:half]}..{name[-half:]}"

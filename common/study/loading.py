@@ -96,11 +96,6 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def labels_of(values: Sequence[Scalar] | Mapping[str, Any]) -> list[str]:
-    """Return the labels on an axis, in order."""
-    return [label(value) for value in values]
-
-
 def label(value: Scalar) -> str:
     """Return a value as YAML writes it."""
     if value is None:
@@ -160,37 +155,30 @@ def load_definition(
     # both are checked, so that a fault in one shows whichever is run
     checked = [_build(*_changed(tree, places, words), path) for tree, places in variants]
     chosen = checked[-1 if small else 0]
-    for word in words:
-        _require_effect(word.partition("=")[0], chosen)
+    for key in (word.partition("=")[0] for word in words):
+        for axis, values in chosen.axes.items():
+            set_by_labels = values.values() if isinstance(values, dict) else ()
+            if key == axis or any(key in dict(flatten(keys)) for keys in set_by_labels):
+                raise ConfigError(
+                    f"command line: {key}: the axis {axis} sets it; leave it out,"
+                    f" or choose cells with --only {axis}=LABEL"
+                )
     return _narrowed(chosen, only)
 
 
-def _require_effect(key: str, definition: Definition) -> None:
-    """Raise ConfigError for a word of the command line that an axis would overrule."""
-    for axis, values in definition.axes.items():
-        set_by_labels = values.values() if isinstance(values, dict) else ()
-        if key == axis or any(key in dict(flatten(keys)) for keys in set_by_labels):
-            raise ConfigError(
-                f"command line: {key}: the axis {axis} sets it; leave it out, or choose cells with --only {axis}=LABEL"
-            )
-
-
 def _narrowed(definition: Definition, only: Sequence[str]) -> Definition:
-    wanted: dict[str, list[str]] = {}
+    others: dict[str, list[Scalar]] = {}
     for word in only:
         axis, equals, name = word.rpartition("=")
         if not equals or axis not in definition.axes:
             axes = ", ".join(definition.axes) or "none"
             raise ConfigError(f"--only {word}: expected AXIS=LABEL; the axes are {axes}")
-        labels = labels_of(definition.axes[axis])
+        labels = [*map(label, definition.axes[axis])]
         if name not in labels:
             raise ConfigError(f"--only {word}: the axis {axis} has no {name!r}; it has {', '.join(labels)}")
-        wanted.setdefault(axis, []).append(name)
-    others: list[Condition] = [
-        {axis: [name for name in labels_of(definition.axes[axis]) if name not in names]}
-        for axis, names in wanted.items()
-    ]
-    return definition.model_copy(update={"leave_out": [*definition.leave_out, *others]})
+        others[axis] = [other for other in others.get(axis, labels) if other != name]
+    gone: list[Condition] = [{axis: [*labels]} for axis, labels in others.items()]
+    return definition.model_copy(update={"leave_out": [*definition.leave_out, *gone]})
 
 
 def _changed(tree: Mapping[str, Any], sources: Sources, words: Sequence[str]) -> tuple[dict[str, Any], Sources]:
@@ -224,12 +212,11 @@ def base_of(base: str, config: Path) -> Path:
 def _build(tree: Mapping[str, Any], sources: Sources, path: Path) -> Definition:
     try:
         definition = Definition.model_validate(tree)
+        lines = [f"{_place(at, sources, path)}: {text}" for at, text in _faults(definition)]
     except ValidationError as error:
-        lines = list(_explain(error.errors(), sources, path))
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
-    faults = list(_faults(definition))
-    if faults:
-        raise ConfigError("\n".join(f"{_place(at, sources, path)}: {text}" for at, text in faults))
+        lines = _explain(error.errors(), sources, path)
+    if lines:
+        raise ConfigError("\n".join(dict.fromkeys(lines)))
     return definition
 
 
@@ -242,28 +229,27 @@ _EXPECTED = {
 """Short description of each section, in place of pydantic's list of alternatives."""
 
 
-def _explain(faults: Sequence[Any], sources: Sources, path: Path) -> Iterator[str]:
-    """Yield a line for each place that is at fault."""
-    explained = set()
+def _explain(faults: Sequence[Any], sources: Sources, path: Path) -> list[str]:
+    """Return a line for each place that is at fault."""
+    lines: dict[str, str] = {}
     for fault in faults:
         at = tuple(fault["loc"])
         while len(at) > 1 and at not in sources:
             at = at[:-1]  # the rest is a position, or the name of a form such as list[...]
         where = f"{_place(at, sources, path)}: {'.'.join(map(str, at))}"
-        if where in explained:
-            continue
-        explained.add(where)
         message = str(fault["msg"])
         if fault["type"] == "extra_forbidden":
             model = SameLosses if at[0] == "same_losses" and len(at) > 1 else Definition
             known = [field.alias or name for name, field in model.model_fields.items()]
-            yield f"{where}: unknown key{did_you_mean(str(at[-1]), [*known, SMALL])}"
+            text = f"{where}: unknown key{did_you_mean(str(at[-1]), [*known, SMALL])}"
         elif fault["type"] == "missing":
-            yield f"{path}: {'.'.join(map(str, fault['loc']))}: required, and absent; add it"
+            text = f"{path}: {'.'.join(map(str, fault['loc']))}: required, and absent; add it"
         elif at[0] in _EXPECTED:
-            yield f"{where}: expected {_EXPECTED[at[0]]}, found {shown(fault['input'])}"
+            text = f"{where}: expected {_EXPECTED[at[0]]}, found {shown(fault['input'])}"
         else:
-            yield f"{where}: {message[0].lower()}{message[1:]}, found {shown(fault['input'])}"
+            text = f"{where}: {message[0].lower()}{message[1:]}, found {shown(fault['input'])}"
+        lines.setdefault(where, text)
+    return [*lines.values()]
 
 
 def _place(at: tuple[Any, ...], sources: Sources, path: Path) -> str:
@@ -273,40 +259,29 @@ def _place(at: tuple[Any, ...], sources: Sources, path: Path) -> str:
 def _faults(definition: Definition) -> Iterator[Fault]:
     """Yield where and what: names of axes, labels and keys that nothing has."""
     axes = definition.axes
-    settings = dict(flatten(definition.settings))
-    for key in settings:
-        yield from _key_faults(key, ("settings", *key.split(".")))
+    for key, value in flatten(definition.settings):
+        at = ("settings", *key.split("."))
+        if key in SPECIAL:
+            yield at, f"{key}: is an axis; put it under axes"
+        else:
+            yield from _value_faults(key, value, at)
     for axis, values in axes.items():
         if not values:
             yield ("axes", axis), f"axes.{axis}: has no values; name one, or leave the axis out"
-        if isinstance(values, list):
-            if axis not in SPECIAL and not _is_key(axis):
-                otherwise = (
-                    f"; name a key of the configuration, or one of {', '.join(SPECIAL)}, or give each label its keys"
-                )
-                meant = did_you_mean(axis, SPECIAL) or hint(axis) or otherwise
-                yield ("axes", axis), f"axes.{axis}: unknown axis{meant}"
-            for value in values:
-                yield from _value_faults(axis, value, ("axes", axis))
-            if len({label(value) for value in values}) < len(values):
-                yield ("axes", axis), f"axes.{axis}: a value is there twice; name each once"
-        else:
+        if isinstance(values, dict):
             for name, keys in values.items():
                 for key, value in flatten(keys):
-                    at = ("axes", axis, name, *key.split("."))
-                    if key not in SPECIAL:
-                        yield from _key_faults(key, at)
-                    yield from _value_faults(key, value, at)
+                    yield from _value_faults(key, value, ("axes", axis, name, *key.split(".")))
+            continue
+        if axis in SPECIAL or _is_key(axis):
+            for value in values:
+                yield from _value_faults(axis, value, ("axes", axis))
+        else:
+            others = f"; name a key of the configuration, or one of {', '.join(SPECIAL)}, or give each label its keys"
+            yield ("axes", axis), f"axes.{axis}: unknown axis{did_you_mean(axis, SPECIAL) or hint(axis) or others}"
+        if len({*map(label, values)}) < len(values):
+            yield ("axes", axis), f"axes.{axis}: a value is there twice; name each once"
     yield from _condition_faults(definition)
-
-
-def _key_faults(key: str, at: tuple[Any, ...]) -> Iterator[Fault]:
-    if key in RESERVED:
-        yield at, f"{key}: is set by the study: {RESERVED[key]}"
-    elif key in SPECIAL:
-        yield at, f"{key}: is an axis; put it under axes"
-    elif not _is_key(key):
-        yield at, f"{key}: unknown key{hint(key)}"
 
 
 def _is_key(name: str) -> bool:
@@ -317,11 +292,13 @@ def _is_key(name: str) -> bool:
 def _value_faults(key: str, value: Any, at: tuple[Any, ...]) -> Iterator[Fault]:
     if key in RESERVED:
         yield at, f"{key}: is set by the study: {RESERVED[key]}"
-    if key in ("ranks", "hosts") and not (type(value) is int and 0 < value <= MAX_RANKS):
+    elif key not in SPECIAL and not _is_key(key):
+        yield at, f"{key}: unknown key{hint(key)}"
+    elif key in ("ranks", "hosts") and not (type(value) is int and 0 < value <= MAX_RANKS):
         yield at, f"{key}: {value!r}: expected a whole number, 1 to {MAX_RANKS}"
-    if key == "base" and not isinstance(value, str):
+    elif key == "base" and not isinstance(value, str):
         yield at, f"base: {value!r}: expected the path of a configuration"
-    if key == "peer" and value not in (None, *PEERS):
+    elif key == "peer" and value not in (None, *PEERS):
         meant = did_you_mean(str(value), PEERS)
         yield at, f"peer: {value!r}: expected {', '.join(PEERS)} or null{meant}"
 
@@ -338,8 +315,7 @@ def _condition_faults(definition: Definition) -> Iterator[Fault]:
     ]
     listed.append(("baseline", ("baseline",), definition.baseline))
     if same is not None:
-        along: Condition = {axis: [] for axis in same.along}
-        listed.append(("same_losses.along", ("same_losses", "along"), along))
+        listed.append(("same_losses.along", ("same_losses", "along"), {axis: [] for axis in same.along}))
     for name, at, condition in listed:
         for axis, wanted in condition.items():
             if axis not in definition.axes:
@@ -347,9 +323,9 @@ def _condition_faults(definition: Definition) -> Iterator[Fault]:
                 have = f"; the axes are {', '.join(definition.axes) or 'none'}"
                 yield (*at, axis), f"{name}: {axis}: unknown axis{meant or have}"
                 continue
-            labels = labels_of(definition.axes[axis])
-            for value in wanted if isinstance(wanted, list) else [wanted]:
-                if label(value) not in labels:
-                    meant = did_you_mean(label(value), labels)
+            labels = [*map(label, definition.axes[axis])]
+            for value in map(label, wanted if isinstance(wanted, list) else [wanted]):
+                if value not in labels:
+                    meant = did_you_mean(value, labels)
                     have = f"; it has {', '.join(labels)}"
-                    yield (*at, axis), f"{name}: {axis}: has no {label(value)!r}{meant or have}"
+                    yield (*at, axis), f"{name}: {axis}: has no {value!r}{meant or have}"

@@ -12,8 +12,9 @@ import math
 import re
 import statistics
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,8 @@ def measure(cell: Cell, folder: Path, *, warmup_steps: int) -> Measured:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}; the run wrote no metrics") from None
     steps = [row for row in rows if "loss" in row]
-    files = find_traces(folder)
-    traced = {step for file in files for step in file.steps}
+    traces = _read_traces(folder)
+    traced = {step for _, numbers in traces for step in numbers}
     timed = [row for row in steps[warmup_steps:] if row["step"] not in traced]
     if not timed:
         raise DataError(
@@ -64,17 +65,18 @@ def measure(cell: Cell, folder: Path, *, warmup_steps: int) -> Measured:
         config = load_config(folder / "config.yaml", ())
     except ConfigError as error:
         raise DataError(str(error)) from None
-    traces = {file: read_trace(file.path) for file in files}
-    seconds = [float(row["step_time"]) for row in timed]
     validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
     mfu = [row["mfu"] for row in timed if row.get("mfu")]
     memory: dict[str, Any] = {"device": "", "ranks": []}
     if (folder / MEMORY_FILE).exists():
         memory = read_json_mapping(folder / MEMORY_FILE, error=DataError)
+    allocated = {rank: trace.allocated for (rank, _), trace in traces.items()}
+    parts = [{"state": rank["state"], "step": allocated.get(number)} for number, rank in enumerate(memory["ranks"])]
+    known = [{part: size for part, size in each.items() if size is not None} for each in parts]
     full = config.train.global_batch_size or 0
     samples = statistics.median_low(int(row.get("global_batch_size", full)) for row in timed)
     return Measured(
-        step_seconds=seconds,
+        step_seconds=[float(row["step_time"]) for row in timed],
         tokens_per_step=samples * (config.model.seq_length or 0),
         samples_per_step=samples,
         loss=[_number(row["loss"]) for row in steps],
@@ -83,7 +85,7 @@ def measure(cell: Cell, folder: Path, *, warmup_steps: int) -> Measured:
         sample_hash=next((row["sample_hash"] for row in reversed(steps) if row.get("sample_hash")), None),
         peak_memory=[rank["peak"] - rank["at_start"] for rank in memory["ranks"]],
         peak_memory_source=_SOURCES.get(memory["device"], ""),
-        memory_parts=_parts(memory["ranks"], traces),
+        memory_parts=max(known, key=lambda each: sum(each.values()), default={}),
         split=_split(cell.ranks, steps, timed, traces),
         mfu=statistics.median(mfu) if mfu else None,
         first_step_seconds=float(steps[0]["step_time"]),
@@ -95,21 +97,11 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def _parts(ranks: Sequence[Mapping[str, int]], traces: Mapping[TraceFile, Trace]) -> dict[str, int]:
-    """Return the parts of the rank whose counted parts are largest in sum."""
-    allocated = {file.rank: trace.allocated for file, trace in traces.items()}
-    found = []
-    for number, rank in enumerate(ranks):
-        step = allocated.get(number)
-        found.append({"state": rank["state"]} | ({} if step is None else {"step": step}))
-    return max(found, key=lambda parts: sum(parts.values()), default={})
-
-
 def _split(
     ranks: int,
     steps: Sequence[Mapping[str, Any]],
     timed: Sequence[Mapping[str, Any]],
-    traces: Mapping[TraceFile, Trace],
+    traces: Mapping[tuple[int, range], Trace],
 ) -> dict[str, float | None]:
     """Return the seconds of each part of the median step.
 
@@ -121,8 +113,8 @@ def _split(
     rest = statistics.median(float(row["step_time"]) for row in timed) - data
     split["data"] = data
     shares = []
-    for file, trace in traces.items():
-        within = [row for row in steps if row["step"] in file.steps]
+    for (_, numbers), trace in traces.items():
+        within = [row for row in steps if row["step"] in numbers]
         seconds = sum(float(row["step_time"]) - float(row["data_wait"]) for row in within)
         if trace.messages is not None and trace.update is not None and seconds > 0:
             shares.append((trace.messages / seconds, trace.update / seconds))
@@ -141,21 +133,12 @@ MAX_BYTES = 2**29
 _NAME = re.compile(r"steps_(\d+)_(\d+)_rank_(\d+)\.json\.gz")
 _MESSAGES = re.compile(r"(gloo|nccl|hccl):|ncclDevKernel|ncclKernel")
 """torch's annotations of collectives on a CPU, NCCL's kernels on a GPU."""
-_UPDATE = re.compile(r"Optimizer\.step#")
+_UPDATE = "Optimizer.step#"
 _MINDSPORE_MESSAGES = re.compile(r"(All(Reduce|Gather|ToAll)|ReduceScatter|Broadcast|Send|Receive)\w*-op\d+$")
 _MINDSPORE_UPDATE = re.compile(r"(Adam|Apply|SGD|Momentum)\w*-op\d+$")
 
 Spans = list[tuple[float, float]]
 """Begin and end in microseconds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TraceFile:
-    """A file of the folder ``profile`` of a run."""
-
-    path: Path
-    steps: range
-    rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,26 +153,35 @@ class Trace:
     """Most bytes of tensors on the host that these steps made; None where they were not recorded."""
 
 
-def find_traces(folder: Path) -> list[TraceFile]:
-    """Return the traces of a run, in the order of ranks."""
-    found = []
+def _read_traces(folder: Path) -> dict[tuple[int, range], Trace]:
+    """Return the traces of a run by rank and steps. Raises DataError where a file is damaged."""
+    found = {}
     for path in (folder / "profile").glob("steps_*_rank_*.json.gz"):
         if match := _NAME.fullmatch(path.name):
             first, last, rank = map(int, match.groups())
-            found.append(TraceFile(path=path, steps=range(first, last + 1), rank=rank))
-    return sorted(found, key=lambda each: (each.rank, each.steps.start))
+            found[rank, range(first, last + 1)] = read_trace(path)
+    return found
 
 
 def read_trace(path: Path) -> Trace:
     """Raises DataError where the file is damaged."""
     events = _events(path)
-    spans = _torch_spans(events) or _mindspore_spans(events)
-    messages = update = None
-    if spans is not None:
-        during_messages, during_update, during_work = (_union(each) for each in spans)
-        messages = _length(_without(during_messages, during_work)) / 1e6
-        update = _length(_without(during_update, during_messages)) / 1e6
-    return Trace(messages=messages, update=update, allocated=_most_allocated(events))
+    # blocks from before the trace are in no sum
+    changes = sorted(
+        (float(event["ts"]), int(event["args"]["Bytes"]))
+        for event in events
+        if event.get("name") == "[memory]" and event.get("args", {}).get("Device Type") == 0
+    )
+    allocated = max(accumulate((size for _, size in changes), initial=0)) if changes else None
+    spans = _spans(events)
+    if spans is None:
+        return Trace(messages=None, update=None, allocated=allocated)
+    messages, update, work = spans
+    return Trace(
+        messages=(_covered(messages + work) - _covered(work)) / 1e6,
+        update=(_covered(update + messages) - _covered(messages)) / 1e6,
+        allocated=allocated,
+    )
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
@@ -198,115 +190,60 @@ def _events(path: Path) -> list[dict[str, Any]]:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             return []
-        text = content.decode("utf-8").lstrip()
-        found, _ = parse_json_item(text)
+        found, _ = parse_json_item(content.decode("utf-8").lstrip())
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, MalformedError) as error:
         raise DataError(f"{path}: not a trace: {error}; the run was cut off") from None
     events = found.get("traceEvents", []) if isinstance(found, dict) else found
     return [event for event in events if isinstance(event, dict)]
 
 
-def _torch_spans(events: list[dict[str, Any]]) -> tuple[Spans, Spans, Spans] | None:
-    """Return messages, update and all other work; None where this is not a trace of torch's, or of a device whose names
-    are not known here.
-
-    Where a GPU worked, its own time counts: kernels and, for the update, the annotation as the GPU went through it.
+def _spans(events: list[dict[str, Any]]) -> tuple[Spans, Spans, Spans] | None:
+    """Return messages, update and all other work. None where this is neither a trace of torch's nor MindSpore's of a
+    processor, which holds one span an operator; or where it is of a device whose names are not known here.
     """
     kinds = {event.get("cat") for event in events}
-    if "cpu_op" not in kinds:
-        return None
-    on_gpu = "kernel" in kinds
-    if not on_gpu and any(event.get("cat") == "privateuse1_runtime" for event in events):
-        return None
-    notes, work = ("gpu_user_annotation", "kernel") if on_gpu else ("user_annotation", "cpu_op")
-    messages = _spans(events, {"kernel"} if on_gpu else {notes}, _MESSAGES)
-    update = _spans(events, {notes}, _UPDATE)
-    busy = [
-        _span(event)
-        for event in _done(events)
-        if event.get("cat") == work
-        and (on_gpu or str(event["name"]).startswith("aten::"))
-        and not _MESSAGES.match(str(event["name"]))
-    ]
-    return messages, update, busy
-
-
-def _mindspore_spans(events: list[dict[str, Any]]) -> tuple[Spans, Spans, Spans] | None:
-    """Return the same of a processor's trace, which holds one span an operator."""
-    names = {
+    is_torch, on_gpu = "cpu_op" in kinds, "kernel" in kinds
+    rows = {
         event.get("pid"): event.get("args", {}).get("name")
         for event in events
         if event.get("ph") == "M" and event.get("name") == "process_name"
     }
-    if "Ascend Hardware" in names.values() or "CPU OP" not in names.values():
+    if is_torch and not on_gpu and "privateuse1_runtime" in kinds:
         return None
-    operators = [event for event in _done(events) if names.get(event.get("pid")) == "CPU OP"]
-    sorted_out: tuple[Spans, Spans, Spans] = ([], [], [])
-    for event in operators:
-        name = str(event["name"])
-        kind = 0 if _MINDSPORE_MESSAGES.search(name) else 1 if _MINDSPORE_UPDATE.search(name) else 2
-        sorted_out[kind].append(_span(event))
-    return sorted_out
+    if not is_torch and ("Ascend Hardware" in rows.values() or "CPU OP" not in rows.values()):
+        return None
+    found: tuple[Spans, Spans, Spans] = ([], [], [])
+    for event in events:
+        if event.get("ph") == "X" and {"name", "ts"} <= event.keys():
+            name, begin = str(event["name"]), float(event["ts"])  # MindSpore writes a text
+            if is_torch:
+                kind = _kind_in_torch(name, event.get("cat"), on_gpu=on_gpu)
+            elif rows.get(event.get("pid")) == "CPU OP":
+                kind = 0 if _MINDSPORE_MESSAGES.search(name) else 1 if _MINDSPORE_UPDATE.search(name) else 2
+            else:
+                continue
+            if kind is not None:
+                found[kind].append((begin, begin + float(event.get("dur", 0))))
+    return found
 
 
-def _done(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    return (event for event in events if event.get("ph") == "X" and {"name", "ts"} <= event.keys())
+def _kind_in_torch(name: str, category: str | None, *, on_gpu: bool) -> int | None:
+    """Return 0 for messages, 1 for the update, 2 for other work and None for what is in no sum.
 
-
-def _spans(events: list[dict[str, Any]], kinds: set[str], names: re.Pattern[str]) -> Spans:
-    return [_span(event) for event in _done(events) if event.get("cat") in kinds and names.match(str(event["name"]))]
-
-
-def _span(event: dict[str, Any]) -> tuple[float, float]:
-    begin = float(event["ts"])  # MindSpore writes a text
-    return begin, begin + float(event.get("dur", 0))
-
-
-def _union(spans: Spans) -> Spans:
-    joined: Spans = []
-    for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], end)
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def _without(spans: Spans, taken: Spans) -> Spans:
-    """Return the parts of spans that taken does not cover. Both ascend and do not overlap."""
-    left: Spans = []
-    at = 0
-    for begin, end in spans:
-        while at < len(taken) and taken[at][1] <= begin:
-            at += 1
-        for other_begin, other_end in taken[at:]:
-            if other_begin >= end:
-                break
-            if other_begin > begin:
-                left.append((begin, other_begin))
-            begin = max(begin, other_end)
-        if begin < end:
-            left.append((begin, end))
-    return left
-
-
-def _length(spans: Iterable[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in spans)
-
-
-def _most_allocated(events: list[dict[str, Any]]) -> int | None:
-    """Return the greatest sum of what was allocated on the host and not yet freed. Blocks from
-    before the trace are in no sum.
+    Where a GPU worked, its own time counts: kernels and, for the update, the annotation as the GPU went through it.
     """
-    changes = sorted(
-        (float(event["ts"]), int(event["args"]["Bytes"]))
-        for event in events
-        if event.get("name") == "[memory]" and event.get("args", {}).get("Device Type") == 0
-    )
-    if not changes:
-        return None
-    held = most = 0
-    for _, size in changes:
-        held += size
-        most = max(most, held)
-    return most
+    note, work = ("gpu_user_annotation", "kernel") if on_gpu else ("user_annotation", "cpu_op")
+    if _MESSAGES.match(name):
+        return 0 if category == (work if on_gpu else note) else None
+    if category == note:
+        return 1 if name.startswith(_UPDATE) else None
+    return 2 if category == work and (on_gpu or name.startswith("aten::")) else None
+
+
+def _covered(spans: Spans) -> float:
+    """Return the length of the union of spans."""
+    total, reached = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

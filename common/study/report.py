@@ -8,39 +8,64 @@ import base64
 import html
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
 from common.accelerators import GIB
 from common.files import atomic_write
 from common.study import table
-from common.study.drawing import FOLDER, draw
+from common.study.drawing import draw
 from common.study.results import Machine, State, Study
-from common.study.same_losses import OTHER_KERNELS, Departure, GroupVerdict, Kind
+from common.study.same_losses import OTHER_KERNELS, Departure, GroupVerdict
 from common.study.statistics import CONFIDENCE, Summary, summarize
 from common.study.table import Table, Word, as_csv, main_table, split_table
-from common.study.verdict import MEMORY_TOLERANCE, OrderCheck, Ranking, Verdict, judge
+from common.study.verdict import MAX_LISTED, MEMORY_TOLERANCE, Remark, Verdict, judge
 from common.yaml_files import dump_yaml
 
 PAGE = "report.html"
 REPORTS = {"report.md": "en", "report_zh.md": "zh"}
 
 
-def write_outcome(study: Study, folder: Path) -> Verdict:
+def write_outcome(study: Study, folder: Path) -> None:
     """Write tables, pictures and reports of whatever has been found so far into ``folder``.
 
     Older ones are replaced. Raises StorageError.
     """
     cells, verdict = summarize(study), judge(study)
     pictures = draw(study, cells, verdict, folder)
-    facts = facts_of(study, cells, verdict, pictures)
-    facts["images"] = {
-        name: base64.b64encode((folder / FOLDER / f"{name}.png").read_bytes()).decode() for name in pictures
+    failed = [
+        [f"`{name}`", str(run.index), Word(run.state), run.reason or "–"]
+        for name, cell in cells.items()
+        for run in cell.failures
+    ]
+    more = {
+        "Time of a step": split_table(cells),
+        "Cells without a result": Table(head=["cell", "repeat", "state", "reason"], rows=failed, words=True),
+    }
+    blocks = {"The definition of the study, as it was run": dump_yaml(study.definition).rstrip("\n")}
+    typed = [(each.cell.id, next((run.command for run in each.repeats if run.command), None)) for each in study.cells]
+    if commands := [f"# {name}\n{shlex.join(command)}" for name, command in typed if command]:
+        blocks["One command a cell"] = "\n".join(commands)
+    facts = {
+        "title": study.title,
+        "study": vars(study)
+        | {
+            "day": datetime.fromisoformat(study.started).strftime("%Y-%m-%d %H:%M"),
+            "devices": _devices(study.machine),
+            "confidence": CONFIDENCE,
+            "other_kernels": OTHER_KERNELS,
+        },
+        "remarks": remarks(study, cells, verdict),
+        "results": main_table(study, cells, verdict),
+        "pictures": {name: base64.b64encode(picture).decode() for name, picture in pictures.items()},
+        "more": [(title, table) for title, table in more.items() if table and table.rows],
+        "method": ["how_timed", "how_compared", "how_judged"],
+        "machine": _machine(study),
+        "blocks": [*blocks.items()],
     }
     texts = {"table.csv": as_csv(cells, verdict), PAGE: templates().get_template("report.html.j2").render(facts)}
     for name, language in REPORTS.items():
@@ -48,7 +73,6 @@ def write_outcome(study: Study, folder: Path) -> Verdict:
     for name, text in texts.items():
         with atomic_write(folder / name, "w") as file:
             file.write(text)
-    return verdict
 
 
 def describe_departure(departure: Departure) -> str:
@@ -69,15 +93,12 @@ def templates() -> jinja2.Environment:
     )
     for name in ("percent", "speed", "size", "small", "number"):
         found.filters[name] = getattr(table, name)
-    found.filters |= {"cell": _one_cell, "inline": _inline, "escape": html.escape}
+    found.filters |= {"inline": _inline, "escape": html.escape}
+    # its text can end neither the column nor the row
+    found.filters["cell"] = lambda text: " ".join(text.replace("|", "\\|").split())
     found.tests["word"] = lambda value: isinstance(value, Word)
     found.globals["marks"] = {"good": "✓", "bad": "✗", "note": "–"}
     return found
-
-
-def _one_cell(text: str) -> str:
-    """Return a cell of Markdown whose text can end neither the column nor the row."""
-    return " ".join(text.replace("|", "\\|").split())
 
 
 def _inline(text: str) -> str:
@@ -86,41 +107,9 @@ def _inline(text: str) -> str:
     return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", escaped)
 
 
-def facts_of(study: Study, cells: Mapping[str, Summary], verdict: Verdict, pictures: Sequence[str]) -> dict[str, Any]:
-    """Return all that the templates word. pictures: names of those that were drawn."""
-    more = {"Time of a step": split_table(cells), "Cells without a result": _failed(cells)}
-    return {
-        "title": study.title,
-        "study": vars(study)
-        | {
-            "day": datetime.fromisoformat(study.started).strftime("%Y-%m-%d %H:%M"),
-            "devices": _devices(study.machine),
-            "confidence": CONFIDENCE,
-            "other_kernels": OTHER_KERNELS,
-        },
-        "remarks": remarks(study, cells, verdict),
-        "results": main_table(study, cells, verdict),
-        "pictures": pictures,
-        "more": [(title, table) for title, table in more.items() if table],
-        "method": ["how_timed", "how_compared", "how_judged"],
-        "machine": _machine(study),
-        "blocks": list(_repeating(study)),
-    }
-
-
 def _devices(machine: Machine) -> str:
     devices = ", ".join(f"{machine.accelerators.count(name)} x {name}" for name in dict.fromkeys(machine.accelerators))
     return devices or f"{machine.cpu}, {machine.cores} cores"
-
-
-def _failed(cells: Mapping[str, Summary]) -> Table | None:
-    rows = [
-        [f"`{name}`", str(run.index), Word(run.state), run.reason or "–"]
-        for name, cell in cells.items()
-        for run in cell.failures
-    ]
-    head = ["cell", "repeat", "state", "reason"]
-    return Table(head=head, rows=rows, words=True) if rows else None
 
 
 def _machine(study: Study) -> Table:
@@ -138,112 +127,35 @@ def _machine(study: Study) -> Table:
     return Table(head=["what", "found"], rows=rows, words=True)
 
 
-def _repeating(study: Study) -> Iterator[tuple[str, str]]:
-    """Yield title and text of what is needed to repeat it."""
-    definition = dump_yaml(study.definition).rstrip("\n")
-    yield "The definition of the study, as it was run", definition
-    commands = {
-        result.cell.id: shlex.join(command)
-        for result in study.cells
-        if (command := next((run.command for run in result.repeats if run.command), None))
-    }
-    if commands:
-        lines = [f"# {name}\n{command}" for name, command in commands.items()]
-        yield "One command a cell", "\n".join(lines)
-
-
-Remark = dict[str, Any]
-"""``what`` names the sentence in the templates; ``mark`` says whether that is as it should be, wrong, or neither."""
-MAX_LISTED = 5
-"""Cells that differ and predictions that are wrong, listed one by one."""
-
-
 def remarks(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> list[Remark]:
     """Return the lines of the verdict, most important first."""
-    return [
-        *_unfinished(study, cells),
-        *(line for group in verdict.groups for line in _group(group)),
-        *(_ranking(ranking, cells) for ranking in verdict.rankings),
-        *_failures(cells),
-        *_memory(verdict),
-        *(_order(verdict.order) if verdict.order else ()),
-    ]
-
-
-def _remark(what: str, mark: str, **facts: Any) -> Remark:
-    return {"what": what, "mark": mark, **facts}
-
-
-def _unfinished(study: Study, cells: Mapping[str, Summary]) -> Iterator[Remark]:
-    missing = [
-        name
-        for name, cell in cells.items()
-        if cell.state in (None, State.FINISHED) and len(cell.result.repeats) < study.repeats
-    ]
-    if missing:
-        yield _remark("unfinished", "note", cells=missing, count=len(cells))
-
-
-def _failures(cells: Mapping[str, Summary]) -> Iterator[Remark]:
+    found: list[Remark] = []
+    running = [name for name, cell in cells.items() if cell.state in (None, State.FINISHED)]
+    if missing := [name for name in running if len(cells[name].result.repeats) < study.repeats]:
+        found.append(dict(what="unfinished", mark="note", cells=missing, count=len(cells)))
+    found += [line for group in verdict.groups for line in _group(group)]
+    found += verdict.rankings
     for state in State:
         failed = [name for name, cell in cells.items() if cell.state is state]
         if state is not State.FINISHED and failed:
             mark = "note" if state is State.REFUSED else "bad"
-            yield _remark("no_result", mark, state=state, cells=failed, count=len(cells))
-    partly = [name for name, cell in cells.items() if cell.runs and cell.failures]
-    if partly:
-        yield _remark("some_failed", "bad", cells=partly)
+            found.append(dict(what="no_result", mark=mark, state=state, cells=failed, count=len(cells)))
+    if partly := [name for name, cell in cells.items() if cell.runs and cell.failures]:
+        found.append(dict(what="some_failed", mark="bad", cells=partly))
+    found += _memory(verdict)
+    return [*found, verdict.order] if verdict.order else found
 
 
 def _group(group: GroupVerdict) -> Iterator[Remark]:
-    common = {
-        "group": "" if group.name == "all" else group.name,
-        "reference": group.reference,
-        "all": not group.different,
-    }
+    facts = {**vars(group), "group": "" if group.name == "all" else group.name}
     if len(group.same) > 1:
-        yield _remark(
-            "same_losses",
-            "good",
-            **common,
-            cells=group.same,
-            tolerance=group.tolerance,
-            loss=group.largest[Kind.LOSS],
-            norm=group.largest[Kind.NORM],
-        )
+        yield {**facts, "what": "same_losses", "mark": "good"}
     elif not group.different:
-        yield _remark("not_compared", "note", **common)
+        yield {**facts, "what": "not_compared", "mark": "note"}
     for each in group.different[:MAX_LISTED]:
-        yield _remark("different", "bad", **common | vars(each))
+        yield {**facts, **vars(each), "what": "different", "mark": "bad"}
     if left := [each.cell for each in group.different[MAX_LISTED:]]:
-        yield _remark("different_too", "bad", **common, cells=left)
-
-
-def _ranking(ranking: Ranking, cells: Mapping[str, Summary]) -> Remark:
-    first, second = ranking.cells[:2]
-    lead, equal = ranking.behind[second], ranking.equal
-    facts: dict[str, Any] = {
-        "axes": ", ".join(f"{axis}={text}" for axis, text in ranking.labels.items()),
-        "first": first,
-        "rate": cells[first].tokens_per_second,
-        "ratio": lead.ratio,
-        "second": second,
-        "margin": lead.margin,
-    }
-    if lead.margin is None:
-        return _remark("fastest_once", "note", **facts)
-    if not equal:
-        return _remark("fastest", "good", **facts)
-    found = [ranking.behind[name] for name in equal]
-    slower = next((name for name in ranking.cells[1:] if name not in equal), "")
-    facts |= {
-        "cells": [first, *equal],
-        "apart": max(abs(each.ratio - 1) for each in found),
-        "margin": max(each.margin or 0.0 for each in found),
-        "slower": slower,
-        "ratio": ranking.behind[slower].ratio if slower else 1.0,
-    }
-    return _remark("no_difference", "note", **facts)
+        yield {**facts, "what": "different_too", "mark": "bad", "cells": left}
 
 
 def _memory(verdict: Verdict) -> Iterator[Remark]:
@@ -251,9 +163,9 @@ def _memory(verdict: Verdict) -> Iterator[Remark]:
     for kind in dict.fromkeys(check.kind for check in verdict.memory):
         checks = [check for check in verdict.memory if check.kind == kind]
         wrong = sorted((check for check in checks if not check.is_right), key=lambda check: -abs(check.error))
-        yield _remark(
-            "memory",
-            "good" if not wrong else "bad" if all(check.is_exact for check in wrong) else "note",
+        yield dict(
+            what="memory",
+            mark="good" if not wrong else "bad" if kind != "resident" else "note",
             kind=kind,
             bound=MEMORY_TOLERANCE,
             right=len(checks) - len(wrong),
@@ -261,13 +173,3 @@ def _memory(verdict: Verdict) -> Iterator[Remark]:
             wrong=wrong[:MAX_LISTED],
             more=len(wrong[MAX_LISTED:]),
         )
-
-
-def _order(order: OrderCheck) -> Iterator[Remark]:
-    yield _remark(
-        "order",
-        "bad" if order.wrong else "good",
-        right=order.pairs - len(order.wrong),
-        count=order.pairs,
-        wrong=sorted(order.wrong, key=lambda pair: -pair[2])[:MAX_LISTED],
-    )

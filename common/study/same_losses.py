@@ -78,11 +78,6 @@ class GroupVerdict:
     largest: Mapping[Kind, float]
     """Largest relative difference of losses and of norms among those that agree."""
 
-    @property
-    def is_comparison(self) -> bool:
-        """Whether there was anything to compare: two cells, or one that differs from itself."""
-        return len(self.same) + len(self.different) > 1
-
 
 def judge_groups(cells: Mapping[str, Summary], tolerance: float) -> Iterator[GroupVerdict]:
     """Yield the verdict of each group. A cell in no group is one of its own, which is left out
@@ -90,36 +85,32 @@ def judge_groups(cells: Mapping[str, Summary], tolerance: float) -> Iterator[Gro
     """
     named: dict[tuple[str, bool], list[Summary]] = {}
     for name, cell in cells.items():
-        group = cell.result.cell.group
-        named.setdefault((name, False) if group is None else (group, True), []).append(cell)
+        if cell.first:
+            group = cell.result.cell.group
+            named.setdefault((name, False) if group is None else (group, True), []).append(cell)
     for (name, shared), members in named.items():
         verdict = _judge_group(name, members, tolerance)
-        if verdict is not None and (shared or verdict.different):
+        if shared or verdict.different:
             yield verdict
 
 
-def _judge_group(name: str, members: Sequence[Summary], tolerance: float) -> GroupVerdict | None:
-    measured = [cell for cell in members if cell.first]
-    if not measured:
-        return None
+def _judge_group(name: str, cells: Sequence[Summary], tolerance: float) -> GroupVerdict:
     # the one-process cell is the natural reference, then the order of the study
-    ordered = sorted(measured, key=lambda cell: cell.result.cell.baseline != cell.id)
     trials = []
-    for reference in ordered:
-        found = {cell.id: _first_difference(cell, reference, tolerance) for cell in measured}
+    for reference in sorted(cells, key=lambda cell: cell.result.cell.baseline != cell.id):
+        found = {cell.id: _first_difference(cell, reference, tolerance) for cell in cells}
         trials.append((reference, found))
         if not any(found.values()):
             break
     reference, found = max(trials, key=lambda trial: sum(not each for each in trial[1].values()))
-    same = [cell for cell in measured if found[cell.id] is None]
+    same = [cell for cell in cells if found[cell.id] is None]
     runs = [run.measured for cell in same for run in cell.runs if run.measured]
     expected = reference.first
     assert expected is not None
-    used = [_tolerance(tolerance, cell.result.cell, reference.result.cell) for cell in measured]
     return GroupVerdict(
         name=name,
         reference=reference.id,
-        tolerance=max(used),
+        tolerance=max(_tolerance(tolerance, cell.result.cell, reference.result.cell) for cell in cells),
         same=tuple(cell.id for cell in same),
         different=tuple(each for each in found.values() if each is not None),
         largest={
@@ -131,13 +122,10 @@ def _judge_group(name: str, members: Sequence[Summary], tolerance: float) -> Gro
 
 def _first_difference(cell: Summary, reference: Summary, tolerance: float) -> Difference | None:
     """Return what the first repeat of ``cell`` that departs from the reference differs in."""
-    expected = reference.runs[0]
-    assert expected.measured is not None
     bound = _tolerance(tolerance, cell.result.cell, reference.result.cell)
     for run in cell.runs:
-        assert run.measured is not None
-        departure = depart(run.measured, expected.measured, bound)
-        if departure is not None:
+        assert run.measured is not None and reference.first is not None
+        if departure := depart(run.measured, reference.first, bound):
             return Difference(cell=cell.id, repeat=run.index, reference=reference.id, departure=departure)
     return None
 
@@ -158,26 +146,16 @@ def depart(found: Measured, expected: Measured, tolerance: float) -> Departure |
     hashes = found.sample_hash, expected.sample_hash
     if hashes[0] is not None and hashes[1] is not None and hashes[0] != hashes[1]:
         return Departure(kind=Kind.SAMPLES, step=loss or 0, found=hashes[0], expected=hashes[1])
-    if loss is not None and loss <= (norm or math.inf):
-        return _at(Kind.LOSS, loss, found.loss, expected.loss)
-    if norm is not None:
-        norms = found.gradient_norm, expected.gradient_norm
-        return _at(Kind.NORM, norm, *norms, None if loss else _common_factor(*norms))
-    counts = [(len(run.loss), len(run.gradient_norm)) for run in (found, expected)]
-    if counts[0] != counts[1] or not all(counts[0]):
-        return Departure(
-            kind=Kind.STEPS, found=" and ".join(map(str, counts[0])), expected=" and ".join(map(str, counts[1]))
-        )
+    if first := min(filter(None, (loss, norm)), default=0):
+        kind = Kind.LOSS if loss == first else Kind.NORM
+        pair = (found.loss, expected.loss) if loss == first else (found.gradient_norm, expected.gradient_norm)
+        value, other = (values[first - 1] for values in pair)
+        relative, factor = relative_difference(value, other), None if loss else _common_factor(*pair)
+        return Departure(kind=kind, step=first, found=value, expected=other, relative=relative, factor=factor)
+    counts = [f"{len(run.loss)} and {len(run.gradient_norm)}" for run in (found, expected)]
+    if counts[0] != counts[1] or not (found.loss and found.gradient_norm):
+        return Departure(kind=Kind.STEPS, found=counts[0], expected=counts[1])
     return None
-
-
-def _at(
-    kind: Kind, step: int, found: Sequence[float], expected: Sequence[float], factor: float | None = None
-) -> Departure:
-    value, other = found[step - 1], expected[step - 1]
-    return Departure(
-        kind=kind, step=step, found=value, expected=other, relative=relative_difference(value, other), factor=factor
-    )
 
 
 def _first_step(

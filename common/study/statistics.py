@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
 from statistics import fmean, median, stdev
+
+import numpy as np
 
 from common.study.results import CellResult, Measured, Prediction, Repeat, State, Study
 
@@ -56,14 +59,6 @@ class Summary:
         return sum(parts.values()) if parts.keys() >= {"state", "step"} else None
 
     @property
-    def lowest(self) -> float | None:
-        return min(self.speeds.values(), default=None)
-
-    @property
-    def highest(self) -> float | None:
-        return max(self.speeds.values(), default=None)
-
-    @property
     def state(self) -> State | None:
         """Finished if any repeat did, else what became of the last one; None: not run yet."""
         if self.runs:
@@ -77,8 +72,16 @@ class Summary:
 
 def summarize(study: Study) -> dict[str, Summary]:
     """Return the summary of every cell, by id in the order of the study."""
-    alone = {result.cell.id: _measured(result) for result in study.cells}
-    return {name: _beside_baseline(found, alone) for name, found in alone.items()}
+    cells = {result.cell.id: _measured(result) for result in study.cells}
+    for name, cell in cells.items():
+        base = cells.get(cell.result.cell.baseline or "")
+        if base is None or not (cell.tokens_per_second and base.tokens_per_second):
+            continue
+        pairs = [cell.speeds[index] / base.speeds[index] for index in _common([cell, base])]
+        speed_up = median(pairs or [cell.tokens_per_second / base.tokens_per_second])
+        ranks = cell.result.cell.ranks / base.result.cell.ranks
+        cells[name] = replace(cell, speed_up=speed_up, efficiency=speed_up / ranks)
+    return cells
 
 
 def _measured(result: CellResult) -> Summary:
@@ -87,50 +90,27 @@ def _measured(result: CellResult) -> Summary:
     found = list(measured.values())
     seconds = {n: median(each.step_seconds) for n, each in measured.items() if each.step_seconds}
     speeds = {n: measured[n].tokens_per_step / took for n, took in seconds.items() if took}
-    samples = [measured[n].samples_per_step / took for n, took in seconds.items() if took]
-    ranks = max((len(each.peak_memory) for each in found), default=0)
+    splits: dict[str, list[float]] = {}
+    for part, value in chain.from_iterable(each.split.items() for each in found):
+        if value is not None:
+            splits.setdefault(part, []).append(value)
+    ranks = zip_longest(*(each.peak_memory for each in found), fillvalue=0)
     return Summary(
         result=result,
         runs=runs,
         speeds=speeds,
         tokens_per_second=_median(speeds.values()),
-        samples_per_second=_median(samples),
+        samples_per_second=_median(measured[n].samples_per_step / took for n, took in seconds.items() if took),
         step_seconds=_median(seconds.values()),
-        split=_medians([each.split for each in found]),
-        peak_memory=tuple(
-            max(each.peak_memory[rank] for each in found if rank < len(each.peak_memory)) for rank in range(ranks)
-        ),
-        mfu=_median([each.mfu for each in found if each.mfu is not None]),
+        split={part: median(values) for part, values in splits.items()},
+        peak_memory=tuple(map(max, ranks)),
+        mfu=_median(each.mfu for each in found if each.mfu is not None),
     )
-
-
-def _beside_baseline(found: Summary, alone: Mapping[str, Summary]) -> Summary:
-    base = alone.get(found.result.cell.baseline or "")
-    if base is None:
-        return found
-    pairs = [found.speeds[index] / base.speeds[index] for index in _common([found, base])]
-    speed_up = _median(pairs)
-    if speed_up is None and found.tokens_per_second and base.tokens_per_second:
-        speed_up = found.tokens_per_second / base.tokens_per_second
-    if speed_up is None:
-        return found
-    ranks = found.result.cell.ranks / base.result.cell.ranks
-    return replace(found, speed_up=speed_up, efficiency=speed_up / ranks)
 
 
 def _median(values: Iterable[float]) -> float | None:
     found = list(values)
     return median(found) if found else None
-
-
-def _medians(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """Return the median of each key over the rows that have it."""
-    columns: dict[str, list[float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if value is not None:
-                columns.setdefault(name, []).append(value)
-    return {name: median(column) for name, column in columns.items()}
 
 
 def _common(cells: Sequence[Summary]) -> list[int]:
@@ -169,16 +149,9 @@ def noise_of(cells: Sequence[Summary]) -> tuple[float, int]:
     freedom = (len(several) - 1) * (len(common) - 1)
     if len(several) < 2 or freedom < 1:
         return 0.0, 0
-    logs = [[math.log(cell.speeds[index]) for index in common] for cell in several]
-    of_cells = [fmean(row) for row in logs]
-    of_rounds = [fmean(column) for column in zip(*logs, strict=True)]
-    whole = fmean(of_cells)
-    squares = sum(
-        (value - of_cell - of_round + whole) ** 2
-        for row, of_cell in zip(logs, of_cells, strict=True)
-        for value, of_round in zip(row, of_rounds, strict=True)
-    )
-    return math.sqrt(2 * squares / freedom), freedom
+    logs = np.log([[cell.speeds[index] for index in common] for cell in several])
+    residual = logs - logs.mean(axis=0) - logs.mean(axis=1, keepdims=True) + logs.mean()
+    return math.sqrt(2 * float(np.square(residual).sum()) / freedom), freedom
 
 
 def compare(one: Summary, other: Summary, *, noise: tuple[float, int] = (0.0, 0), comparisons: int = 1) -> Comparison:

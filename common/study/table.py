@@ -34,60 +34,35 @@ class Table:
     """True where all columns hold words, which go to the left."""
 
 
-Column = Callable[[Summary], str | None]
-"""The value of a cell; a column of None is left out."""
-
-
 def main_table(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> Table:
     """Return what a reader wants first: speed, its spread, speed-up, memory, losses, prediction."""
     different = verdict.different
-    compared = {name for group in verdict.groups if group.is_comparison for name in group.same}
+    compared = {name for group in verdict.groups if len(group.same) + len(group.different) > 1 for name in group.same}
     many_hosts = any(cell.result.cell.hosts > 1 for cell in cells.values())
-
-    def same(cell: Summary) -> str | None:
-        if cell.id in different:
-            return Word("**no**")
-        return Word("yes") if cell.id in compared else None
-
-    def runs(cell: Summary) -> str:
-        return f"{len(cell.runs)}/{study.repeats}" if cell.runs else Word(cell.state or "not run yet")
-
-    def spread(cell: Summary) -> str | None:
-        if len(cell.speeds) < 2:
-            return None
-        return f"{speed(cell.lowest or 0)}–{speed(cell.highest or 0)}"
-
-    def loss(cell: Summary) -> str | None:
-        losses = cell.first.loss if cell.first else []
-        return f"{losses[-1]:.4f}" if losses else None
-
-    columns: dict[str, Column] = {
-        "ranks": lambda cell: f"{cell.result.cell.ranks}",
-        "hosts": lambda cell: f"{cell.result.cell.hosts}" if many_hosts else None,
-        "tokens/s": _shown(speed, "tokens_per_second"),
-        "lowest to highest": spread,
-        "speed-up": _shown("{:.2f}".format, "speed_up"),
-        "efficiency": _shown(percent, "efficiency"),
-        "a step": _shown(seconds, "step_seconds"),
-        "memory a rank": lambda cell: size(max(cell.peak_memory)) if any(cell.peak_memory) else None,
-        "MFU": _shown(percent, "mfu"),
-        "last loss": loss,
-        "same losses": same,
-        "memory of tensors": _shown(size, "counted_memory"),
-        "planned memory": lambda cell: size(max(cell.planned.peak)) if cell.planned.peak else None,
-        "planned step": lambda cell: seconds(cell.planned.step_seconds) if cell.planned.step_seconds else None,
-        "repeats": runs,
-    }
-    marks = ["bad" if cell.id in different or not cell.speeds else "" for cell in cells.values()]
-    return _table(columns, cells.values(), marks)
-
-
-def _shown(text: Callable[[float], str], name: str) -> Column:
-    def value(cell: Summary) -> str | None:
-        found = getattr(cell, name)
-        return None if found is None else text(found)
-
-    return value
+    rows = [
+        {
+            "cell": f"`{cell.id}`",
+            "ranks": str(cell.result.cell.ranks),
+            "hosts": str(cell.result.cell.hosts) if many_hosts else None,
+            "tokens/s": _text(speed, cell.tokens_per_second),
+            "lowest to highest": (
+                "–".join(speed(end(cell.speeds.values())) for end in (min, max)) if len(cell.speeds) > 1 else None
+            ),
+            "speed-up": _text("{:.2f}".format, cell.speed_up),
+            "efficiency": _text(percent, cell.efficiency),
+            "a step": _text(seconds, cell.step_seconds),
+            "memory a rank": size(max(cell.peak_memory)) if any(cell.peak_memory) else None,
+            "MFU": _text(percent, cell.mfu),
+            "last loss": f"{cell.first.loss[-1]:.4f}" if cell.first and cell.first.loss else None,
+            "same losses": (Word("**no**") if cell.id in different else Word("yes") if cell.id in compared else None),
+            "memory of tensors": _text(size, cell.counted_memory),
+            "planned memory": _text(size, max(cell.planned.peak, default=None)),
+            "planned step": _text(seconds, cell.planned.step_seconds),
+            "repeats": f"{len(cell.runs)}/{study.repeats}" if cell.runs else Word(cell.state or "not run yet"),
+        }
+        for cell in cells.values()
+    ]
+    return _table(rows, ["bad" if cell.id in different or not cell.speeds else "" for cell in cells.values()])
 
 
 def split_table(cells: Mapping[str, Summary]) -> Table | None:
@@ -95,13 +70,25 @@ def split_table(cells: Mapping[str, Summary]) -> Table | None:
     parts = parts_of(cells.values())
     if len(parts) < 2:
         return None
+    return _table(
+        [
+            {"cell": f"`{cell.id}`"}
+            | {PARTS.get(part, part): _text(seconds, cell.split.get(part)) for part in parts}
+            | {"a step": _text(seconds, cell.step_seconds)}
+            for cell in cells.values()
+            if cell.split
+        ]
+    )
 
-    def column(part: str) -> Column:
-        return lambda cell: seconds(cell.split[part]) if part in cell.split else None
 
-    columns = {PARTS.get(part, part): column(part) for part in parts}
-    columns["a step"] = _shown(seconds, "step_seconds")
-    return _table(columns, [cell for cell in cells.values() if cell.split])
+def _text(shown: Callable[[float], str], value: float | None) -> str | None:
+    return None if value is None else shown(value)
+
+
+def _table(rows: Sequence[Mapping[str, str | None]], marks: Sequence[str] = ()) -> Table:
+    """Return a table without the columns in which no row has a value."""
+    head = [name for name in rows[0] if any(row[name] for row in rows)]
+    return Table(head=head, rows=[[row[name] or "–" for name in head] for row in rows], marks=marks)
 
 
 def parts_of(cells: Iterable[Summary]) -> list[str]:
@@ -109,15 +96,6 @@ def parts_of(cells: Iterable[Summary]) -> list[str]:
     splits = [cell.split for cell in cells]
     parts = dict.fromkeys(part for split in splits for part in split)
     return [part for part in parts if any(split.get(part) for split in splits)]
-
-
-def _table(columns: Mapping[str, Column], cells: Iterable[Summary], marks: Sequence[str] = ()) -> Table:
-    rows = [[f"`{cell.id}`", *(value(cell) for value in columns.values())] for cell in cells]
-    kept = [place for place in range(len(columns) + 1) if any(row[place] for row in rows)]
-    head = ["cell", *columns]
-    return Table(
-        head=[head[place] for place in kept], rows=[[row[place] or "–" for place in kept] for row in rows], marks=marks
-    )
 
 
 # ---- CSV ----
@@ -137,7 +115,6 @@ def as_csv(cells: Mapping[str, Summary], verdict: Verdict) -> str:
 def _flat(found: Summary, verdict: Verdict) -> dict[str, object]:
     cell, expected, first = found.result.cell, found.planned, found.first
     different = verdict.different.get(cell.id)
-    failed = next((run for run in reversed(found.failures)), None)
     return {
         "cell": cell.id,
         **{f"axis:{axis}": text for axis, text in cell.axes.items()},
@@ -149,8 +126,8 @@ def _flat(found: Summary, verdict: Verdict) -> dict[str, object]:
         "state": found.state or "not run yet",
         "repeats_finished": len(found.runs),
         "tokens_per_second": found.tokens_per_second,
-        "tokens_per_second_lowest": found.lowest,
-        "tokens_per_second_highest": found.highest,
+        "tokens_per_second_lowest": min(found.speeds.values(), default=None),
+        "tokens_per_second_highest": max(found.speeds.values(), default=None),
         "samples_per_second": found.samples_per_second,
         "step_seconds": found.step_seconds,
         "first_step_seconds": first.first_step_seconds if first else None,
@@ -169,7 +146,7 @@ def _flat(found: Summary, verdict: Verdict) -> dict[str, object]:
         "differs_from_step": (different.departure.step or "") if different else "",
         "predicted_memory_bytes": max(expected.peak, default=None),
         "predicted_step_seconds": expected.step_seconds,
-        "reason": failed.reason if failed else expected.reason,
+        "reason": found.failures[-1].reason if found.failures else expected.reason,
     }
 
 

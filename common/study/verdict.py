@@ -5,30 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from typing import Any
 
 from common.study.results import Study
 from common.study.same_losses import Difference, GroupVerdict, judge_groups
-from common.study.statistics import Comparison, Summary, compare, noise_of, summarize
+from common.study.statistics import Summary, compare, noise_of, summarize
 
 MEMORY_TOLERANCE = 0.10
 """Relative error of predicted memory up to which the plan counts as right."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ranking:
-    """Cells of one model by their speed."""
-
-    labels: Mapping[str, str]
-    """Labels on the axes that these cells share and other models' cells have not."""
-    cells: tuple[str, ...]
-    """Fastest first."""
-    behind: Mapping[str, Comparison]
-    """Speed of the first beside each of the others."""
-
-    @property
-    def equal(self) -> tuple[str, ...]:
-        """Cells that cannot be told apart from the fastest."""
-        return tuple(name for name, found in self.behind.items() if not found.is_faster)
+Remark = dict[str, Any]
+"""``what`` names the sentence in the templates; ``mark`` says whether that is as it should be, wrong, or neither."""
+MAX_LISTED = 5
+"""Cells that differ and predictions that are wrong, listed one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,30 +37,16 @@ class MemoryCheck:
         return self.predicted / self.measured - 1
 
     @property
-    def is_exact(self) -> bool:
-        """False where more than what the plan counts was measured."""
-        return self.kind != "resident"
-
-    @property
     def is_right(self) -> bool:
         return abs(self.error) <= MEMORY_TOLERANCE
 
 
 @dataclass(frozen=True, kw_only=True)
-class OrderCheck:
-    """Pairs of cells whose measured times can be told apart, by what the plan said of them."""
-
-    pairs: int
-    wrong: tuple[tuple[str, str, float, float], ...]
-    """Faster cell, slower cell, by how much it was faster, and by how much the plan says it is."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Verdict:
     groups: tuple[GroupVerdict, ...]
-    rankings: tuple[Ranking, ...]
+    rankings: tuple[Remark, ...]
     memory: tuple[MemoryCheck, ...]
-    order: OrderCheck | None
+    order: Remark | None
     """None where nothing was predicted or measured."""
 
     @property
@@ -81,7 +57,14 @@ class Verdict:
 def judge(study: Study) -> Verdict:
     """Return the verdict of a study, whatever part of it has run."""
     cells = summarize(study)
-    families = _families(cells)
+    # with a speed, those of one model together: the others' tokens are not worth the same
+    models: dict[str, list[Summary]] = {}
+    for cell in cells.values():
+        if cell.tokens_per_second:
+            base, settings = cell.result.cell.base, cell.result.cell.settings
+            model = [(key, settings[key]) for key in sorted(settings) if key.startswith("model.")]
+            models.setdefault(repr((base, model)), []).append(cell)
+    families = list(models.values())
     return Verdict(
         groups=tuple(judge_groups(cells, study.tolerance)),
         rankings=tuple(_rank(family, families) for family in families if len(family) > 1),
@@ -93,31 +76,39 @@ def judge(study: Study) -> Verdict:
 # ---- speed ----
 
 
-def _families(cells: Mapping[str, Summary]) -> list[list[Summary]]:
-    """Return the cells with a speed, those of one model together: the others' tokens are not worth the same."""
-    families: dict[str, list[Summary]] = {}
-    for cell in cells.values():
-        if cell.tokens_per_second:
-            base, settings = cell.result.cell.base, cell.result.cell.settings
-            model = [(key, settings[key]) for key in sorted(settings) if key.startswith("model.")]
-            families.setdefault(repr((base, model)), []).append(cell)
-    return list(families.values())
+def _rank(family: Sequence[Summary], families: Sequence[Sequence[Summary]]) -> Remark:
+    """Return which cell of a model is the fastest, and which cannot be told apart from it.
 
-
-def _rank(family: Sequence[Summary], families: Sequence[Sequence[Summary]]) -> Ranking:
-    ordered = sorted(family, key=lambda cell: -(cell.tokens_per_second or 0))
+    axes: the labels that its cells share and other models' cells have not.
+    """
+    first, *rest = ordered = sorted(family, key=lambda cell: -(cell.tokens_per_second or 0))
     noise, comparisons = noise_of(ordered), len(ordered) * (len(ordered) - 1) // 2
+    behind = {cell.id: compare(first, cell, noise=noise, comparisons=comparisons) for cell in rest}
+    equal = [name for name, found in behind.items() if not found.is_faster]
     others = [cell.result.cell.axes for each in families if each is not family for cell in each]
     axes = [cell.result.cell.axes for cell in family]
-    return Ranking(
-        labels={
-            axis: text
-            for axis, text in axes[0].items()
-            if all(each.get(axis) == text for each in axes) and any(each.get(axis) != text for each in others)
-        },
-        cells=tuple(cell.id for cell in ordered),
-        behind={cell.id: compare(ordered[0], cell, noise=noise, comparisons=comparisons) for cell in ordered[1:]},
-    )
+    labels = [
+        f"{axis}={text}"
+        for axis, text in axes[0].items()
+        if all(each.get(axis) == text for each in axes) and any(each.get(axis) != text for each in others)
+    ]
+    lead = behind[rest[0].id]
+    remark: Remark = {"what": "fastest", "mark": "good", "axes": ", ".join(labels), "first": first.id}
+    remark |= {"second": rest[0].id, "rate": first.tokens_per_second, "ratio": lead.ratio, "margin": lead.margin}
+    if lead.margin is None:
+        return remark | {"what": "fastest_once", "mark": "note"}
+    if not equal:
+        return remark
+    slower = next((name for name in behind if name not in equal), "")
+    return remark | {
+        "what": "no_difference",
+        "mark": "note",
+        "cells": [first.id, *equal],
+        "apart": max(abs(behind[name].ratio - 1) for name in equal),
+        "margin": max(behind[name].margin or 0.0 for name in equal),
+        "slower": slower,
+        "ratio": behind[slower].ratio if slower else 1.0,
+    }
 
 
 # ---- predictions ----
@@ -142,7 +133,11 @@ def _memory(cells: Mapping[str, Summary]) -> Iterator[MemoryCheck]:
                 yield MemoryCheck(cell=cell.id, kind=kind, predicted=predicted, measured=measured)
 
 
-def _order(families: Sequence[Sequence[Summary]]) -> OrderCheck | None:
+def _order(families: Sequence[Sequence[Summary]]) -> Remark | None:
+    """Return how many pairs of cells whose times can be told apart the plan has in the right order.
+
+    wrong: faster cell, slower cell, by how much it was faster, and by how much the plan says it is.
+    """
     pairs, wrong = 0, []
     for family in families:
         # not all cells do the same work a step, so speeds are compared
@@ -160,4 +155,8 @@ def _order(families: Sequence[Sequence[Summary]]) -> OrderCheck | None:
                 planned = speeds[one.id] / speeds[other.id]
                 if planned < 1:
                     wrong.append((one.id, other.id, found.ratio - 1, planned - 1))
-    return OrderCheck(pairs=pairs, wrong=tuple(wrong)) if pairs else None
+    if not pairs:
+        return None
+    worst = sorted(wrong, key=lambda pair: -pair[2])[:MAX_LISTED]
+    mark, right = "bad" if wrong else "good", pairs - len(wrong)
+    return {"what": "order", "mark": mark, "right": right, "count": pairs, "wrong": worst}

@@ -139,7 +139,7 @@ def test_every_combination_is_a_cell_and_the_last_axis_runs_fastest() -> None:
 
 def test_ids_are_safe_and_differ() -> None:
     assert ids(axes={"layout": {"a b/c": {}, "../x": {}}}) == ["a_b_c", ".._x"]
-    assert ids(axes={}) == ["run"]
+    assert ids(axes={}) == ["run"] and ids(axes={"logging.project": [""]}) == ["project_"]
     with pytest.raises(ConfigError, match=r"study\.yaml: .*1,000,000 combinations"):
         cells(axes={"seed": list(range(1000)), "train.max_skipped_steps": list(range(1, 1001))})
 

@@ -88,7 +88,7 @@ def test_making_it_again_gives_the_same(folder: Path, tmp_path: Path) -> None:
     """Also where there are no results: plots of an earlier state go."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     request = StudyRequest(config=Path("layouts.yaml"), output_dir=folder, report_only=True)
-    assert run_study(request, str) == 0
+    assert run_study(request) == 0
     (folder / LOCK).unlink()
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     (tmp_path / "plots").mkdir()
