@@ -17,8 +17,7 @@ from common.errors import TokenizerError
 from common.tokenizer.base import PackedIds, TokenIds
 from common.tokenizer.bpe_backends import choose_backend
 from common.tokenizer.bpe_files import byte_level_parts, read_vocabulary
-from common.tokenizer.folder import TOKENIZER_JSON
-from common.tokenizer.recognise import BPE_FILES
+from common.tokenizer.folder import BPE_FILES, TOKENIZER_JSON
 from common.tokenizer.text_tokenizer import ByteStream, Tokenizer, checked_ids
 
 
@@ -66,16 +65,17 @@ class GPT2BPETokenizer(Tokenizer):
         Raises TokenizerError for broken files, and for a named backend that is missing or not
         exact.
         """
-        self.vocab_file, self.merge_file = (
+        file, self.merge_file = (
             files_in(Path(vocab_file)) if merge_file is None else (Path(vocab_file), Path(merge_file))
         )
-        self.vocabulary = vocabulary = read_vocabulary(self.vocab_file, self.merge_file)
+        self.vocabulary = vocabulary = read_vocabulary(file, self.merge_file)
         self._token_bytes = vocabulary.token_bytes
         self._backend, self.passed_over = choose_backend(vocabulary, backend)
         super().__init__(
+            file,
             kind=self.kind,
             backend=self._backend.name,
-            sha256=vocabulary.sha256,
+            sha256=vocabulary.marks.sha256(vocabulary.content_sha256, vocabulary.prefix_space),
             marks=vocabulary.marks,
             framing=vocabulary.framing,
         )
