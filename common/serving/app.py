@@ -93,7 +93,10 @@ class App:
 
     async def _answer(self, request: Request) -> ASGIApp:
         path, method, headers = request.scope["path"], request.method, request.headers
-        if self._is_local and not _is_local_name(headers.get("host", "")):
+        host = headers.get("host", "")
+        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+        # another name may belong to a page that has rebound its own name to this address
+        if self._is_local and host and not is_loopback(name.strip("[]")):
             raise Refusal(403, "this server serves only this machine; call it localhost or 127.0.0.1")
         if path != "/health" and not self._is_allowed(headers.get("authorization", "")):
             raise Refusal(401, "no valid key; send the header Authorization: Bearer KEY")
@@ -189,7 +192,7 @@ class App:
             raise refusal from None
         finally:
             completion.cancel()
-            note["tokens"] = sum(len(job.sequence.tokens) for job in completion.jobs)
+            note["tokens"] = completion.usage["completion_tokens"]
             self._service.metrics.request_seconds.observe(time.monotonic() - begun)
 
     async def _send(self, completion: Completion, scope: Scope, receive: Receive, send: Send) -> None:
@@ -220,15 +223,6 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> Non
         for each in (task, gone):
             each.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
-
-
-def _is_local_name(host: str) -> bool:
-    """Return whether a Host header names this machine.
-
-    Another name may belong to a page that has rebound its own name to this address.
-    """
-    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-    return not host or is_loopback(name.strip("[]"))
 
 
 def _refuse(refusal: Refusal) -> Response:

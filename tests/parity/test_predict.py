@@ -91,7 +91,7 @@ def test_a_mixed_load_in_slots_is_what_torch_generates(
     while engine.turn():
         pass
     assert [job.tokens for job in jobs] == [each.tokens for each in alone]
-    assert (engine.counts.reused_tokens > 0) == (window is None)
+    assert (engine.counts["reused_prompt_tokens"] > 0) == (window is None)
     if window is None:
         ids = given[1].ids
         with torch.no_grad():

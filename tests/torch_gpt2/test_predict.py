@@ -200,7 +200,7 @@ def test_a_mixed_load_equals_single_requests(model: GPT2, device: TorchDevice, w
     alone = generate(Decoder(model, CPU, 1), given, settings, seed=0, ends=(), window=window)
     found, engine = run(Slots(model, device, 4), given, window)
     assert found == [each.tokens for each in alone]
-    assert (engine.counts.reused_tokens > 100) == (window != 20)
+    assert (engine.counts["reused_prompt_tokens"] > 100) == (window != 20)
     assert len(captured) <= 4
 
 

@@ -197,7 +197,7 @@ def test_a_mixed_load_is_transformers(oracle: Oracle, tmp_path: Path, window: in
             context = np.array([ids[:end][1 - window :]])
             assert ids[end] == logits_of(net, context)[0, -1].argmax()
         assert len(tokens) == prompt.new_tokens
-    assert (engine.counts.reused_tokens > 100) == (window is None)
+    assert (engine.counts["reused_prompt_tokens"] > 100) == (window is None)
 
 
 # ---- Hugging Face's optimum ----
