@@ -81,7 +81,7 @@ class CompletionService:
             raise Refusal(400, message, param="logit_bias") from None
         ends, unknown = self.tokenizer.ends, self.tokenizer.unknown_id
         rules = LogitRules(settings, ends=ends, unknown=unknown, biases=biases)
-        completion = Completion(self, request, prompts, loop, settings, rules)
+        completion = Completion(self, request, prompts, loop, rules)
         seed = secrets.randbits(63) if request.seed == -1 else request.seed % 2**64
         completion.jobs = [
             CompletionJob(
@@ -152,10 +152,9 @@ class Completion:
         request: CompletionRequest,
         prompts: list[Prompt],
         loop: asyncio.AbstractEventLoop,
-        settings: PredictConfig,
         rules: LogitRules,
     ) -> None:
-        self.service, self.request, self.settings, self.rules = service, request, settings, rules
+        self.service, self.request, self.rules = service, request, rules
         self.prompt_texts = [prompt.text for prompt in prompts]
         self.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         self.jobs: list[CompletionJob] = []
@@ -269,14 +268,14 @@ class CompletionJob:
 
     def advance(self, logits: Logits) -> bool:
         sequence, logits = self.sequence, logits[: self._tokenizer.vocab_size]
-        settings, before = self._completion.settings, len(sequence.tokens)
+        rules, before = self._completion.rules, len(sequence.tokens)
         if sequence.prompt.new_tokens == 0:
             sequence.finish_reason = "length"
         else:
-            grow(sequence, logits, settings, self._completion.rules, self._tokenizer.ends)
+            grow(sequence, logits, rules)
         sequence.read()
-        if sequence.end is not None and settings.logprobs is not None:
-            sequence.scored.append(score_token(logits, sequence.end, settings.logprobs))
+        if sequence.end is not None and rules.settings.logprobs is not None:
+            sequence.scored.append(score_token(logits, sequence.end, rules.settings.logprobs))
         metrics, now = self._completion.service.metrics, time.monotonic()
         metrics.generated_tokens.inc(len(sequence.tokens) - before)
         (metrics.token_seconds if self._turns else metrics.first_token_seconds).observe(now - self._since)
@@ -309,7 +308,7 @@ class CompletionJob:
 
     def _score_prompt(self, first: int, logits: Logits) -> None:
         """Score prompt tokens. logits: those after its tokens from place ``first`` onwards."""
-        ids, count = self.sequence.prompt.ids, self._completion.settings.logprobs or 0
+        ids, count = self.sequence.prompt.ids, self._completion.request.logprobs or 0
         self._prompt_scores[0] = ScoredToken(id=ids[0], logprob=math.nan, top=[])
         for place, row in enumerate(logits, first + 1):
             if place < len(ids):
