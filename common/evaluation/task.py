@@ -41,31 +41,27 @@ def open_task(
 
     rank: data-parallel rank, which selects validation windows. Raises ConfigError and TokenizerError.
     """
-    _check_settings(config.evaluation)
+    settings = config.evaluation
+    for name, field in EvaluationConfig.model_fields.items():
+        value = getattr(settings, name)
+        if name != "task" and name not in _SETTINGS[settings.task] and value != field.default:
+            tasks = " or ".join(task for task, names in _SETTINGS.items() if name in names)
+            raise ConfigError(
+                f"evaluation.{name}={value} is for task {tasks}, and evaluation.task={settings.task};"
+                " change the task or leave it out"
+            )
     if corpus is not None:
         return ValidationTask(config=config, data=open_data(config, corpus, rank=rank))
-    window, stride = config.model.seq_length, config.evaluation.stride
+    window, stride = config.model.seq_length, settings.stride
     if stride is not None and stride > window:
         raise ConfigError(
             f"evaluation.stride={stride} is above model.seq_length={window}, and tokens between the"
             f" windows would be left out; give {window} or less"
         )
-    file = read_evaluation_file(config.evaluation)
+    file = read_evaluation_file(settings)
     assert tokenizer is not None
-    opened = open_text if config.evaluation.task == "text" else open_lambada
+    opened = open_text if settings.task == "text" else open_lambada
     return opened(file, tokenizer, config)
-
-
-def _check_settings(config: EvaluationConfig) -> None:
-    for name, field in EvaluationConfig.model_fields.items():
-        value = getattr(config, name)
-        if name == "task" or name in _SETTINGS[config.task] or value == field.default:
-            continue
-        tasks = " or ".join(task for task, names in _SETTINGS.items() if name in names)
-        raise ConfigError(
-            f"evaluation.{name}={value} is for task {tasks}, and evaluation.task={config.task};"
-            " change the task or leave it out"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,9 +87,13 @@ class App:
             if not status:
                 await _refuse(error)(scope, receive, sending)
         finally:
+            status = status or _GONE
+            self._service.metrics.requests.labels(status).inc()
+            client = request.client.host if request.client else "-"
+            path = scope["path"].encode("unicode_escape").decode()[:100]  # which cannot break the line
+            words = " ".join(f"{name}={json.dumps(value, ensure_ascii=True)}" for name, value in note.items())
             seconds = time.monotonic() - begun
-            self._service.metrics.requests.labels(status or _GONE).inc()
-            LOG.info(_line(request, status or _GONE, seconds, note))
+            LOG.info(f"{client} {request.method[:20]} {path} {status} {seconds:.3f} s {words}".rstrip())
 
     async def _answer(self, request: Request) -> ASGIApp:
         path, method, headers = request.scope["path"], request.method, request.headers
@@ -239,11 +243,3 @@ def _refuse(refusal: Refusal) -> Response:
 def _json(tree: Any, status: int = 200, more: dict[str, str] | None = None) -> Response:
     text = json.dumps(tree, ensure_ascii=False)
     return Response(text, status, media_type=_JSON, headers=_HEADERS | (more or {}))
-
-
-def _line(request: Request, status: int, seconds: float, note: dict[str, Any]) -> str:
-    """Return one log line. Text from the client is escaped and cannot break it."""
-    client = request.client.host if request.client else "-"
-    path = request.scope["path"].encode("unicode_escape").decode()[:100]
-    words = " ".join(f"{name}={json.dumps(value, ensure_ascii=True)}" for name, value in note.items())
-    return f"{client} {request.method[:20]} {path} {status} {seconds:.3f} s {words}".rstrip()
