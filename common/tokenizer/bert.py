@@ -93,7 +93,9 @@ class BertTokenizer(Tokenizer):
             ids = np.empty(ends[-1], dtype=np.int32)
             alone = found >= 0
             ids[ends[alone] - 1] = found[alone]
-            ids[_positions(ends[starts], counts[starts])] = pieces
+            own = counts[starts]
+            shifts = np.repeat(ends[starts] - np.cumsum(own), own)  # of each word's ids among all of them
+            ids[shifts + np.arange(len(pieces))] = pieces
         else:
             ends = np.cumsum(counts)
             ids = found[found >= 0]
@@ -155,13 +157,9 @@ def _are_words(left: str, right: str) -> bool:
 
     Two numbers have no space between them, since a word-level vocabulary has single digits.
     """
-    return (
-        left.isalnum()
-        and right.isalnum()
-        and not (left.isdigit() and right.isdigit())
-        and not is_chinese(left)
-        and not is_chinese(right)
-    )
+    if not (left.isalnum() and right.isalnum()) or (left.isdigit() and right.isdigit()):
+        return False
+    return not any(first <= ord(each) <= last for first, last in _CHINESE for each in (left, right))
 
 
 _CHINESE = (
@@ -179,22 +177,9 @@ ALONE = "".join(f"{chr(first)}-{chr(last)}" for first, last in _UNCHANGED) + re.
 _SEPARATES, _IN_WORD = -1, -2
 
 
-def is_chinese(character: str) -> bool:
-    return any(first <= ord(character) <= last for first, last in _CHINESE)
-
-
-def _positions(ends: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the places of runs of ``counts`` entries that end before ``ends``."""
-    before = np.cumsum(counts) - counts
-    places: npt.NDArray[np.int64] = np.repeat(ends - counts - before, counts)
-    return places + np.arange(int(counts.sum()))
-
-
 _CACHED_WORDS = 1 << 18
 _CACHED_LENGTH = 32
 _FEW = 16
-
-
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUES = "##"
 """Prefix of a token that continues a word."""

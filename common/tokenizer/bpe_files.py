@@ -16,7 +16,18 @@ from pathlib import Path
 from common.errors import TokenizerError
 from common.structured_files import MalformedError, parse_json
 from common.tokenizer.base import Framing
-from common.tokenizer.folder import Folder, added_in, begin_of, read_tokenizer_json, read_vocabulary_text, version_of
+from common.tokenizer.folder import (
+    ADDED,
+    CONFIG,
+    MAP,
+    TOKENIZER_JSON,
+    Folder,
+    added_in,
+    begin_of,
+    read_tokenizer_json,
+    read_vocabulary_text,
+    version_of,
+)  # fmt: skip
 from common.tokenizer.marks import Marks, framing_of, read_marks
 
 END_OF_TEXT = "<|endoftext|>"
@@ -79,7 +90,8 @@ def read_vocabulary(vocab_file: Path, merge_file: Path | None) -> BPEVocabulary:
     made = {left + right for left, right in merges}
     unmade = [token for token in ids if len(token) > 1 and token not in made]
     # a vocabulary to which marks were added by hand, and transformers' files are not beside it
-    by_hand = [] if folder.is_saved else list(filter(_SPECIAL.fullmatch, unmade))
+    is_saved = any((folder.path / name).is_file() for name in (CONFIG, MAP, ADDED, TOKENIZER_JSON))
+    by_hand = [] if is_saved else list(filter(_SPECIAL.fullmatch, unmade))
     names = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     marks = read_marks(folder, ids, (END_OF_TEXT,), names, by_hand)
     token_bytes = _spell(vocab_file, tokens, marks.added)

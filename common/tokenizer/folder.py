@@ -76,12 +76,6 @@ class Folder:
         return read_tokenizer_json(file) if file.is_file() else {}
 
     @property
-    def is_saved(self) -> bool:
-        """Whether transformers wrote a file here that may name tokens."""
-        names = (CONFIG, MAP, ADDED, self._json)
-        return any((self.path / name).is_file() for name in names)
-
-    @property
     def is_gpt2(self) -> bool:
         """Whether transformers opens the folder as GPT2Tokenizer, which cuts text its own way."""
         name = self.settings.get("tokenizer_class") or ""
