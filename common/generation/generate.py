@@ -39,7 +39,7 @@ class GrowingText:
 
     def advance(self, tokens: Sequence[int], final: bool = False) -> None:
         """Read the new part of ``tokens``, the whole sequence. final: it will not grow."""
-        text = self._held + self._stream.push(tokens[self._read :], final)
+        text = self._held + self._stream(tokens[self._read :], final)
         self._read = len(tokens)
         if self.is_stopped:
             return

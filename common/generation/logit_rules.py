@@ -45,14 +45,10 @@ class LogitRules:
             for sequence, value in biases.items()
             if len(sequence) > 1
         ]
-        self._repetition = np.float32(settings.repetition_penalty)
-        self._presence = np.float32(settings.presence_penalty)
-        self._frequency = np.float32(settings.frequency_penalty)
         self._least = settings.min_new_tokens if ends else 0
-        self._repeats = settings.repetition_penalty != 1.0
-        self._size = settings.no_repeat_ngram_size
-        self._counts = bool(self._presence or self._frequency)
-        self._looks_back = bool(self._longer or self._repeats or self._size)
+        self._repetition = np.float32(settings.repetition_penalty)
+        self._counts = bool(settings.presence_penalty or settings.frequency_penalty)
+        self._looks_back = bool(self._longer or self._repetition != 1 or settings.no_repeat_ngram_size)
         self._is_active = bool(biases) or self._looks_back or self._counts
 
     def apply(self, logits: Logits, prompt: Sequence[int], tokens: Sequence[int]) -> Logits:
@@ -71,17 +67,17 @@ class LogitRules:
             for before, last, value in self._longer:
                 if seen[-len(before) :] == before:
                     logits[last] += value
-        if self._repeats:
+        if self._repetition != 1:
             found = logits[seen]
             logits[seen] = np.where(found > 0, found / self._repetition, found * self._repetition)
-        if self._size:
-            size = self._size
+        if size := self.settings.no_repeat_ngram_size:
             newest = seen[len(seen) - size + 1 :]
             starts = [at for at in range(len(seen) - size + 1) if seen[at : at + size - 1] == newest]
             logits[[seen[at + size - 1] for at in starts]] = -np.inf
         if self._counts and tokens:
             ids, counts = np.unique(tokens, return_counts=True)
-            logits[ids] -= self._presence + self._frequency * counts.astype(np.float32)
+            presence, frequency = map(np.float32, (self.settings.presence_penalty, self.settings.frequency_penalty))
+            logits[ids] -= presence + frequency * counts.astype(np.float32)
         if is_early:
             logits[[*self.ends]] = -np.inf
         return logits

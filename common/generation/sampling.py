@@ -152,7 +152,7 @@ def score_token(logits: Logits, token: int, count: int) -> ScoredToken:
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """Return what a token adds to a text; ``bytes:\\xe2\\x80`` for a part of a character."""
-    raw = tokenizer.token_bytes(token)
+    raw = tokenizer.decode_bytes([token])
     try:
         return raw.decode()
     except UnicodeDecodeError:

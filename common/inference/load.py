@@ -55,8 +55,6 @@ def load_model(
     Raises CheckpointError, ConfigError, TokenizerError and DeviceError.
     """
     source = find_source(Path(path), verify=verify)
-    if isinstance(tokenizer, os.PathLike):
-        tokenizer = os.fspath(tokenizer)
     found = open_tokenizer(source, tokenizer)
     backend = choose_backend(source, backend)
     if source.is_program and dtype is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,12 +121,12 @@ def _of_export(folder: Path, *, verify: bool) -> Source:
     )
 
 
-def open_tokenizer(source: Source, given: str | Path | Tokenizer | None) -> Tokenizer:
+def open_tokenizer(source: Source, given: str | os.PathLike[str] | Tokenizer | None) -> Tokenizer:
     """Load the given tokenizer, else the files beside the weights, else those of the training.
 
     Raises TokenizerError unless it fits the model.
     """
-    if isinstance(given, str | Path):
+    if isinstance(given, str | os.PathLike):
         tokenizer = load_tokenizer(None, located(Path(given), weights=False), model=source.path)
     elif given is not None:
         tokenizer = given

@@ -335,7 +335,7 @@ class CompletionJob:
         offsets = []
         for each in scored:
             offsets.append(self._offset)
-            self._offset += len(self._stream.push([each.id]))
+            self._offset += len(self._stream([each.id]))
         top: list[dict[str, float] | None] = []
         for word, each in zip(words, scored, strict=True):
             found: dict[str, float] = {}

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from common.errors import TokenizerError
 from common.paths import install
-from common.tokenizer.base import Ids, PackedIds, TokenIds
+from common.tokenizer.base import Ids, PackedIds, TextStream, TokenIds
 from common.tokenizer.folder import Folder, read_vocabulary_text
 from common.tokenizer.marks import framing_of, read_marks
 from common.tokenizer.text_tokenizer import Tokenizer, checked_ids
@@ -123,33 +123,29 @@ class BertTokenizer(Tokenizer):
         return [encoding.ids for encoding in self._model.encode_batch_fast(words)]
 
     def decode(self, ids: TokenIds) -> str:
-        return self.stream().push(checked_ids(ids, self.vocab_size), final=True)
+        return self.stream()(checked_ids(ids, self.vocab_size), final=True)
 
-    def stream(self, after: Sequence[int] = ()) -> _Joiner:
-        return _Joiner(self.tokens, after)
+    def stream(self, after: Sequence[int] = ()) -> TextStream:
+        """Join tokens: Chinese without spaces, words of letters and numbers with one space.
 
+        No id is a part of a character, so no text is held back.
+        """
+        last = self.tokens[after[-1]][-1:] if after else ""
 
-class _Joiner:
-    """Joins pieces into text: Chinese without spaces, words of letters and numbers with one space.
+        def push(ids: Sequence[int], final: bool = False) -> str:
+            nonlocal last
+            spoken: list[str] = []
+            for token_id in checked_ids(ids, len(self.tokens)):
+                token = self.tokens[token_id]
+                if token.startswith(CONTINUES) and len(token) > len(CONTINUES):
+                    token = token[len(CONTINUES) :]
+                elif _are_words(last, token[:1]):
+                    spoken.append(" ")
+                spoken.append(_SPOKEN.get(token, token))
+                last = token[-1:]
+            return "".join(spoken)
 
-    No id is a part of a character, so no text is held back.
-    """
-
-    def __init__(self, tokens: tuple[str, ...], after: Sequence[int]) -> None:
-        self._tokens = tokens
-        self._last = tokens[after[-1]][-1:] if after else ""
-
-    def push(self, ids: Sequence[int], final: bool = False) -> str:
-        spoken: list[str] = []
-        for token_id in checked_ids(ids, len(self._tokens)):
-            token = self._tokens[token_id]
-            if token.startswith(CONTINUES) and len(token) > len(CONTINUES):
-                token = token[len(CONTINUES) :]
-            elif _are_words(self._last, token[:1]):
-                spoken.append(" ")
-            spoken.append(_SPOKEN.get(token, token))
-            self._last = token[-1:]
-        return "".join(spoken)
+        return push
 
 
 def _are_words(left: str, right: str) -> bool:

@@ -7,6 +7,7 @@ openai/gpt-2, src/encoder.py.
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import TokenizerError
-from common.tokenizer.base import PackedIds, TokenIds
+from common.tokenizer.base import PackedIds, TextStream, TokenIds
 from common.tokenizer.bpe_backends import choose_backend
 from common.tokenizer.bpe_files import byte_level_parts, read_vocabulary
 from common.tokenizer.folder import BPE_FILES, TOKENIZER_JSON
-from common.tokenizer.text_tokenizer import ByteStream, Tokenizer, checked_ids
+from common.tokenizer.text_tokenizer import CONTEXT, Tokenizer, checked_ids
 
 
 def files_in(folder: Path) -> tuple[Path, Path | None]:
@@ -103,5 +104,7 @@ class GPT2BPETokenizer(Tokenizer):
         found = checked_ids(ids, self.vocab_size)
         return b"".join(map(self._token_bytes.__getitem__, found))
 
-    def stream(self, after: Sequence[int] = ()) -> ByteStream:
-        return ByteStream(self.decode_bytes, after)
+    def stream(self, after: Sequence[int] = ()) -> TextStream:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(self.decode_bytes(after[-CONTEXT:]))
+        return lambda ids, final=False: decoder.decode(self.decode_bytes(ids), final)

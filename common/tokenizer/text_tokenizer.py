@@ -4,10 +4,9 @@ decoding of ids as they arrive.
 
 from __future__ import annotations
 
-import codecs
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,9 @@ import numpy as np
 from common.errors import TokenizerError
 from common.tokenizer.base import Framing, Ids, PackedIds, TextStream, TokenIds
 from common.tokenizer.marks import Marks, encode_around
+
+CONTEXT = 16
+"""Earlier ids that are decoded again with new ones."""
 
 
 def checked_ids(ids: TokenIds, vocab_size: int) -> list[int]:
@@ -145,13 +147,26 @@ class Tokenizer(ABC):
     def stream(self, after: Sequence[int] = ()) -> TextStream:
         """Return a decoder of ids that follow ``after``, such as those of a prompt.
 
-        A character that ``after`` begins and does not end is part of the new text.
+        A character that ``after`` begins and does not end is part of the new text. This one is for a library that
+        decodes only whole sequences: it decodes the last ids with and without the new ones.
         """
-        return WindowStream(self.decode, after)
+        held: list[int] = []
+        shown = 0
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one id. Raises TokenizerError for an id outside the vocabulary."""
-        return self.decode_bytes([token_id])
+        def push(ids: Sequence[int], final: bool = False) -> str:
+            nonlocal shown
+            held.extend(ids)
+            first = max(0, shown - CONTEXT)
+            text = self.decode(held[first:])
+            if text.endswith("\ufffd") and not final:  # a part of a character
+                return ""
+            before = self.decode(held[first:shown])
+            shown = len(held)
+            return text[len(before) :]
+
+        for each in after[-CONTEXT:]:  # which may end within a character
+            push([each])
+        return push
 
 
 _LINE_END = re.compile("\n")
@@ -185,51 +200,10 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> Ids:
     return np.concatenate([np.array(begin, np.int32), ids]) if begin else ids
 
 
-_PART = "\ufffd"
-_CONTEXT = 16
-"""Earlier ids that are decoded again with new ones."""
-
-
-class ByteStream:
-    """Decoder of ids that stand for bytes."""
-
-    def __init__(self, decode_bytes: Callable[[Sequence[int]], bytes], after: Sequence[int] = ()) -> None:
-        self._decode_bytes = decode_bytes
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.push(after[-_CONTEXT:])
-
-    def push(self, ids: Sequence[int], final: bool = False) -> str:
-        return self._decoder.decode(self._decode_bytes(ids), final)
-
-
-class WindowStream:
-    """Decoder through a library that decodes only whole sequences.
-
-    It decodes the last pieces with and without the new ones; the difference is the new text.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], after: Sequence[int]) -> None:
-        self._decode = decode
-        self._ids: list[int] = []
-        self._shown = 0
-        for each in after[-_CONTEXT:]:  # which may end within a character
-            self.push([each])
-
-    def push(self, ids: Sequence[int], final: bool = False) -> str:
-        self._ids += ids
-        first = max(0, self._shown - _CONTEXT)
-        text = self._decode(self._ids[first:])
-        if text.endswith(_PART) and not final:
-            return ""
-        before = self._decode(self._ids[first : self._shown])
-        self._shown = len(self._ids)
-        return text[len(before) :]
-
-
 def whole_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Return the text of ids, without a character that they begin and do not end.
 
     It is what precedes the text of ``tokenizer.stream(ids)``.
     """
     stream = tokenizer.stream()
-    return "".join(stream.push([each]) for each in ids)
+    return "".join(stream([each]) for each in ids)

@@ -23,7 +23,7 @@ from common.generation.prompts import Prompt, encode_prompts, sliding_window
 from common.parallel.run import Run
 from common.resolve.derive import resolve_mode
 from common.tokenizer import Framing
-from common.tokenizer.text_tokenizer import ByteStream
+from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from common.training.opened_checkpoint import Checkpoint
 from tests.tiny import tiny_config, tiny_run
 
@@ -39,17 +39,13 @@ class Bytes:
     def encode(self, text: str, allow_special: bool = False) -> Any:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
-    def token_bytes(self, token: int) -> bytes:
-        return bytes([token])
-
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return bytes(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
-    def stream(self, after: Sequence[int] = ()) -> ByteStream:
-        return ByteStream(self.decode_bytes, after)
+    stream = GPT2BPETokenizer.stream
 
 
 class Script:

@@ -46,7 +46,7 @@ def test_surrogates_are_refused_with_their_place(tokenizer: GPT2BPETokenizer) ->
 @settings(max_examples=100, deadline=None)
 @given(ids=st.lists(st.integers(0, 50256), max_size=50))
 def test_decode_joins_the_bytes_of_tokens(tokenizer: GPT2BPETokenizer, ids: list[int]) -> None:
-    joined = b"".join(tokenizer.token_bytes(token) for token in ids)
+    joined = b"".join(tokenizer.decode_bytes([token]) for token in ids)
     assert tokenizer.decode_bytes(ids) == joined
     assert tokenizer.decode_bytes(np.array(ids, dtype=np.uint16)) == joined
     assert tokenizer.decode(iter(ids)) == joined.decode(errors="replace")
