@@ -51,15 +51,16 @@ class App:
         self._service, self._settings = service, settings
         self._key = None if key is None else key.encode()
         self._is_local = is_loopback(settings.host)
-        self._started = int(time.time())
         self._worker = ThreadPoolExecutor(1, "requests")
+        model = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "gpt2-toolkit"}
+        model["meta"] = service.facts
         page = Response(PAGE.read_bytes(), media_type="text/html", headers=_HEADERS | _PAGE_HEADERS)
         self._pages: dict[str, Callable[[], Response]] = {
             "/": lambda: page,
             "/health": self._health,
             "/metrics": lambda: Response(service.metrics.text(), 200, _HEADERS, CONTENT_TYPE),
-            "/v1/models": lambda: _json({"object": "list", "data": [self._model()]}),
-            f"/v1/models/{service.name}": lambda: _json(self._model()),
+            "/v1/models": lambda: _json({"object": "list", "data": [model]}),
+            f"/v1/models/{service.name}": lambda: _json(model),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,15 +134,6 @@ class App:
         if self._service.engine.failure is not None:
             return _json({"status": "failed"}, 503)
         return _json({"status": "draining" if self.is_draining else "ok"})
-
-    def _model(self) -> dict[str, Any]:
-        return {
-            "id": self._service.name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "gpt2-toolkit",
-            "meta": self._service.facts,
-        }
 
     async def _complete(self, request: Request) -> ASGIApp:
         if self.is_draining:

@@ -17,7 +17,7 @@ from common.files import atomic_write
 from common.structured_files import MAX_JSON_BYTES, parse_json, read_bytes
 from common.systems.weights import Weights
 from common.tensor_files.protobuf import read_fields
-from common.tokenizer import WORDS, Tokenizer, kind_of_files, load_tokenizer
+from common.tokenizer import WORDS, Tokenizer, load_tokenizer
 from common.tokenizer.folder import CONFIG, companions_in, ids_in, vocabulary_in
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
 
@@ -256,7 +256,6 @@ def read_tokenizer(record: Mapping[str, Any]) -> Tokenizer:
             " else it was, there yourself"
         )
     path = Path(str(source))
-    kind = kind_of_files(kind, path, merge_file)
     tokenizer = load_tokenizer(kind, path, merge_file)
     if tokenizer.sha256 != record.get("sha256"):
         raise TokenizerError(

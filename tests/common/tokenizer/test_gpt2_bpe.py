@@ -199,7 +199,6 @@ def test_a_foreign_vocabulary(small, backend: str) -> None:
 
 
 def test_tiktoken_is_refused_where_ranks_are_not_merges(small) -> None:
-    pytest.importorskip("tiktoken")
     small.merges[0], small.merges[1] = small.merges[1], small.merges[0]
     with pytest.raises(TokenizerError, match=r"do not follow the order.*backend='tokenizers'"):
         small.build("tiktoken")
