@@ -64,6 +64,8 @@ class BertTokenizer(Tokenizer):
         steps = bert_steps(kind != "BertWordPieceCase", split_chinese=not self._cut)
         self._model.normalizer, self._model.pre_tokenizer = steps
         self._cache: dict[str, list[int]] = {}
+        if self._cut:
+            return
         self._table = np.full(0x110000, _IN_WORD, dtype=np.int32)
         for code in (*chain(*(range(first, last + 1) for first, last in _UNCHANGED)), *map(ord, _SIGNS)):
             self._table[code] = ids.get(chr(code), ids["[UNK]"])
