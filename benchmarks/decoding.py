@@ -116,11 +116,13 @@ def generated(decoder: Any, prompts: Any, task: Task) -> Turn:
     """The loop of this toolkit over any decoder."""
     from common.config.schema import PredictConfig
     from common.generation.generate import generate
+    from common.generation.logit_rules import LogitRules
     from common.generation.prompts import Prompt
 
     settings = PredictConfig.model_validate({"strategy": task.strategy, "top_k": TOP_K, "stop_at_end_of_text": False})
+    rules = LogitRules(settings, ends=(50256,))
     rows = [Prompt(text="", ids=ids.tolist(), new_tokens=task.new_tokens) for ids in prompts]
-    return lambda: [each.tokens for each in generate(decoder, rows, settings, seed=0, ends=(50256,))]
+    return lambda: [each.tokens for each in generate(decoder, rows, rules, seed=0)]
 
 
 def transformers(model: Any, device: Any, prompts: Any, task: Task) -> Turn:

@@ -10,7 +10,7 @@ from mindspore import Tensor, nn, ops
 from common.backends import Inputs
 from common.cluster.environment import ALONE, Process
 from common.evaluation.corpus import report
-from common.evaluation.rows import RowBatch, Scorer, TokenScores
+from common.evaluation.rows import RowBatch, Scorer, Scores
 from common.evaluation.task import open_task, run_task
 from common.parallel.run import Run
 from common.training.start import weights_to_use
@@ -41,9 +41,9 @@ def make_scorer(model: GPT2, device: MindSporeDevice) -> Scorer:
     """Wrap the model for ``score_rows``. Logits exist for ROWS_AT_ONCE targets at a time."""
     token_scores = device.compile(_TokenScores(model))
 
-    def score(batch: RowBatch) -> TokenScores:
+    def score(batch: RowBatch) -> Scores:
         losses, hits = token_scores(Tensor(batch.ids), Tensor(batch.places), Tensor(batch.targets))
-        return TokenScores(losses=losses.asnumpy(), hits=hits.asnumpy())
+        return Scores(losses=losses.asnumpy(), hits=hits.asnumpy())
 
     return score
 

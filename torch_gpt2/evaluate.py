@@ -12,7 +12,7 @@ from common.backends import Inputs
 from common.cluster.environment import ALONE, Process
 from common.config.load import flatten
 from common.evaluation.corpus import report
-from common.evaluation.rows import RowBatch, Scorer, TokenScores
+from common.evaluation.rows import RowBatch, Scorer, Scores
 from common.evaluation.task import open_task, run_task
 from common.parallel.run import Run
 from common.parallel.sharding import slices_of_rank
@@ -77,7 +77,7 @@ def make_scorer(model: GPT2, device: TorchDevice) -> Scorer:
     """Wrap the model for ``score_rows``. Logits exist for ROWS_AT_ONCE targets at a time."""
 
     @torch.no_grad()
-    def score(batch: RowBatch) -> TokenScores:
+    def score(batch: RowBatch) -> Scores:
         count = len(batch.owners)
         ids, places, targets = (
             torch.from_numpy(values).to(device.torch_device, torch.int64)
@@ -92,7 +92,7 @@ def make_scorer(model: GPT2, device: TorchDevice) -> Scorer:
             target = targets[start : start + ROWS_AT_ONCE]
             losses.append(logits.logsumexp(1) - logits.gather(1, target[:, None])[:, 0])
             hits.append(logits.argmax(1) == target)
-        return TokenScores(losses=torch.cat(losses).cpu().numpy(), hits=torch.cat(hits).cpu().numpy())
+        return Scores(losses=torch.cat(losses).cpu().numpy(), hits=torch.cat(hits).cpu().numpy())
 
     model.eval()
     return score

@@ -15,7 +15,7 @@ from common.dataset.blocks import DocumentRule, MissingKeyError, read_blocks
 from common.dataset.corpus import CorpusFormat, open_corpus
 from common.dataset.documents import documents_of
 from common.errors import ConfigError, DataError
-from common.evaluation.rows import RowScores, ScoredRow
+from common.evaluation.rows import ScoredRow, Scores
 from common.files import atomic_write
 from common.log import LOG
 from common.parallel.run import Run
@@ -91,7 +91,7 @@ class RowTask:
 
     tokenizer_record: dict[str, Any]
     rows: list[ScoredRow]
-    result: Callable[[RowScores], EvaluationResult]
+    result: Callable[[Scores], EvaluationResult]
     unit: str
     """Name of a row in the progress bar."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,31 +43,19 @@ class RowBatch:
     owners: NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TokenScores:
-    """Scores of the targets of a RowBatch, (n,) or with the padding (N,).
+class Scores(NamedTuple):
+    """Scores of the targets of a RowBatch, (n,) or with the padding (N,), or sums over the targets of each row.
 
-    losses: float32, in nats. hits: whether the target is the most probable token.
+    losses: in nats, float32, the sums float64. hits: whether the target is the most probable token, or how many are.
     """
 
-    losses: NDArray[np.float32]
-    hits: NDArray[np.bool_]
+    losses: NDArray[Any]
+    hits: NDArray[Any]
 
 
-Scorer = Callable[[RowBatch], TokenScores]
+Scorer = Callable[[RowBatch], Scores]
 """A model that scores batches. All batches of one ``score_rows`` have the same shape, so that a graph is compiled once.
 """
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RowScores:
-    """Scores of N rows, each summed over the scored targets of the row.
-
-    nats: float64 (N,), the loss. hits: int64 (N,), number of targets that were most probable.
-    """
-
-    nats: NDArray[np.float64]
-    hits: NDArray[np.int64]
 
 
 def sliding_windows(tokens: Ids, window: int, stride: int) -> list[ScoredRow]:
@@ -89,18 +78,16 @@ def sliding_windows(tokens: Ids, window: int, stride: int) -> list[ScoredRow]:
     return rows
 
 
-def score_rows(rows: Sequence[ScoredRow], scorer: Scorer, batch_size: int, unit: str = "row") -> RowScores:
-    """Score all rows, ``batch_size`` at once. unit: name of a row in the progress bar."""
+def score_rows(rows: Sequence[ScoredRow], scorer: Scorer, batch_size: int, unit: str = "row") -> Scores:
+    """Return the sums of all rows (N,), ``batch_size`` computed at once. unit: name of a row in the progress bar."""
     nats, hits = np.zeros(len(rows), np.float64), np.zeros(len(rows), np.int64)
     for number, scores in enumerate(score_tokens(rows, scorer, batch_size, unit)):
         np.add.at(nats, np.full(len(scores.losses), number), scores.losses)
         hits[number] = scores.hits.sum()
-    return RowScores(nats=nats, hits=hits)
+    return Scores(nats, hits)
 
 
-def score_tokens(
-    rows: Sequence[ScoredRow], scorer: Scorer, batch_size: int, unit: str = "row"
-) -> Iterator[TokenScores]:
+def score_tokens(rows: Sequence[ScoredRow], scorer: Scorer, batch_size: int, unit: str = "row") -> Iterator[Scores]:
     """Yield the scores of each row's scored targets. ``batch_size`` rows are computed at once.
 
     unit: name of a row in the progress bar.
@@ -116,7 +103,7 @@ def score_tokens(
             ends = np.cumsum([row.scored for row in some])
             for end, row in zip(ends, some, strict=True):
                 own = slice(end - row.scored, end)
-                yield TokenScores(losses=scores.losses[own], hits=scores.hits[own])
+                yield Scores(scores.losses[own], scores.hits[own])
             bar.update(len(some))
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any, TypeAlias
+from itertools import chain, islice
+from typing import TypeAlias
 
 from common.config.schema import EvaluationConfig
 from common.dataset import Tokens
@@ -36,75 +35,32 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
 
 def open_task(
     config: Run, *, corpus: Corpus | None = None, tokenizer: Tokenizer | None = None, rank: int = 0
-) -> ValidationTask | RowTask:
+) -> TrainingData | RowTask:
     """Open the windows of a validation in ``corpus``, or read the file of a task on text.
 
     rank: data-parallel rank, which selects validation windows. Raises ConfigError and TokenizerError.
     """
-    _check_settings(config.evaluation)
+    settings = config.evaluation
+    for name, field in EvaluationConfig.model_fields.items():
+        value = getattr(settings, name)
+        if name != "task" and name not in _SETTINGS[settings.task] and value != field.default:
+            tasks = " or ".join(task for task, names in _SETTINGS.items() if name in names)
+            raise ConfigError(
+                f"evaluation.{name}={value} is for task {tasks}, and evaluation.task={settings.task};"
+                " change the task or leave it out"
+            )
     if corpus is not None:
-        return ValidationTask(config=config, data=open_data(config, corpus, rank=rank))
-    window, stride = config.model.seq_length, config.evaluation.stride
+        return open_data(config, corpus, rank=rank)
+    window, stride = config.model.seq_length, settings.stride
     if stride is not None and stride > window:
         raise ConfigError(
             f"evaluation.stride={stride} is above model.seq_length={window}, and tokens between the"
             f" windows would be left out; give {window} or less"
         )
-    file = read_evaluation_file(config.evaluation)
+    file = read_evaluation_file(settings)
     assert tokenizer is not None
-    opened = open_text if config.evaluation.task == "text" else open_lambada
+    opened = open_text if settings.task == "text" else open_lambada
     return opened(file, tokenizer, config)
-
-
-def _check_settings(config: EvaluationConfig) -> None:
-    for name, field in EvaluationConfig.model_fields.items():
-        value = getattr(config, name)
-        if name == "task" or name in _SETTINGS[config.task] or value == field.default:
-            continue
-        tasks = " or ".join(task for task, names in _SETTINGS.items() if name in names)
-        raise ConfigError(
-            f"evaluation.{name}={value} is for task {tasks}, and evaluation.task={config.task};"
-            " change the task or leave it out"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValidationTask:
-    """Loss on the validation windows of the data, summed by an engine as during training."""
-
-    config: Run
-    data: TrainingData
-
-    @property
-    def tokenizer_record(self) -> dict[str, Any] | None:
-        return self.data.tokenizer_record
-
-    def windows(self) -> Iterator[Tokens]:
-        """Yield the validation windows. Raises DataError when there are none."""
-        for windows in self.data.require_validation().values():
-            yield from _watched(windows())
-
-    def result(self, measure: Measure) -> EvaluationResult:
-        config = self.config
-        figures = validation_figures(
-            {name: measure(_watched(windows())) for name, windows in self.data.require_validation().items()},
-            self.data.validation_bytes(),
-        )
-        tokens = figures.pop("validation_tokens")
-        record = {
-            "data": config.data.validation or config.data.train,
-            "split": "whole" if config.data.validation else config.data.split,
-            "window": config.model.seq_length,
-            "tokens": tokens,
-            **figures,
-        }
-        line = (
-            f"validation loss {figures['validation_loss']:.6f}, perplexity"
-            f" {figures['validation_perplexity']:.4f}{bits_a_byte(figures)} over {tokens} tokens in"
-            f" windows of {config.model.seq_length}"
-        )
-        lines = [line, *part_lines(figures)]
-        return EvaluationResult(file_name="evaluation.json", record=record, lines=lines)
 
 
 def _watched(windows: Iterator[Tokens]) -> Iterator[Tokens]:
@@ -114,22 +70,40 @@ def _watched(windows: Iterator[Tokens]) -> Iterator[Tokens]:
 
 
 def run_task(
-    task: ValidationTask | RowTask,
+    task: TrainingData | RowTask,
     config: Run,
     measure: Measure,
     make_scorer: Callable[[], Scorer],
     quantization: QuantizedModel | None = None,
 ) -> EvaluationResult:
-    """Return the result of a task.
+    """Return the result of a task: of rows, or the loss on the validation windows, summed by an engine as during
+    training.
 
-    quantization: whose missing scales are measured on the first batches.
+    quantization: whose missing scales are measured on the first batches. Raises DataError without any windows.
     """
-    if isinstance(task, ValidationTask):
+    if isinstance(task, RowTask):
+        rows, score, size = task.rows, make_scorer(), config.evaluation.batch_size
         if quantization is not None:
-            quantization.calibrate(lambda: measure(islice(task.windows(), CALIBRATION_BATCHES)))
-        return task.result(measure)
-    score, size = make_scorer(), config.evaluation.batch_size
+            some = rows[: size * CALIBRATION_BATCHES]
+            quantization.calibrate(lambda: score_rows(some, score, size, task.unit))
+        return task.result(score_rows(rows, score, size, task.unit))
+    parts = task.require_validation()
     if quantization is not None:
-        some = task.rows[: size * CALIBRATION_BATCHES]
-        quantization.calibrate(lambda: score_rows(some, score, size, task.unit))
-    return task.result(score_rows(task.rows, score, size, task.unit))
+        every = chain.from_iterable(_watched(windows()) for windows in parts.values())
+        quantization.calibrate(lambda: measure(islice(every, CALIBRATION_BATCHES)))
+    sums = {name: measure(_watched(windows())) for name, windows in parts.items()}
+    figures = validation_figures(sums, task.validation_bytes())
+    tokens = figures.pop("validation_tokens")
+    record = {
+        "data": config.data.validation or config.data.train,
+        "split": "whole" if config.data.validation else config.data.split,
+        "window": config.model.seq_length,
+        "tokens": tokens,
+        **figures,
+    }
+    line = (
+        f"validation loss {figures['validation_loss']:.6f}, perplexity"
+        f" {figures['validation_perplexity']:.4f}{bits_a_byte(figures)} over {tokens} tokens in"
+        f" windows of {config.model.seq_length}"
+    )
+    return EvaluationResult(file_name="evaluation.json", record=record, lines=[line, *part_lines(figures)])

@@ -11,7 +11,7 @@ import numpy as np
 
 from common.errors import DataError
 from common.evaluation.corpus import EvaluationFile, EvaluationResult, RowTask, table
-from common.evaluation.rows import RowScores, ScoredRow, sliding_windows
+from common.evaluation.rows import ScoredRow, Scores, sliding_windows
 from common.parallel.run import Run
 from common.tokenizer import Tokenizer
 from common.tokenizer.text_tokenizer import encode_documents, encode_prompt
@@ -52,9 +52,9 @@ def open_text(file: EvaluationFile, tokenizer: Tokenizer, config: Run) -> RowTas
     tokens = sum(map(len, encoded))
     tokenizer_record = describe_tokenizer(tokenizer)
 
-    def result(scores: RowScores) -> EvaluationResult:
+    def result(scores: Scores) -> EvaluationResult:
         """Return the figures. Those per word are None if ``max_samples`` cut the file."""
-        nats, scored = float(scores.nats.sum()), sum(row.scored for row in rows)
+        nats, scored = float(scores.losses.sum()), sum(row.scored for row in rows)
         loss = nats / scored
         # lm-eval's tasks/wikitext counts the empty words at both ends of a page too
         count = re.compile(r"\s+").split if file.is_json else str.split
@@ -168,9 +168,9 @@ def open_lambada(file: EvaluationFile, tokenizer: Tokenizer, config: Run) -> Row
         cut += len(tokens) > window + 1
     tokenizer_record = describe_tokenizer(tokenizer)
 
-    def result(scores: RowScores) -> EvaluationResult:
+    def result(scores: Scores) -> EvaluationResult:
         right = int(sum(hits == row.scored for hits, row in zip(scores.hits, rows, strict=True)))
-        count, loss = len(rows), float(scores.nats.mean())
+        count, loss = len(rows), float(scores.losses.mean())
         record = {
             "task": "lambada",
             **file.record(),

@@ -13,67 +13,48 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.config.schema import PredictConfig
-from common.generation.logit_rules import Biases, LogitRules
+from common.generation.logit_rules import LogitRules
 from common.generation.prompts import Prompt
 from common.generation.sampling import Logits, ScoredToken, choose_token, score_token
 from common.processes.heartbeat import beat
 from common.tokenizer.base import TextStream
 
 
-class StopText:
-    """Passes text through, up to the first stop string.
+class GrowingText:
+    """The text of a sequence of tokens that grows, up to the first stop string.
 
     The stop string that is complete first counts. If several end at the same character, the
     longest one counts. So it does not matter into which pieces the text is cut.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
-        """stop: strings of at least one character."""
-        self.found: str | None = None
-        """The stop string that has ended the text."""
-        self._stop = stop
+    def __init__(self, stream: TextStream, stop: Sequence[str] = ()) -> None:
+        """stream: decodes the sequence. stop: strings of at least one character."""
+        self.text = ""
+        """Whole characters, and no part of a stop string."""
+        self.is_stopped = False
+        self._stream, self._stop = stream, stop
+        self._read = 0
         self._held = ""
+        """The end of the text, which may begin a stop string."""
 
-    def push(self, text: str, final: bool = False) -> str:
-        """Add ``text`` and return what can be shown now. The possible beginning of a stop string is
-        held back. final: nothing follows.
-        """
-        if self.found is not None:
-            return ""
-        text = self._held + text
-        matches = [(place + len(stop), place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
+    def advance(self, tokens: Sequence[int], final: bool = False) -> None:
+        """Read the new part of ``tokens``, the whole sequence. final: it will not grow."""
+        text = self._held + self._stream(tokens[self._read :], final)
+        self._read = len(tokens)
+        if self.is_stopped:
+            return
+        matches = [(place + len(stop), place) for stop in self._stop if (place := text.find(stop)) >= 0]
         if matches:
-            _, place, self.found = min(matches)
-            self._held = ""
-            return text[:place]
+            _, place = min(matches)
+            self.is_stopped, self._held = True, ""
+            self.text += text[:place]
+            return
         held = 0  # characters at the end that may begin a stop string
         for stop in () if final else self._stop:
             most = min(len(text), len(stop) - 1)
             held = max(held, next((size for size in range(most, 0, -1) if stop.startswith(text[-size:])), 0))
+        self.text += text[: len(text) - held]
         self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-
-class GrowingText:
-    """The text of a sequence of tokens that grows, up to the first stop string."""
-
-    def __init__(self, stream: TextStream, stop: Sequence[str] = ()) -> None:
-        """stream: decodes the sequence."""
-        self.text = ""
-        """Whole characters, and no part of a stop string."""
-        self._stream = stream
-        self._stop = StopText(stop)
-        self._read = 0
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._stop.found is not None
-
-    def advance(self, tokens: Sequence[int], final: bool = False) -> None:
-        """Read the new part of ``tokens``, the whole sequence. final: it will not grow."""
-        new = self._stream.push(tokens[self._read :], final)
-        self._read = len(tokens)
-        self.text += self._stop.push(new, final)
 
 
 class Decoder(Protocol):
@@ -156,29 +137,24 @@ def rows_at_once(settings: PredictConfig, prompts: int) -> int:
 def generate(
     decoder: Decoder,
     prompts: Sequence[Prompt],
-    settings: PredictConfig,
+    rules: LogitRules,
     *,
     seed: int,
-    ends: Sequence[int],
     vocab_size: int | None = None,
-    unknown: int | None = None,
     window: int | None = None,
     stepwise: bool = False,
     done: Container[tuple[int, int]] = (),
-    biases: Biases | None = None,
     read: Callable[[Prompt], GrowingText] | None = None,
 ) -> Iterator[Continuation]:
     """Yield the finished continuations, num_sequences of each prompt, in order.
 
     Each draws from a generator of its own, keyed by seed, prompt and number, so that its text does not depend on its
-    batch. ends: ids that end it. vocab_size: ids from this one upwards are not chosen. unknown: the id of text that the
-    vocabulary lacks, not chosen either. window: once a sequence is longer, its last window - 1 tokens are computed
-    again for each new token; None if no sequence is. stepwise: while a sequence is the only one at work, also yield it
-    unfinished after each token. done: index and number of those that are left out. biases: result of
-    ``sequence_biases``. read: makes the text of a continuation, which stop strings need.
+    batch. vocab_size: ids from this one upwards are not chosen. window: once a sequence is longer, its last window - 1
+    tokens are computed again for each new token; None if no sequence is. stepwise: while a sequence is the only one at
+    work, also yield it unfinished after each token. done: index and number of those that are left out. read: makes the
+    text of a continuation, which stop strings need.
     """
-    assert read is not None or not settings.stop
-    rules = LogitRules(settings, ends=ends, unknown=unknown, biases=biases)
+    assert read is not None or not rules.settings.stop
     waiting = [
         Continuation(
             prompt=prompt,
@@ -188,7 +164,7 @@ def generate(
             growing=read(prompt) if read else None,
         )
         for index, prompt in enumerate(prompts)
-        for number in range(settings.num_sequences)
+        for number in range(rules.settings.num_sequences)
         if (index, number) not in done
     ]
     for first in range(0, len(waiting), decoder.rows):
@@ -198,7 +174,7 @@ def generate(
         while True:
             for each, row in zip(at_work, logits, strict=True):
                 if each.finish_reason is None:
-                    grow(each, row[:vocab_size], settings, rules, ends)
+                    grow(each, row[:vocab_size], rules)
             unfinished = [each for each in batch if each.finish_reason is None]
             if not unfinished:
                 break
@@ -213,14 +189,12 @@ def generate(
         yield from batch
 
 
-def grow(
-    sequence: Continuation, logits: Logits, settings: PredictConfig, rules: LogitRules, ends: Sequence[int]
-) -> None:
+def grow(sequence: Continuation, logits: Logits, rules: LogitRules) -> None:
     """Add the next token to ``sequence``. logits: (vocab_size,), those after its last token."""
-    tokens, prompt = sequence.tokens, sequence.prompt
+    tokens, prompt, settings = sequence.tokens, sequence.prompt, rules.settings
     changed = rules.apply(logits, prompt.ids, tokens)
     token = choose_token(changed, settings, sequence.generator)
-    if settings.stop_at_end_of_text and token in ends:
+    if settings.stop_at_end_of_text and token in rules.ends:
         sequence.end = token
         sequence.finish_reason = "end_of_text"
         return

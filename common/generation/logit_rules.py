@@ -30,7 +30,10 @@ class LogitRules:
     def __init__(
         self, settings: PredictConfig, *, ends: Sequence[int], unknown: int | None = None, biases: Biases | None = None
     ) -> None:
-        """ends: ids that end a sequence. unknown: an id that is never chosen. biases: see ``sequence_biases``."""
+        """settings: also those of the choice. ends: ids that end a sequence. unknown: an id that is never chosen.
+        biases: see ``sequence_biases``.
+        """
+        self.settings, self.ends = settings, ends
         biases = dict(biases or {})
         if unknown is not None:
             biases[(unknown,)] = -np.inf
@@ -42,15 +45,10 @@ class LogitRules:
             for sequence, value in biases.items()
             if len(sequence) > 1
         ]
-        self._repetition = np.float32(settings.repetition_penalty)
-        self._presence = np.float32(settings.presence_penalty)
-        self._frequency = np.float32(settings.frequency_penalty)
-        self._ends = list(ends)
         self._least = settings.min_new_tokens if ends else 0
-        self._repeats = settings.repetition_penalty != 1.0
-        self._size = settings.no_repeat_ngram_size
-        self._counts = bool(self._presence or self._frequency)
-        self._looks_back = bool(self._longer or self._repeats or self._size)
+        self._repetition = np.float32(settings.repetition_penalty)
+        self._counts = bool(settings.presence_penalty or settings.frequency_penalty)
+        self._looks_back = bool(self._longer or self._repetition != 1 or settings.no_repeat_ngram_size)
         self._is_active = bool(biases) or self._looks_back or self._counts
 
     def apply(self, logits: Logits, prompt: Sequence[int], tokens: Sequence[int]) -> Logits:
@@ -69,23 +67,20 @@ class LogitRules:
             for before, last, value in self._longer:
                 if seen[-len(before) :] == before:
                     logits[last] += value
-        if self._repeats:
+        if self._repetition != 1:
             found = logits[seen]
             logits[seen] = np.where(found > 0, found / self._repetition, found * self._repetition)
-        if self._size:
-            logits[_next_of_repeated(seen, self._size)] = -np.inf
+        if size := self.settings.no_repeat_ngram_size:
+            newest = seen[len(seen) - size + 1 :]
+            starts = [at for at in range(len(seen) - size + 1) if seen[at : at + size - 1] == newest]
+            logits[[seen[at + size - 1] for at in starts]] = -np.inf
         if self._counts and tokens:
             ids, counts = np.unique(tokens, return_counts=True)
-            logits[ids] -= self._presence + self._frequency * counts.astype(np.float32)
+            presence, frequency = map(np.float32, (self.settings.presence_penalty, self.settings.frequency_penalty))
+            logits[ids] -= presence + frequency * counts.astype(np.float32)
         if is_early:
-            logits[self._ends] = -np.inf
+            logits[[*self.ends]] = -np.inf
         return logits
-
-
-def _next_of_repeated(seen: list[int], size: int) -> list[int]:
-    """Return the ids that would repeat an earlier sequence of ``size`` ids."""
-    last = seen[len(seen) - size + 1 :]
-    return [seen[at + size - 1] for at in range(len(seen) - size + 1) if seen[at : at + size - 1] == last]
 
 
 def sequence_biases(settings: PredictConfig, tokenizer: Tokenizer) -> dict[tuple[int, ...], float]:
@@ -106,7 +101,7 @@ def logit_biases(settings: PredictConfig, tokenizer: Tokenizer) -> dict[tuple[in
     found: dict[tuple[int, ...], float] = {}
     for key, value in settings.logit_bias.items():
         is_id = key.isascii() and key.isdigit()
-        ids = _checked([int(key[:19])], name, tokenizer) if is_id else _ids_of(key, name, tokenizer)
+        ids = known_ids([int(key[:19])], name, tokenizer) if is_id else _ids_of(key, name, tokenizer)
         found[ids] = found.get(ids, 0.0) + value
     return found
 
@@ -121,7 +116,7 @@ def bad_words_ids(settings: PredictConfig, tokenizer: Tokenizer) -> list[tuple[i
     found = []
     for word in settings.bad_words:
         text = word if isinstance(word, str) else ""
-        ids = _ids_of(text, name, tokenizer) if text else _checked(map(int, word), name, tokenizer)
+        ids = _ids_of(text, name, tokenizer) if text else known_ids(map(int, word), name, tokenizer)
         if len(ids) == 1 and ids[0] in tokenizer.ends:
             continue
         found.append(ids)
@@ -139,7 +134,8 @@ def _ids_of(text: str, name: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     return ids
 
 
-def _checked(ids: Iterable[int], name: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+def known_ids(ids: Iterable[int], name: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return ids. Raises ConfigError, which begins with ``name``, for one outside the vocabulary."""
     for each in (ids := tuple(ids)):
         if not 0 <= each < tokenizer.vocab_size:
             raise ConfigError(

@@ -24,7 +24,7 @@ from common.errors import ConfigError, RunError
 from common.files import atomic_write, refuse_to_overwrite
 from common.generation.beam_search import search_beams
 from common.generation.generate import Continuation, Decoder, GrowingText, generate
-from common.generation.logit_rules import sequence_biases
+from common.generation.logit_rules import LogitRules, sequence_biases
 from common.generation.prompts import Prompt, sliding_window
 from common.generation.sampling import as_record
 from common.log import LOG, show
@@ -43,69 +43,51 @@ _DECISIVE = (
 """Settings of predict on which a text depends. The number of texts is not among them."""
 
 
-class ArticleFolder:
-    """Writes one file for each text. ``done``: index and number of the texts already written."""
+def texts_in(folder: Path, prompts: Sequence[Prompt], config: Run) -> set[tuple[int, int]]:
+    """Make predict.output_folder, or resume one that exists. Return index and number of the texts that it has.
 
-    def __init__(self, folder: Path, prompts: Sequence[Prompt], config: Run) -> None:
-        """Make the folder, or resume one that exists.
-
-        Raises StorageError, and ConfigError if its texts come from other weights, settings or prompts.
-        """
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"predict.output_folder={folder}: is a file; name a folder")
-        self._folder = folder
-        settings = config.predict
-        record: dict[str, Any] = {
-            "checkpoint": _identity(config),
-            "seed": config.seed if settings.seed is None else settings.seed,
-            "strategy": settings.method,
-            "temperature": settings.temperature or 1.0,
-            **{name: getattr(settings, name) for name in _DECISIVE},
-            "prompts": [prompt.ids if prompt.is_given_as_ids else prompt.text for prompt in prompts],
-        }
-        if (folder / RECORD).exists():
-            self._resume(record)
-        with atomic_write(folder / RECORD, "w") as file:
-            json.dump(record, file, ensure_ascii=False, indent=1)
-        names = (re.fullmatch(r"(\d+)-(\d+)\.txt", path.name) for path in folder.iterdir())
-        self.done = {(int(found[1]), int(found[2])) for found in names if found}
-
-    def _resume(self, record: dict[str, Any]) -> None:
-        """Check that the folder fits this run. Only the end of the list of prompts may differ."""
-        before = read_json_mapping(self._folder / RECORD)
-        unset = PredictConfig().model_dump()  # a folder may be older than a setting
-        pairs = [(key, before.get(key, unset.get(key)), value) for key, value in record.items() if key != "prompts"]
-        found = before.get("prompts")
-        prompts = found if isinstance(found, list) else []
-        for number, (old, new) in enumerate(zip(prompts, record["prompts"], strict=False)):
-            pairs.append((f"prompt {number}", old, new))
-        record["prompts"] += prompts[len(record["prompts"]) :]
-        for name, old, new in pairs:
-            if old != new:
-                raise ConfigError(
-                    f"predict.output_folder={self._folder}: its texts come from"
-                    f" {name}={_quoted(name, old)}, and now it is {_quoted(name, new)};"
-                    " choose another folder, or remove this one"
-                )
-
-    def write(self, sequence: Continuation) -> None:
-        """Write one file whole. Raises StorageError."""
-        path = self._folder / f"{sequence.index}-{sequence.number}.txt"
-        with atomic_write(path, "w") as file:
-            file.write(f"{(sequence.prompt.text + sequence.text).strip()}\n")
-
-
-def _identity(config: Run) -> str:
-    """Return a fingerprint of the weights: of a checkpoint, or of the files of an export."""
+    Raises StorageError, and ConfigError if its texts come from other weights, settings or prompts.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"predict.output_folder={folder}: is a file; name a folder")
+    settings = config.predict
     try:
-        return identity_of(checkpoint_to_use(config))
+        weights = identity_of(checkpoint_to_use(config))
     except NoCheckpointError as error:  # an export
-        return fingerprint(error.where)
+        weights = fingerprint(error.where)
+    record: dict[str, Any] = {
+        "checkpoint": weights,
+        "seed": config.seed if settings.seed is None else settings.seed,
+        "strategy": settings.method,
+        "temperature": settings.temperature or 1.0,
+        **{name: getattr(settings, name) for name in _DECISIVE},
+        "prompts": [prompt.ids if prompt.is_given_as_ids else prompt.text for prompt in prompts],
+    }
+    if (folder / RECORD).exists():
+        _resume(folder, record)
+    with atomic_write(folder / RECORD, "w") as file:
+        json.dump(record, file, ensure_ascii=False, indent=1)
+    names = (re.fullmatch(r"(\d+)-(\d+)\.txt", path.name) for path in folder.iterdir())
+    return {(int(found[1]), int(found[2])) for found in names if found}
 
 
-def _quoted(name: str, value: Any) -> str:
-    """Return a value for a message. Paths are not cut; their ends may differ."""
-    return str(value) if name == "checkpoint" else shown(value)
+def _resume(folder: Path, record: dict[str, Any]) -> None:
+    """Check that the folder fits this run. Only the end of the list of prompts may differ."""
+    before = read_json_mapping(folder / RECORD)
+    unset = PredictConfig().model_dump()  # a folder may be older than a setting
+    pairs = [(key, before.get(key, unset.get(key)), value) for key, value in record.items() if key != "prompts"]
+    found = before.get("prompts")
+    prompts = found if isinstance(found, list) else []
+    for number, (old, new) in enumerate(zip(prompts, record["prompts"], strict=False)):
+        pairs.append((f"prompt {number}", old, new))
+    record["prompts"] += prompts[len(record["prompts"]) :]
+    for name, old, new in pairs:
+        if old != new:
+            quoted = str if name == "checkpoint" else shown  # the ends of paths may differ
+            raise ConfigError(
+                f"predict.output_folder={folder}: its texts come from {name}={quoted(old)}, and now it is"
+                f" {quoted(new)}; choose another folder, or remove this one"
+            )
 
 
 def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: Run, tokenizer: Tokenizer) -> None:
@@ -129,11 +111,11 @@ def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: Run
             f" last {window - 1}, and costs a pass over all of them"
         )
     as_text = output is not None and output.suffix.lower() == ".txt"
-    kind = SamplePrinter if config.logging.style == "gpt2-chinese" else Printer
-    printer = kind(numbered=settings.num_sequences > 1)
-    folder = ArticleFolder(Path(settings.output_folder), prompts, config) if settings.output_folder else None
-    if folder and folder.done:
-        LOG.info(f"{settings.output_folder}: {len(folder.done)} texts are there already")
+    printer = Printer(numbered=settings.num_sequences > 1, counts=config.logging.style == "gpt2-chinese")
+    folder = Path(settings.output_folder) if settings.output_folder else None
+    done = texts_in(folder, prompts, config) if folder else set()
+    if done:
+        LOG.info(f"{folder}: {len(done)} texts are there already")
     with ExitStack() as stack:
         file = stack.enter_context(atomic_write(output, "w")) if output else None
         found = continuations(
@@ -142,13 +124,13 @@ def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: Run
             config,
             tokenizer,
             stepwise=settings.stream and sys.stdout.isatty(),
-            done=folder.done if folder else (),
+            done=done,
         )
         for each in found:
             if each.finish_reason is None:
                 printer.show(each)
                 continue
-            if folder and (each.index, each.number) in folder.done:
+            if (each.index, each.number) in done:
                 continue
             printer.finish(each, last=each.number == settings.num_sequences - 1)
             whole = each.prompt.text + each.text
@@ -156,8 +138,9 @@ def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: Run
                 file.write(f"{printer.head}{whole.strip()}\n{'=' * 90}\n\n")
             elif file is not None:
                 file.write(f"{whole}\n\n" if as_text else _json_line(each, tokenizer))
-            if folder is not None:
-                folder.write(each)
+            if folder:
+                with atomic_write(folder / f"{each.index}-{each.number}.txt", "w") as text:
+                    text.write(f"{whole.strip()}\n")
         printer.close()
 
 
@@ -213,11 +196,12 @@ def _json_line(sequence: Continuation, tokenizer: Tokenizer) -> str:
 class Printer:
     """Writes ``Prompt:`` and ``Generation:`` lines, each token once.
 
-    A part of a character, and text that may begin a stop string, wait for the next token.
+    A part of a character, and text that may begin a stop string, wait for the next token. counts: write the banners of
+    GPT2-Chinese's generate.py instead, with the number among the samples of all prompts.
     """
 
-    def __init__(self, *, numbered: bool) -> None:
-        self._numbered = numbered
+    def __init__(self, *, numbered: bool, counts: bool) -> None:
+        self._numbered, self._counts, self._samples = numbered, counts, 0
         self.head = ""
         """The banner of the current sequence, which is also written into a plain text file."""
         self._shown: int | None = None
@@ -228,16 +212,19 @@ class Printer:
         text = ""
         if self._shown is None:
             self._shown = 0
-            text = self.begin(sequence)
+            text = self._begin(sequence)
         text += sequence.read()[self._shown :]
         self._shown = len(sequence.text)
         # a terminal that cannot show a character gets a question mark
         encoding = sys.stdout.encoding or "utf-8"
         _say(text.encode(encoding, "replace").decode(encoding))
 
-    def begin(self, sequence: Continuation) -> str:
-        """Return the text to print before the first token of ``sequence``."""
+    def _begin(self, sequence: Continuation) -> str:
         prompt = sequence.prompt.text
+        if self._counts:
+            self._samples += 1
+            self.head = f"{'=' * 40} SAMPLE {self._samples} {'=' * 40}\n"
+            return f"{self.head}\n{prompt.lstrip()}"
         number = f" {sequence.number + 1}" if self._numbered else ""
         title = f"Prompt: {prompt}\n" if sequence.number == 0 else ""
         return f"{title}Generation{number}: {prompt}"
@@ -250,20 +237,8 @@ class Printer:
 
     def close(self) -> None:
         """Print the end of the output, after the last sequence."""
-
-
-class SamplePrinter(Printer):
-    """Writes the banners of GPT2-Chinese's generate.py, and counts the samples of all prompts."""
-
-    _samples = 0
-
-    def begin(self, sequence: Continuation) -> str:
-        self._samples += 1
-        self.head = f"{'=' * 40} SAMPLE {self._samples} {'=' * 40}\n"
-        return f"{self.head}\n{sequence.prompt.text.lstrip()}"
-
-    def close(self) -> None:
-        _say("=" * 80 + "\n")
+        if self._counts:
+            _say("=" * 80 + "\n")
 
 
 def _say(text: str) -> None:
@@ -288,27 +263,27 @@ def continuations(
     may be left out. Raises ConfigError if there are more beams than the decoder has rows.
     """
     settings = config.predict
-    limits: dict[str, Any] = {
-        "ends": tokenizer.ends,
-        "vocab_size": tokenizer.vocab_size,
-        "unknown": tokenizer.unknown_id,
-        "biases": sequence_biases(settings, tokenizer),
-        "read": lambda prompt: GrowingText(tokenizer.stream(prompt.ids), settings.stop),
-    }
+    biases = sequence_biases(settings, tokenizer)
+    rules = LogitRules(settings, ends=tokenizer.ends, unknown=tokenizer.unknown_id, biases=biases)
+
+    def read(prompt: Prompt) -> GrowingText:
+        return GrowingText(tokenizer.stream(prompt.ids), settings.stop)
+
     if settings.method == "beam_search":
         if decoder.rows < settings.num_beams:
             raise ConfigError(
                 f"predict.num_beams={settings.num_beams}: this export takes {decoder.rows} rows at"
                 " once; lower it, or leave export.batch_size out when you export"
             )
-        return search_beams(decoder, prompts, settings, **limits)
+        return search_beams(decoder, prompts, rules, vocab_size=tokenizer.vocab_size, read=read)
     return generate(
         decoder,
         prompts,
-        settings,
+        rules,
+        vocab_size=tokenizer.vocab_size,
         seed=config.seed if settings.seed is None else settings.seed,
         window=sliding_window(config),
         done=done,
         stepwise=stepwise,
-        **limits,
+        read=read,
     )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 from common.dataset.encodings import require_no_nul
 from common.errors import ConfigError, DataError
-from common.generation.logit_rules import sequence_biases
+from common.generation.logit_rules import known_ids, sequence_biases
 from common.parallel.run import Run
-from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_bytes, shown
+from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_bytes
 from common.tokenizer import Tokenizer
 from common.tokenizer.text_tokenizer import encode_prompt, whole_text
 
@@ -38,7 +37,7 @@ def encode_prompts(config: Run, tokenizer: Tokenizer, given: Sequence[Given] | N
     checked here too, before weights are loaded. Raises ConfigError or DataError, with the line of a file.
     """
     sequence_biases(config.predict, tokenizer)
-    places = given_prompts(config) if given is None else _in_config(given)
+    places = given_prompts(config) if given is None else [("predict.prompt", each) for each in given]
     return [_encode(each, where, config, tokenizer) for where, each in places]
 
 
@@ -63,7 +62,7 @@ def given_prompts(config: Run) -> list[tuple[str, Given]]:
     predict.prompt_file. Raises ConfigError or DataError.
     """
     settings = config.predict
-    found = _in_config(settings.prompt)
+    found: list[tuple[str, Given]] = [("predict.prompt", each) for each in settings.prompt]
     if settings.prompt_file is not None:
         found += read_prompts(Path(settings.prompt_file))
     if not found:
@@ -71,10 +70,6 @@ def given_prompts(config: Run) -> list[tuple[str, Given]]:
             "predict.prompt is not given; for example predict.prompt='Once upon a time', or predict.prompt_file=FILE"
         )
     return found
-
-
-def _in_config(given: Sequence[Given]) -> list[tuple[str, Given]]:
-    return [("predict.prompt", each) for each in given]
 
 
 def read_prompts(path: Path) -> list[tuple[str, Given]]:
@@ -130,22 +125,15 @@ def _encode(given: Given, where: str, config: Run, tokenizer: Tokenizer) -> Prom
     if isinstance(given, str):
         text, ids = given, encode_prompt(tokenizer, given).tolist()  # special tokens, too
     else:
-        for each in given:
-            if not 0 <= each < tokenizer.vocab_size:
-                raise ConfigError(
-                    f"{where}: id {shown(each)} is outside the vocabulary; expected 0 to {tokenizer.vocab_size - 1}"
-                )
-        ids = [int(each) for each in given]
+        ids = [*known_ids(map(int, given), where, tokenizer)]
         text = whole_text(tokenizer, ids)
-    prompt = partial(Prompt, text=text, ids=ids, is_given_as_ids=not isinstance(given, str))
     if not ids:
         raise ConfigError(f"{where} is empty; give at least one token of text")
     positions = config.model.max_positions
     room, most, least = (positions - len(ids), config.predict.max_new_tokens, config.predict.min_new_tokens)
     wanted = most or max(least, 1)
-    if sliding_window(config) is not None:
-        return prompt(new_tokens=most or max(least, DEFAULT_NEW_TOKENS))
-    if room < wanted:
+    is_sliding = sliding_window(config) is not None
+    if room < wanted and not is_sliding:
         key = "max_new_tokens" if most else "min_new_tokens"
         place = "" if where == "predict.prompt" else f"{where}: "
         raise ConfigError(
@@ -154,4 +142,10 @@ def _encode(given: Given, where: str, config: Run, tokenizer: Tokenizer) -> Prom
             f" prompt{f' or ask for predict.{key}={room}' if room > 0 and wanted > 1 else ''}"
             f"{f'; with predict.window={positions} the window slides' if most else ''}"
         )
-    return prompt(new_tokens=most or min(room, max(least, DEFAULT_NEW_TOKENS)))
+    new = max(least, DEFAULT_NEW_TOKENS)
+    return Prompt(
+        text=text,
+        ids=ids,
+        new_tokens=most or (new if is_sliding else min(room, new)),
+        is_given_as_ids=not isinstance(given, str),
+    )

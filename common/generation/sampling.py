@@ -100,6 +100,12 @@ def largest_ids(logits: Logits, count: int) -> Ids:
     return chosen
 
 
+def ranked_ids(values: Logits, count: int) -> Ids:
+    """Return ids of the ``count`` largest values, the largest first; equal ones in order of their ids."""
+    ids = largest_ids(values, min(count, values.size)) if count else np.empty(0, np.int64)
+    return ids[np.argsort(-values[ids], kind="stable")][:count]
+
+
 def _nucleus(weights: Weights, mass: float) -> Ids:
     """Return places, ascending, of the fewest largest weights whose sum reaches ``mass``; equal
     weights are taken in order of their places.
@@ -137,18 +143,16 @@ def score_token(logits: Logits, token: int, count: int) -> ScoredToken:
     """
     largest = logits.max()
     log_sum = float(np.log(np.exp(logits - largest).sum(dtype=np.float64))) + float(largest)
-    ids = largest_ids(logits, min(count, logits.size)) if count else np.empty(0, np.int64)
-    ids = ids[np.argsort(-logits[ids], kind="stable")][:count]
     return ScoredToken(
         id=token,
         logprob=float(logits[token]) - log_sum,
-        top=[(int(each), float(logits[each]) - log_sum) for each in ids],
+        top=[(int(each), float(logits[each]) - log_sum) for each in ranked_ids(logits, count)],
     )
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """Return what a token adds to a text; ``bytes:\\xe2\\x80`` for a part of a character."""
-    raw = tokenizer.token_bytes(token)
+    raw = tokenizer.decode_bytes([token])
     try:
         return raw.decode()
     except UnicodeDecodeError:

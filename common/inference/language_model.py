@@ -181,18 +181,15 @@ class LanguageModel:
                 shown = len(text)
 
     def _prepared(self, prompt: Given | Sequence[Given], settings: dict[str, Any]) -> tuple[Run, list[Prompt]]:
-        config = resolve_other(self.config, world_size=1, predict=self._settings(settings))
+        if wrong := [name for name in (*OF_A_COMMAND, "stream") if name in settings]:
+            raise ConfigError(f"{wrong[0]}: belongs to --run_mode predict; leave it out here")
+        section = checked_settings({"batch_size": self.config.predict.batch_size, **settings})
+        config = resolve_other(self.config, world_size=1, predict=section)
         if remark := unused_by_greedy(config.predict):
             LOG.warning(remark)
         is_one = isinstance(prompt, str) or all(isinstance(each, Integral) for each in prompt)
         given = [prompt] if is_one else prompt
         return config, encode_prompts(config, self.tokenizer, cast("Sequence[Given]", given))
-
-    def _settings(self, settings: dict[str, Any]) -> PredictConfig:
-        """Return the section predict. Raises ConfigError for unknown keys and forbidden values."""
-        if wrong := [name for name in (*OF_A_COMMAND, "stream") if name in settings]:
-            raise ConfigError(f"{wrong[0]}: belongs to --run_mode predict; leave it out here")
-        return checked_settings({"batch_size": self.config.predict.batch_size, **settings})
 
     # ---- scoring ----
 

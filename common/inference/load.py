@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 from common.accelerators import Hardware
@@ -16,7 +17,7 @@ from common.device import Device
 from common.errors import ConfigError
 from common.inference.language_model import LanguageModel
 from common.inference.runner import Runner
-from common.inference.source import Source, find_source, open_tokenizer
+from common.inference.source import PROGRAMS, Source, find_source, open_tokenizer
 from common.interrupts import ending_at_interrupts
 from common.parallel.run import Run
 from common.paths import install
@@ -30,12 +31,6 @@ from common.training.start import multiple_for
 Backend = Literal["auto", "torch", "mindspore", "onnx"]
 PACKAGES = {"torch": "torch_gpt2", "mindspore": "mindformers_gpt2"}
 """The package of each backend; its module ``predict`` has ``open_runner``."""
-PROGRAM_RUNNERS = {
-    "onnx": ("onnx", "common.inference.runner", "open_onnx"),
-    "pt2": ("torch", "torch_gpt2.export", "open_program"),
-    "mindir": ("mindspore", "mindformers_gpt2.export", "open_mindir"),
-}
-"""For each format of ``PROGRAMS``: the backend that runs it, the module and the function that opens it."""
 
 
 def load_model(
@@ -60,8 +55,6 @@ def load_model(
     Raises CheckpointError, ConfigError, TokenizerError and DeviceError.
     """
     source = find_source(Path(path), verify=verify)
-    if isinstance(tokenizer, os.PathLike):
-        tokenizer = os.fspath(tokenizer)
     found = open_tokenizer(source, tokenizer)
     backend = choose_backend(source, backend)
     if source.is_program and dtype is not None:
@@ -77,13 +70,19 @@ def load_model(
         predict={"batch_size": batch_size},
         runtime={"threads": threads},
     )
-    runner = open_runner(source, backend, config, describe_tokenizer(found))
+    if source.is_program:
+        runner = open_program(source, config)
+    else:
+        here = open_device(config, ALONE, lengths_vary=True)
+        check_memory(resolve_other(config, world_size=1, hardware=hardware_of(here)), ALONE)
+        opener = importlib.import_module(f"{PACKAGES[backend]}.predict").open_runner
+        runner = opener(config, here, open_checkpoint(source.path, "the model"), describe_tokenizer(found))
     return LanguageModel(source, backend, config, found, runner)
 
 
 def choose_backend(source: Source, wish: str) -> Backend:
     """Return the backend for a source. Raises ConfigError if the one wished for cannot run it."""
-    only = PROGRAM_RUNNERS[source.format][0] if source.is_program else None
+    only = PROGRAMS[source.format][0] if source.is_program else None
     if wish not in ("auto", "torch", "mindspore", "onnx"):
         raise ConfigError(f"backend={wish}: expected auto, torch, mindspore or onnx")
     if only is not None and wish not in ("auto", only):
@@ -126,29 +125,13 @@ def _config(source: Source, **sections: Any) -> Run:
     return resolve_mode(build_config({**needed, **sections}), "predict", world_size=1)
 
 
-def open_runner(source: Source, backend: str, config: Run, tokenizer: dict[str, Any] | None) -> Runner:
-    """Open the model with the backend that runs it. tokenizer: record of the tokenizer to use.
-
-    Raises CheckpointError, ConfigError and DeviceError.
-    """
-    if source.is_program:
-        return open_program(source, config)
-    device = open_device(config, ALONE, lengths_vary=True)
-    here = resolve_other(config, world_size=1, hardware=hardware_of(device))
-    check_memory(here, ALONE)
-    opener = importlib.import_module(f"{PACKAGES[backend]}.predict").open_runner
-    checkpoint = open_checkpoint(source.path, "the model")
-    runner: Runner = opener(config, device, checkpoint, tokenizer)
-    return runner
-
-
 def open_program(source: Source, config: Run) -> Runner:
     """Open an export that runs without conversion. Raises CheckpointError and ConfigError."""
-    backend, module, function = PROGRAM_RUNNERS[source.format]
+    backend, opener = PROGRAMS[source.format]
     if backend in PACKAGES:
         import_backend(backend)
-    opener: Callable[..., Runner] = getattr(importlib.import_module(module), function)
-    return opener(source, config)
+    runner: Runner = resolve_name(opener)(source, config)
+    return runner
 
 
 def open_device(config: Run, process: Process, *, lengths_vary: bool) -> Device:

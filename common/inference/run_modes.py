@@ -19,9 +19,9 @@ from common.generation.generate import rows_at_once
 from common.generation.output import write_continuations
 from common.generation.prompts import encode_prompts
 from common.inference.language_model import LanguageModel, checked_settings
-from common.inference.load import PACKAGES, PROGRAM_RUNNERS, open_program
+from common.inference.load import PACKAGES, open_program
 from common.inference.runner import Runner
-from common.inference.source import Source, find_source, require_same_tokenizer
+from common.inference.source import PROGRAMS, Source, find_source, require_same_tokenizer
 from common.parallel.run import Run
 from common.resolve.derive import resolve_other
 from common.serving.engine import Slots
@@ -95,7 +95,7 @@ def of_program(config: Run, source: Source) -> dict[str, Any]:
     found: dict[str, Any] = {"model": {"vocab_multiple": multiple}}
     if config.data.tokenizer is None:
         found["data"] = {"tokenizer": TokenizerConfig(folder=str(source.folder))}
-    backend = PROGRAM_RUNNERS[source.format][0]
+    backend = PROGRAMS[source.format][0]
     if backend in PACKAGES:
         found["backend"] = backend
     if source.run.get("precision"):
@@ -137,6 +137,6 @@ def _sum_losses(scorer: Scorer, batches: Iterable[Tokens]) -> tuple[float, int]:
     loss, tokens = 0.0, 0
     for windows in batches:
         rows = [ScoredRow(tokens=row, scored=len(row) - 1) for row in windows]
-        loss += float(score_rows(rows, scorer, len(rows)).nats.sum())
+        loss += float(score_rows(rows, scorer, len(rows)).losses.sum())
         tokens += sum(row.scored for row in rows)
     return loss, tokens

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ConfigError
-from common.evaluation.rows import RowBatch, Scorer, TokenScores
+from common.evaluation.rows import RowBatch, Scorer, Scores
 from common.generation.generate import Decoder, ExportedDecoder, ExportedModel
 from common.inference.source import Source
 from common.parallel.run import Run
@@ -63,7 +63,7 @@ def score_by_logits(logits: Callable[[NDArray[np.int64]], NDArray[np.float32]]) 
     tokens. logits: maps ids (1, T) to (1, T, vocab_size).
     """
 
-    def score(batch: RowBatch) -> TokenScores:
+    def score(batch: RowBatch) -> Scores:
         width, count = batch.ids.shape[1], len(batch.owners)
         losses, hits = np.zeros(count, np.float32), np.zeros(count, np.bool_)
         for row in np.unique(batch.owners):
@@ -75,6 +75,6 @@ def score_by_logits(logits: Callable[[NDArray[np.int64]], NDArray[np.float32]]) 
             sums = np.log(np.exp(found - largest[:, None]).sum(1)) + largest
             losses[own] = sums - found[np.arange(len(own)), targets]
             hits[own] = found.argmax(1) == targets
-        return TokenScores(losses=losses, hits=hits)
+        return Scores(losses=losses, hits=hits)
 
     return score

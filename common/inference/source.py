@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +25,14 @@ from common.tokenizer import Tokenizer, load_tokenizer
 from common.tokenizer.folder import VOCABULARIES
 from common.training.data import describe_tokenizer
 
-PROGRAMS = ("onnx", "pt2", "mindir")
-"""Formats of exports that run without conversion. Others are weights, which a backend loads."""
+PROGRAMS = {
+    "onnx": ("onnx", "common.inference.runner:open_onnx"),
+    "pt2": ("torch", "torch_gpt2.export:open_program"),
+    "mindir": ("mindspore", "mindformers_gpt2.export:open_mindir"),
+}
+"""Formats of exports that run without conversion: the backend that runs each, and the function that opens it. Others
+are weights, which a backend loads.
+"""
 _OWN = "torch_gpt2"
 _OF_HUGGING_FACE = (".safetensors", ".bin", ".json")
 """Endings of files that may be given in place of their folder."""
@@ -36,7 +43,7 @@ class Source:
     path: Path
     """Path of the weights: a checkpoint, a folder or a file."""
     format: str
-    """A key of ``FORMATS``, or one of ``PROGRAMS``."""
+    """A key of ``FORMATS`` or of ``PROGRAMS``."""
     model: ResolvedModel
     tokenizer: Mapping[str, Any]
     """Kind, vocab_size, sha256 and paths of the tokenizer of the training, as far as known."""
@@ -74,7 +81,7 @@ def find_source(path: Path, *, verify: bool = False) -> Source:
             path=checkpoint,
             format=_OWN,
             model=checked_model(checkpoint / MANIFEST, run.get("model", {})),
-            tokenizer=_tokenizer_of(run) | (manifest.get("tokenizer") or {}),
+            tokenizer=((run.get("data") or {}).get("tokenizer") or {}) | (manifest.get("tokenizer") or {}),
             run=run,
         )
     try:
@@ -89,13 +96,12 @@ def find_source(path: Path, *, verify: bool = False) -> Source:
     if format == "onnx":  # a graph beside transformers' config.json, as optimum writes it
         model = read_config((path if path.is_dir() else path.parent) / CONFIG)
         return Source(path=path, format="onnx", model=model, tokenizer={})
-    return _of_weights(path, format)
-
-
-def _tokenizer_of(run: Mapping[str, Any]) -> dict[str, Any]:
-    data = run.get("data")
-    found = data.get("tokenizer") if isinstance(data, Mapping) else None
-    return dict(found) if isinstance(found, Mapping) else {}
+    opened = FORMATS[format].open_to_compute or FORMATS[format].open
+    if opened is None:
+        raise CheckpointError(f"{path}: {explain(path, 'a model')}")
+    with reading(path, CheckpointError), opened(path) as weights:
+        run, record = (weights.run or {}).get("config", {}), weights.tokenizer or {}
+        return Source(path=weights.path, format=format, model=weights.model, tokenizer=record, run=run)
 
 
 def _of_export(folder: Path, *, verify: bool) -> Source:
@@ -115,23 +121,24 @@ def _of_export(folder: Path, *, verify: bool) -> Source:
     )
 
 
-def _of_weights(path: Path, format: str) -> Source:
-    opened = FORMATS[format].open_to_compute or FORMATS[format].open
-    if opened is None:
-        raise CheckpointError(f"{path}: {explain(path, 'a model')}")
-    with reading(path, CheckpointError), opened(path) as weights:
-        run = dict(weights.run or {}).get("config", {})
-        return Source(
-            path=weights.path, format=format, model=weights.model, tokenizer=dict(weights.tokenizer or {}), run=run
-        )
-
-
-def open_tokenizer(source: Source, given: str | Path | Tokenizer | None) -> Tokenizer:
+def open_tokenizer(source: Source, given: str | os.PathLike[str] | Tokenizer | None) -> Tokenizer:
     """Load the given tokenizer, else the files beside the weights, else those of the training.
 
     Raises TokenizerError unless it fits the model.
     """
-    tokenizer = _load(source, given)
+    if isinstance(given, str | os.PathLike):
+        tokenizer = load_tokenizer(None, located(Path(given), weights=False), model=source.path)
+    elif given is not None:
+        tokenizer = given
+    else:
+        files = tokenizer_files(source)
+        if files is None:
+            raise TokenizerError(
+                f"{source.path}: no files of a tokenizer beside the model, and it names none; copy"
+                " vocab.json and merges.txt (or other tokenizer files) there, or name their folder"
+            )
+        vocabulary = files["vocab_file"] or files["folder"] or ""
+        tokenizer = load_tokenizer(files["type"], vocabulary, files["merge_file"], model=source.path)
     require_same_tokenizer(source, describe_tokenizer(tokenizer))
     return tokenizer
 
@@ -153,23 +160,6 @@ def require_same_tokenizer(source: Source, record: Mapping[str, Any]) -> None:
             f" (sha256 {str(trained['sha256'])[:12]}), the one given is {record['kind']} of {record['vocab_size']}"
             f" tokens (sha256 {record['sha256'][:12]}); give the files it was trained with"
         )
-
-
-def _load(source: Source, given: str | Path | Tokenizer | None) -> Tokenizer:
-    if isinstance(given, str | Path):
-        return load_tokenizer(None, located(Path(given), weights=False), model=source.path)
-    if given is not None:
-        return given
-    files = tokenizer_files(source)
-    if files is None:
-        raise TokenizerError(
-            f"{source.path}: no files of a tokenizer beside the model, and it names none; copy"
-            " vocab.json and merges.txt (or other tokenizer files) there, or name their folder"
-        )
-    return load_tokenizer(
-        files["type"], files["vocab_file"] or files["folder"] or "", files["merge_file"],
-        model=source.path,
-    )  # fmt: skip
 
 
 def tokenizer_files(source: Source) -> dict[str, str | None] | None:
@@ -220,21 +210,20 @@ def read_export(folder: Path, *, verify: bool = False) -> dict[str, Any]:
     if not is_whole:
         raise CheckpointError(f"{path}: is broken; copy the folder again, or export again")
     for name, (size, sha256) in files.items():
-        _check(folder / name, size, sha256 if verify else None)
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing, {RECORD} names it; copy the whole folder, or export again")
+        if (found := path.stat().st_size) != size:
+            raise CheckpointError(
+                f"{path}: {found} bytes, {RECORD} says {size}; copy the folder again, or export again"
+            )
+        if not verify:
+            continue
+        with reading(path, CheckpointError), path.open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        if digest != sha256:
+            raise CheckpointError(
+                f"{path}: its bytes have changed since it was exported (SHA-256 {digest[:12]}, {RECORD}"
+                f" says {sha256[:12]}); copy the folder again, or export again"
+            )
     return record
-
-
-def _check(path: Path, size: int, sha256: str | None) -> None:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: missing, {RECORD} names it; copy the whole folder, or export again")
-    if (found := path.stat().st_size) != size:
-        raise CheckpointError(f"{path}: {found} bytes, {RECORD} says {size}; copy the folder again, or export again")
-    if sha256 is None:
-        return
-    with reading(path, CheckpointError), path.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest()
-    if digest != sha256:
-        raise CheckpointError(
-            f"{path}: its bytes have changed since it was exported (SHA-256 {digest[:12]}, {RECORD}"
-            f" says {sha256[:12]}); copy the folder again, or export again"
-        )

@@ -51,15 +51,16 @@ class App:
         self._service, self._settings = service, settings
         self._key = None if key is None else key.encode()
         self._is_local = is_loopback(settings.host)
-        self._started = int(time.time())
         self._worker = ThreadPoolExecutor(1, "requests")
+        model = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "gpt2-toolkit"}
+        model["meta"] = service.facts
         page = Response(PAGE.read_bytes(), media_type="text/html", headers=_HEADERS | _PAGE_HEADERS)
         self._pages: dict[str, Callable[[], Response]] = {
             "/": lambda: page,
             "/health": self._health,
             "/metrics": lambda: Response(service.metrics.text(), 200, _HEADERS, CONTENT_TYPE),
-            "/v1/models": lambda: _json({"object": "list", "data": [self._model()]}),
-            f"/v1/models/{service.name}": lambda: _json(self._model()),
+            "/v1/models": lambda: _json({"object": "list", "data": [model]}),
+            f"/v1/models/{service.name}": lambda: _json(model),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,13 +88,20 @@ class App:
             if not status:
                 await _refuse(error)(scope, receive, sending)
         finally:
+            status = status or _GONE
+            self._service.metrics.requests.labels(status).inc()
+            client = request.client.host if request.client else "-"
+            path = scope["path"].encode("unicode_escape").decode()[:100]  # which cannot break the line
+            words = " ".join(f"{name}={json.dumps(value, ensure_ascii=True)}" for name, value in note.items())
             seconds = time.monotonic() - begun
-            self._service.metrics.requests.labels(status or _GONE).inc()
-            LOG.info(_line(request, status or _GONE, seconds, note))
+            LOG.info(f"{client} {request.method[:20]} {path} {status} {seconds:.3f} s {words}".rstrip())
 
     async def _answer(self, request: Request) -> ASGIApp:
         path, method, headers = request.scope["path"], request.method, request.headers
-        if self._is_local and not _is_local_name(headers.get("host", "")):
+        host = headers.get("host", "")
+        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+        # another name may belong to a page that has rebound its own name to this address
+        if self._is_local and host and not is_loopback(name.strip("[]")):
             raise Refusal(403, "this server serves only this machine; call it localhost or 127.0.0.1")
         if path != "/health" and not self._is_allowed(headers.get("authorization", "")):
             raise Refusal(401, "no valid key; send the header Authorization: Bearer KEY")
@@ -126,15 +134,6 @@ class App:
         if self._service.engine.failure is not None:
             return _json({"status": "failed"}, 503)
         return _json({"status": "draining" if self.is_draining else "ok"})
-
-    def _model(self) -> dict[str, Any]:
-        return {
-            "id": self._service.name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "gpt2-toolkit",
-            "meta": self._service.facts,
-        }
 
     async def _complete(self, request: Request) -> ASGIApp:
         if self.is_draining:
@@ -189,7 +188,7 @@ class App:
             raise refusal from None
         finally:
             completion.cancel()
-            note["tokens"] = sum(len(job.sequence.tokens) for job in completion.jobs)
+            note["tokens"] = completion.usage["completion_tokens"]
             self._service.metrics.request_seconds.observe(time.monotonic() - begun)
 
     async def _send(self, completion: Completion, scope: Scope, receive: Receive, send: Send) -> None:
@@ -222,15 +221,6 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> Non
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-def _is_local_name(host: str) -> bool:
-    """Return whether a Host header names this machine.
-
-    Another name may belong to a page that has rebound its own name to this address.
-    """
-    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-    return not host or is_loopback(name.strip("[]"))
-
-
 def _refuse(refusal: Refusal) -> Response:
     more: dict[str, str] = {}
     if refusal.retry is not None:
@@ -245,11 +235,3 @@ def _refuse(refusal: Refusal) -> Response:
 def _json(tree: Any, status: int = 200, more: dict[str, str] | None = None) -> Response:
     text = json.dumps(tree, ensure_ascii=False)
     return Response(text, status, media_type=_JSON, headers=_HEADERS | (more or {}))
-
-
-def _line(request: Request, status: int, seconds: float, note: dict[str, Any]) -> str:
-    """Return one log line. Text from the client is escaped and cannot break it."""
-    client = request.client.host if request.client else "-"
-    path = request.scope["path"].encode("unicode_escape").decode()[:100]
-    words = " ".join(f"{name}={json.dumps(value, ensure_ascii=True)}" for name, value in note.items())
-    return f"{client} {request.method[:20]} {path} {status} {seconds:.3f} s {words}".rstrip()

@@ -1,4 +1,4 @@
-"""Turn the body of a request into jobs, and their pieces into an answer."""
+"""Turn the body of a request into jobs of the engine, and what they say into an answer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,12 @@ import numpy as np
 
 from common.config.schema import PredictConfig
 from common.errors import ConfigError, GPT2Error
-from common.generation.generate import Continuation, GrowingText
+from common.generation.generate import Continuation, GrowingText, grow
 from common.generation.logit_rules import LogitRules, sequence_biases
 from common.generation.prompts import Prompt, sliding_window
-from common.generation.sampling import ScoredToken, token_text
+from common.generation.sampling import Logits, ScoredToken, score_token, token_text
 from common.parallel.run import Run
-from common.serving.completion_task import CompletionJob, Piece
-from common.serving.engine import Engine, QueueFullError, StoppedError
+from common.serving.engine import Engine, Observer, QueueFullError, StoppedError
 from common.serving.metrics import Metrics
 from common.serving.protocol import CompletionRequest, Refusal, parse_request
 from common.tokenizer import Tokenizer
@@ -53,8 +53,8 @@ class CompletionService:
             "backend": backend or config.backend,
         }
         self.metrics = Metrics(engine, config.serve.slots)
-        self.engine, self.tokenizer = engine, tokenizer
-        self._config, self._window = config, sliding_window(config)
+        self.engine, self.tokenizer, self.window = engine, tokenizer, sliding_window(config)
+        self._config = config
 
     def open(self, body: bytes, loop: asyncio.AbstractEventLoop) -> Completion:
         """Make the jobs of a request without queueing them. Raises Refusal.
@@ -81,7 +81,7 @@ class CompletionService:
             raise Refusal(400, message, param="logit_bias") from None
         ends, unknown = self.tokenizer.ends, self.tokenizer.unknown_id
         rules = LogitRules(settings, ends=ends, unknown=unknown, biases=biases)
-        completion = Completion(self, request, prompts, loop)
+        completion = Completion(self, request, prompts, loop, rules)
         seed = secrets.randbits(63) if request.seed == -1 else request.seed % 2**64
         completion.jobs = [
             CompletionJob(
@@ -92,13 +92,7 @@ class CompletionService:
                     generator=np.random.default_rng((seed, index, number)),
                     growing=GrowingText(self.tokenizer.stream(prompt.ids), settings.stop),
                 ),
-                choice=index * request.n + number,
-                settings=settings,
-                rules=rules,
-                tokenizer=self.tokenizer,
-                window=self._window,
-                scores_prompt=request.echo and request.logprobs is not None,
-                emit=completion.receive,
+                completion,
             )
             for index, prompt in enumerate(prompts)
             for number in range(request.n)
@@ -125,7 +119,7 @@ class CompletionService:
     def _new_tokens(self, length: int, request: CompletionRequest) -> int:
         """Return how many tokens to add to a prompt of ``length`` tokens. Raises Refusal."""
         serve, positions = self._config.serve, self._config.model.max_positions
-        longest = serve.max_prompt_tokens or (2**62 if self._window else positions)
+        longest = serve.max_prompt_tokens or (2**62 if self.window else positions)
         if length > longest:
             raise Refusal(400, f"prompt: has {length} tokens; this server takes at most {longest}", param="prompt")
         wanted = request.max_tokens
@@ -135,7 +129,7 @@ class CompletionService:
             )
         # The last token after a scored prompt is chosen but needs no position.
         room = positions - length + (request.echo and request.logprobs is not None)
-        if self._window is not None:
+        if self.window is not None:
             room = 2**62
         if wanted is None:
             wanted = min(_DEFAULT_TOKENS, serve.max_new_tokens or room, max(room, 1))
@@ -158,24 +152,14 @@ class Completion:
         request: CompletionRequest,
         prompts: list[Prompt],
         loop: asyncio.AbstractEventLoop,
+        rules: LogitRules,
     ) -> None:
-        self.request = request
+        self.service, self.request, self.rules = service, request, rules
         self.prompt_texts = [prompt.text for prompt in prompts]
         self.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         self.jobs: list[CompletionJob] = []
-        self._service, self._loop = service, loop
-        self._pieces: asyncio.Queue[list[Piece]] = asyncio.Queue()
-        self._held: list[Piece] = []
-        self.choices = [
-            Choice(
-                number,
-                service.tokenizer,
-                prompts[number // request.n],
-                echoes=request.echo,
-                has_logprobs=request.logprobs is not None,
-            )
-            for number in range(len(prompts) * request.n)
-        ]
+        self._loop = loop
+        self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -183,26 +167,24 @@ class Completion:
             "model": service.name,
         }
 
-    def receive(self, piece: Piece) -> None:
-        """Take a piece from the engine's thread.
+    @property
+    def usage(self) -> dict[str, int]:
+        completion_tokens = sum(len(job.sequence.tokens) for job in self.jobs)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self.prompt_tokens + completion_tokens,
+        }
 
-        Only a stream sends each at once. To wake the loop for others would slow the engine down.
-        """
-        self._held.append(piece)
-        if piece.error is None:
-            metrics = self._service.metrics
-            metrics.generated_tokens.inc(piece.tokens)
-            seconds = metrics.first_token_seconds if piece.is_first else metrics.token_seconds
-            seconds.observe(piece.seconds)
-        if self.request.stream or piece.finish_reason or piece.error:
-            held, self._held = self._held, []
-            with suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._pieces.put_nowait, held)
+    def receive(self, piece: Piece) -> None:
+        """Take a piece from the engine's thread."""
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
     def submit(self) -> None:
         """Queue the jobs. Raises Refusal."""
         try:
-            self._service.engine.submit(self.jobs)
+            self.service.engine.submit(self.jobs)
         except QueueFullError as error:
             raise Refusal(429, f"{error}; try again later", retry=1) from None
         except StoppedError as error:
@@ -215,12 +197,8 @@ class Completion:
 
     async def answer(self) -> bytes:
         """Return the whole object. Raises Refusal where a job has failed."""
-        pieces: list[list[Piece]] = [[] for _ in self.jobs]
-        async for piece in self._arriving():
-            pieces[piece.choice].append(piece)
-        choices = [choice.part(*found) for choice, found in zip(self.choices, pieces, strict=True)]
-        used = usage(self.prompt_tokens, self.choices)
-        return _json(self._head | {"choices": choices, "usage": used})
+        found = {piece.job.number: piece.job.part(piece) async for piece in self._arriving()}
+        return _json(self._head | {"choices": [found[number] for number in sorted(found)], "usage": self.usage})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the objects of a stream as server-sent events; an error is the last one."""
@@ -229,33 +207,144 @@ class Completion:
         head: dict[str, Any] = self._head | ({"usage": None} if with_usage else {})
         try:
             async for piece in self._arriving():
-                if piece.text or piece.scored or piece.finish_reason or piece.is_first:
-                    yield event(head | {"choices": [self.choices[piece.choice].part(piece)]})
-                else:
-                    self.choices[piece.choice].tokens += piece.tokens
+                yield event(head | {"choices": [piece.job.part(piece)]})
         except Refusal as refusal:
             yield event(refusal.body)
             return
         if with_usage:
-            used = usage(self.prompt_tokens, self.choices)
-            yield event(head | {"choices": [], "usage": used})
+            yield event(head | {"choices": [], "usage": self.usage})
         yield b"data: [DONE]\n\n"
 
     async def _arriving(self) -> AsyncGenerator[Piece, None]:
         left = len(self.jobs)
         while left:
-            for piece in await self._pieces.get():
-                if piece.error is not None:
-                    raise _refusal(piece.error)
-                left -= piece.finish_reason is not None
-                yield piece
+            piece = await self._pieces.get()
+            if isinstance(piece.error, GPT2Error):
+                raise Refusal(503 if isinstance(piece.error, StoppedError) else 500, str(piece.error))
+            if piece.error is not None:  # errors of a framework stay in the log
+                raise Refusal(500, "the model has failed; the server's log says why")
+            left -= piece.finish_reason is not None
+            yield piece
 
 
-def _refusal(error: Exception) -> Refusal:
-    """Return the answer for a job that has failed. Errors of a framework stay in the log."""
-    if not isinstance(error, GPT2Error):
-        return Refusal(500, "the model has failed; the server's log says why")
-    return Refusal(503 if isinstance(error, StoppedError) else 500, str(error))
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """The new part of a sequence: all of it, but in a stream."""
+
+    job: CompletionJob
+    text: str = ""
+    scored: Sequence[ScoredToken] = ()
+    """Log-probabilities, if asked for. Those of the prompt come with the first piece."""
+    is_first: bool = False
+    finish_reason: str | None = None
+    """Reason in OpenAI's words: stop or length."""
+    error: Exception | None = None
+
+
+class CompletionJob:
+    """One continuation of a completion. With one seed it draws what ``generate`` draws.
+
+    Implements ``common.serving.engine.Job`` for the engine's thread, which gives pieces to the completion. The last one
+    has a reason or an error. ``part`` is for the thread of the answer.
+    """
+
+    def __init__(self, sequence: Continuation, completion: Completion) -> None:
+        self.is_cancelled = False
+        self.sequence, self._completion = sequence, completion
+        request, self._tokenizer = completion.request, completion.service.tokenizer
+        self.number = sequence.index * request.n + sequence.number
+        self._prompt_scores: dict[int, ScoredToken] = {}
+        self._shown = self._scored = self._pieces = self._turns = self._offset = 0
+        self._since = time.monotonic()
+        self._stream = self._tokenizer.stream(() if request.echo else sequence.prompt.ids)
+
+    @property
+    def observe(self) -> Observer | None:
+        request = self._completion.request
+        return self._score_prompt if request.echo and request.logprobs is not None and not self._turns else None
+
+    def context(self) -> list[int]:
+        return self.sequence.context(self._completion.service.window)
+
+    def advance(self, logits: Logits) -> bool:
+        sequence, logits = self.sequence, logits[: self._tokenizer.vocab_size]
+        rules, before = self._completion.rules, len(sequence.tokens)
+        if sequence.prompt.new_tokens == 0:
+            sequence.finish_reason = "length"
+        else:
+            grow(sequence, logits, rules)
+        sequence.read()
+        if sequence.end is not None and rules.settings.logprobs is not None:
+            sequence.scored.append(score_token(logits, sequence.end, rules.settings.logprobs))
+        metrics, now = self._completion.service.metrics, time.monotonic()
+        metrics.generated_tokens.inc(len(sequence.tokens) - before)
+        (metrics.token_seconds if self._turns else metrics.first_token_seconds).observe(now - self._since)
+        self._turns, self._since = self._turns + 1, now
+        is_finished = sequence.finish_reason is not None
+        # to wake the loop for each token of a whole answer would slow the engine down
+        if is_finished or self._completion.request.stream:
+            self._say(sequence)
+        return is_finished
+
+    def fail(self, error: Exception) -> None:
+        self._completion.receive(Piece(job=self, error=error))
+
+    def _say(self, sequence: Continuation) -> None:
+        """Give the part since the last piece to the completion, unless nothing of it can be shown."""
+        text, scored, reason = sequence.text[self._shown :], sequence.scored[self._scored :], sequence.finish_reason
+        if not self._pieces:
+            scored = [*(score for _, score in sorted(self._prompt_scores.items())), *scored]
+        elif not (text or scored or reason):
+            return
+        piece = Piece(
+            job=self,
+            text=text,
+            scored=scored,
+            is_first=not self._pieces,
+            finish_reason="length" if reason == "length" else "stop" if reason else None,
+        )
+        self._pieces, self._shown, self._scored = self._pieces + 1, len(sequence.text), len(sequence.scored)
+        self._completion.receive(piece)
+
+    def _score_prompt(self, first: int, logits: Logits) -> None:
+        """Score prompt tokens. logits: those after its tokens from place ``first`` onwards."""
+        ids, count = self.sequence.prompt.ids, self._completion.request.logprobs or 0
+        self._prompt_scores[0] = ScoredToken(id=ids[0], logprob=math.nan, top=[])
+        for place, row in enumerate(logits, first + 1):
+            if place < len(ids):
+                row = row[: self._tokenizer.vocab_size]
+                self._prompt_scores[place] = score_token(row, ids[place], count)
+
+    def part(self, piece: Piece) -> dict[str, Any]:
+        """Return the object of OpenAI's for the next piece."""
+        request = self._completion.request
+        return {
+            "index": self.number,
+            "text": self.sequence.prompt.text * (request.echo and piece.is_first) + piece.text,
+            "logprobs": None if request.logprobs is None else self._logprobs(piece.scored),
+            "finish_reason": piece.finish_reason,
+        }
+
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
+        """Return four lists with an entry for each token.
+
+        The first token of a text has no probability. The chosen token is always among the top ones.
+        text_offset: place in the text of the first character that the token is a part of.
+        """
+        words = [token_text(self._tokenizer, each.id) for each in scored]
+        offsets = []
+        for each in scored:
+            offsets.append(self._offset)
+            self._offset += len(self._stream([each.id]))
+        top: list[dict[str, float] | None] = []
+        for word, each in zip(words, scored, strict=True):
+            found: dict[str, float] = {}
+            for token, value in each.top:  # the first of tokens with equal text
+                found.setdefault(token_text(self._tokenizer, token), value)
+            found.setdefault(word, each.logprob)
+            top.append(None if math.isnan(each.logprob) else found)
+        values = [None if math.isnan(each.logprob) else each.logprob for each in scored]
+        return {"tokens": words, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 
 def _settings(request: CompletionRequest) -> PredictConfig:
@@ -281,56 +370,3 @@ def event(tree: Any) -> bytes:
 
 def _json(tree: Any) -> bytes:
     return json.dumps(tree, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-class Choice:
-    """One continuation of a completion, built from pieces as they arrive."""
-
-    def __init__(self, number: int, tokenizer: Tokenizer, prompt: Prompt, *, echoes: bool, has_logprobs: bool) -> None:
-        """echoes: whether the text begins with the prompt."""
-        self.tokens = 0
-        self._number, self._tokenizer = number, tokenizer
-        self._echo, self._has_logprobs = prompt.text * echoes, has_logprobs
-        self._stream = tokenizer.stream(() if echoes else prompt.ids)
-        self._offset = 0
-
-    def part(self, *pieces: Piece) -> dict[str, Any]:
-        """Return the object for the next pieces, at least one."""
-        self.tokens += sum(piece.tokens for piece in pieces)
-        scored = [each for piece in pieces for each in piece.scored]
-        return {
-            "index": self._number,
-            "text": self._echo * pieces[0].is_first + "".join(piece.text for piece in pieces),
-            "logprobs": self._logprobs(scored) if self._has_logprobs else None,
-            "finish_reason": pieces[-1].finish_reason,
-        }
-
-    def _logprobs(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
-        """Return four lists with an entry for each token.
-
-        The first token of a text has no probability. The chosen token is always among the top ones.
-        text_offset: place in the text of the first character that the token is a part of.
-        """
-        words = [token_text(self._tokenizer, each.id) for each in scored]
-        offsets = []
-        for each in scored:
-            offsets.append(self._offset)
-            self._offset += len(self._stream.push([each.id]))
-        top: list[dict[str, float] | None] = []
-        for word, each in zip(words, scored, strict=True):
-            found: dict[str, float] = {}
-            for token, value in each.top:  # the first of tokens with equal text
-                found.setdefault(token_text(self._tokenizer, token), value)
-            found.setdefault(word, each.logprob)
-            top.append(None if math.isnan(each.logprob) else found)
-        values = [None if math.isnan(each.logprob) else each.logprob for each in scored]
-        return {"tokens": words, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
-
-
-def usage(prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, int]:
-    completion_tokens = sum(choice.tokens for choice in choices)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }

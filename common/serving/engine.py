@@ -7,7 +7,7 @@ is at most one pass over a prompt. So other requests wait for at most one new pr
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -78,20 +78,6 @@ class StoppedError(GPT2Error):
 
 
 @dataclass(kw_only=True)
-class Counts:
-    """Work of the engine since its start."""
-
-    steps: int = 0
-    rows: int = 0
-    """Tokens added by steps, over all slots."""
-    prompts: int = 0
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    """Tokens of prompts whose keys were already in a slot."""
-    cancelled: int = 0
-
-
-@dataclass(kw_only=True)
 class _Slot:
     held: list[int] = field(default_factory=list)
     """Tokens whose keys and values the slot holds, of its current or last job."""
@@ -103,12 +89,13 @@ class _Slot:
 class Engine:
     """Runs jobs in the slots of a model.
 
-    failure: reason for its end, or None while it runs. counts: its work since the start.
+    failure: reason for its end, or None while it runs. counts: its work since the start, by the
+    names of ``common.serving.metrics``.
     """
 
     def __init__(self, slots: Slots, *, queue_limit: int) -> None:
         """queue_limit: number of jobs that may wait for a slot."""
-        self.counts = Counts()
+        self.counts: Counter[str] = Counter()
         self.failure: Exception | None = None
         self._model = slots
         self._slots = [_Slot() for _ in range(slots.count)]
@@ -152,47 +139,36 @@ class Engine:
                     with self._changed:
                         if not self._waiting and go_on():
                             self._changed.wait(_IDLE_SECONDS)
-            self._end(StoppedError("the server stops"))
+            self.failure = StoppedError("the server stops")
         except Exception as error:
             LOG.exception("the engine has failed")
-            self._end(error)
+            self.failure = error
+        self._take_out(lambda _: True, self.failure)
 
     def turn(self) -> bool:
         """Do at most one pass and one step; return whether there was anything to do."""
         self._turn += 1
-        self._drop_cancelled()
+        self.counts["cancelled_sequences"] += self._take_out(lambda job: job.is_cancelled, StoppedError("cancelled"))
         passed = self._pass()
         at_work = [number for number, slot in enumerate(self._slots) if self._can_step(slot)]
         if at_work:
             self._step(at_work)
         return passed or bool(at_work)
 
-    def _end(self, error: Exception) -> None:
+    def _take_out(self, is_out: Callable[[Job], bool], error: Exception) -> int:
+        """Fail the jobs, waiting or at work, for which ``is_out`` is true; return their number."""
         with self._changed:
-            self.failure = error
-            left = [job for jobs in self._waiting for job in jobs]
-            self._waiting.clear()
-        for slot in self._slots:
-            if slot.job is not None:
-                left.append(slot.job)
-                slot.job = None
-        for job in left:
-            job.fail(error)
-
-    def _drop_cancelled(self) -> None:
-        dropped: list[Job] = []
-        with self._changed:
-            if any(job.is_cancelled for jobs in self._waiting for job in jobs):
-                dropped = [job for jobs in self._waiting for job in jobs if job.is_cancelled]
-                kept = (deque(job for job in jobs if not job.is_cancelled) for jobs in self._waiting)
+            out = [job for jobs in self._waiting for job in jobs if is_out(job)]
+            if out:
+                kept = (deque(job for job in jobs if job not in out) for jobs in self._waiting)
                 self._waiting = deque(jobs for jobs in kept if jobs)
         for slot in self._slots:
-            if slot.job is not None and slot.job.is_cancelled:
-                dropped.append(slot.job)
+            if slot.job is not None and is_out(slot.job):
+                out.append(slot.job)
                 slot.job = None
-        self.counts.cancelled += len(dropped)
-        for job in dropped:
-            job.fail(StoppedError("cancelled"))
+        for job in out:
+            job.fail(error)
+        return len(out)
 
     def _pass(self) -> bool:
         """Give a free slot to the next job, or compute a sequence whose window slides again.
@@ -216,9 +192,13 @@ class Engine:
 
     def _admit_next(self) -> bool:
         free = [number for number, slot in enumerate(self._slots) if slot.job is None]
-        job = self._next_job() if free else None
-        if job is None:
-            return False
+        with self._changed:
+            if not (free and self._waiting):
+                return False
+            jobs = self._waiting.popleft()
+            job = jobs.popleft()
+            if jobs:
+                self._waiting.append(jobs)
         context = job.context()
         shared = [_shared(slot.held, context) for slot in self._slots]
         source = max(range(len(shared)), key=lambda each: (shared[each], each in free))
@@ -233,21 +213,9 @@ class Engine:
         if reuse and source != number:
             self._model.copy(source, number, reuse)
         slot.held = context[:reuse]
-        self.counts.prompts += 1
-        self.counts.prompt_tokens += len(context)
-        self.counts.reused_tokens += reuse
+        self.counts.update(sequences=1, prompt_tokens=len(context), reused_prompt_tokens=reuse)
         self._take_in(number, reuse)
         return True
-
-    def _next_job(self) -> Job | None:
-        with self._changed:
-            if not self._waiting:
-                return None
-            jobs = self._waiting.popleft()
-            job = jobs.popleft()
-            if jobs:
-                self._waiting.append(jobs)
-            return job
 
     def _take_in(self, number: int, reuse: int) -> None:
         slot = self._slots[number]
@@ -272,8 +240,8 @@ class Engine:
         places = [len(slot.held) for slot in at_work]
         tokens = [context[place] for context, place in zip(contexts, places, strict=True)]
         logits = self._model.step(numbers, tokens, places)
-        self.counts.steps += 1
-        self.counts.rows += len(numbers)
+        self.counts["steps"] += 1
+        self.counts["step_rows"] += len(numbers)
         for slot, context, token, row in zip(at_work, contexts, tokens, logits, strict=True):
             assert slot.job is not None
             slot.held.append(token)

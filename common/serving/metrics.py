@@ -38,16 +38,16 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield the figures of the engine as they are now."""
-        engine, counts = self._engine, self._engine.counts
-        for name, help, value in (
-            ("prompt_tokens", "Tokens of admitted prompts.", counts.prompt_tokens),
-            ("reused_prompt_tokens", "Tokens of prompts whose keys were there already.", counts.reused_tokens),
-            ("sequences", "Sequences that got a slot.", counts.prompts),
-            ("cancelled_sequences", "Sequences given up.", counts.cancelled),
-            ("steps", "Steps of the model.", counts.steps),
-            ("step_rows", "Sequences in all steps.", counts.rows),
+        engine = self._engine
+        for name, help in (
+            ("prompt_tokens", "Tokens of admitted prompts."),
+            ("reused_prompt_tokens", "Tokens of prompts whose keys were there already."),
+            ("sequences", "Sequences that got a slot."),
+            ("cancelled_sequences", "Sequences given up."),
+            ("steps", "Steps of the model."),
+            ("step_rows", "Sequences in all steps."),
         ):
-            yield CounterMetricFamily(f"gpt2_{name}", help, value)
+            yield CounterMetricFamily(f"gpt2_{name}", help, engine.counts[name])
         yield GaugeMetricFamily("gpt2_slots", "Sequences that can be at work at once.", self._slots)
         yield GaugeMetricFamily("gpt2_running_sequences", "Sequences at work.", engine.running)
         yield GaugeMetricFamily("gpt2_waiting_sequences", "Sequences in the queue.", engine.waiting)

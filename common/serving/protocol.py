@@ -133,24 +133,13 @@ def parse_request(body: bytes) -> CompletionRequest:
     try:
         request = CompletionRequest.model_validate(tree)
     except ValidationError as error:
-        raise _refusal(error) from None
-    _check(request)
-    return request
-
-
-def _refusal(error: ValidationError) -> Refusal:
-    first = error.errors(include_url=False, include_input=False)[0]
-    where = [str(part)[:100] for part in first["loc"]]
-    if first["type"] == "extra_forbidden":
-        level: type[_Level] = CompletionRequest if len(where) == 1 else StreamOptions
-        message = f"no such field; there are {', '.join(level.model_fields)}"
-        return Refusal(400, f"{'.'.join(where)}: {message}", param=where[0])
-    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return Refusal(400, f"{'.'.join(where)}: {message}", param=where[0])
-
-
-def _check(request: CompletionRequest) -> None:
-    """Refuse fields that contradict each other."""
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = [str(part)[:100] for part in first["loc"]]
+        message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        if first["type"] == "extra_forbidden":
+            level: type[_Level] = CompletionRequest if len(where) == 1 else StreamOptions
+            message = f"no such field; there are {', '.join(level.model_fields)}"
+        raise Refusal(400, f"{'.'.join(where)}: {message}", param=where[0]) from None
     if request.best_of not in (0, request.n):
         raise Refusal(
             400,
@@ -160,3 +149,4 @@ def _check(request: CompletionRequest) -> None:
         )
     if request.max_tokens == 0 and not request.echo:
         raise Refusal(400, "max_tokens=0 asks for nothing; with echo=true it scores the prompt", param="max_tokens")
+    return request

@@ -56,16 +56,31 @@ def serve(config: Run, tokenizer: Tokenizer, open_slots: Callable[[int], Slots],
                 f"serve.host={settings.host}: whoever reaches this machine may use the model; set serve.api_key_file"
             )
         LOG.info(f"{service.name} is served at {http.address}/v1, with a page at {http.address}/")
-        drain = Drain(app, http, stop, settings.drain_timeout)
-        engine.run(drain.go_on)
-        while http.is_alive() and drain.go_on():  # the model has failed: tell the clients
+        deadline: float | None = None
+
+        def go_on() -> bool:
+            """Return whether requests are still to be answered. A signal begins the drain."""
+            nonlocal deadline
+            beat(0, "serving")
+            if stop.number is not None and deadline is None:
+                app.is_draining = True
+                deadline = time.monotonic() + settings.drain_timeout
+                http.stop()
+                LOG.info(f"requests at work have {settings.drain_timeout:g} seconds to end")
+            return http.is_alive() and (deadline is None or time.monotonic() < deadline)
+
+        engine.run(go_on)
+        while go_on():  # the model has failed: tell the clients
             time.sleep(0.1)
         http.stop()
         http.join(_LAST_WORDS)
-    if isinstance(engine.failure, Exception) and not drain.has_begun:
+    if deadline is None:
         raise RunError(f"the server has ended: {engine.failure}")
     assert stop.number is not None
-    raise StopRequested(stop.number, f"; {drain.outcome}")
+    outcome = "every request is answered"
+    if time.monotonic() >= deadline:
+        outcome = "requests that took longer than serve.drain_timeout were given up"
+    raise StopRequested(stop.number, f"; {outcome}")
 
 
 def read_key(settings: ServeConfig, variable: str | None) -> str | None:
@@ -101,33 +116,6 @@ def listen(settings: ServeConfig) -> socket.socket:
             f"{where}: cannot listen there ({error.strerror}); choose another port, or 0 for a free one"
         ) from None
     return listener
-
-
-class Drain:
-    """Tells whether to keep serving, and begins to drain at a signal."""
-
-    def __init__(self, app: App, http: HttpThread, stop: StopSignal, seconds: float) -> None:
-        self.has_begun = False
-        self._app, self._http, self._stop, self._seconds = app, http, stop, seconds
-        self._deadline = 0.0
-
-    def go_on(self) -> bool:
-        """Return whether requests are still to be answered."""
-        beat(0, "serving")
-        if self._stop.number is not None and not self.has_begun:
-            self.has_begun = self._app.is_draining = True
-            self._deadline = time.monotonic() + self._seconds
-            self._http.stop()
-            LOG.info(f"requests at work have {self._seconds:g} seconds to end")
-        if not self.has_begun:
-            return self._http.is_alive()
-        return self._http.is_alive() and time.monotonic() < self._deadline
-
-    @property
-    def outcome(self) -> str:
-        if time.monotonic() < self._deadline:
-            return "every request is answered"
-        return "requests that took longer than serve.drain_timeout were given up"
 
 
 class HttpThread(threading.Thread):

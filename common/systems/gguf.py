@@ -16,10 +16,10 @@ from common.systems.name_map import name_map
 from common.systems.weights import Weights, arrays_of, export_names, require_blocks
 from common.tensor_files.arrays import contiguous
 from common.tensor_files.checksummed import file_checksum
+from common.tokenizer import kind_of_files
 from common.tokenizer.bpe_files import read_vocabulary
 from common.tokenizer.folder import Folder, vocabulary_in
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer, files_in
-from common.tokenizer.recognise import kind_of_files
 from common.weights.names import EMBEDDING, POSITIONS
 
 FILE = "model.gguf"
@@ -123,7 +123,7 @@ def _add_tokenizer(writer: Any, folder: Path, rows: int) -> None:
         writer.add_tokenizer_model("none")
         return
     vocabulary = read_vocabulary(*files_in(folder))
-    marks, end = vocabulary.marks, vocabulary.eod_id
+    marks, end = vocabulary.marks, vocabulary.framing.suffix[-1]
     if max(len(vocabulary.ids), end + 1) > rows:
         raise TokenizerError(
             f"the tokenizer has {marks.size} tokens, and the model has {rows}; put the tokenizer of"

@@ -56,7 +56,7 @@ class PackedIds:
 class TextStream(Protocol):
     """Decoder of a growing sequence of ids."""
 
-    def push(self, ids: Sequence[int], final: bool = False) -> str:
+    def __call__(self, ids: Sequence[int], final: bool = False) -> str:
         """Add ``ids`` and return the new text that later ids cannot change.
 
         The text never ends within a character. final: nothing follows, so return all text held back.

@@ -11,11 +11,11 @@ code points that 16.0 leaves unassigned. gigatoken 0.10 knows 17.0; tiktoken 0.1
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from itertools import chain
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -55,13 +55,6 @@ class _PassedOver(Exception):
     """This backend cannot serve this vocabulary here. The message says why and what to do."""
 
 
-def _load_library(name: str, install: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise _PassedOver(f"{name} is not installed ({error}); install it with: pip install {install}") from None
-
-
 def pack(rows: Sequence[Sequence[int]] | Sequence[Ids]) -> PackedIds:
     """Return the ids of several texts in one buffer."""
     offsets = np.zeros(len(rows) + 1, dtype=np.int64)
@@ -78,10 +71,10 @@ class _Tokenizers:
     name = "tokenizers"
 
     def __init__(self, vocabulary: BPEVocabulary) -> None:
-        library = _load_library("tokenizers", "tokenizers")
-        merges = list(vocabulary.merges)
-        self.model = library.Tokenizer(library.models.BPE(vocab=vocabulary.ids, merges=merges))
-        self.model.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        self.model = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=list(vocabulary.merges)))
+        self.model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
     def encode_one(self, text: str) -> Ids:
         return np.array(self.model.encode(text).ids, dtype=np.int32)
@@ -100,13 +93,9 @@ class _Tiktoken:
     name = "tiktoken"
 
     def __init__(self, vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
+        from tiktoken import Encoding
+
         self._exact = exact
-        library = _load_library("tiktoken", "'tiktoken>=0.13'")
-        if (version := _version("tiktoken")) < (0, 13):
-            raise _PassedOver(
-                f"tiktoken {'.'.join(map(str, version))} takes minutes for 1 MB without a space;"
-                " install a later one with: pip install 'tiktoken>=0.13'"
-            )
         if vocabulary.content_sha256 != GPT2_SHA256:
             _check_ranks(vocabulary, exact)
         # Keep tokens that no merge makes (added by hand) from tiktoken. It would produce them from ordinary text.
@@ -117,7 +106,7 @@ class _Tiktoken:
             if len(token) == 1 or token in made
         }
         self._border = len(vocabulary.token_bytes)  # an id that no text has
-        self._encoding = library.Encoding(
+        self._encoding = Encoding(
             "gpt2-local", pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens={_BORDER: self._border}
         )
 
@@ -186,9 +175,15 @@ class _Gigatoken:
     name = "gigatoken"
 
     def __init__(self, vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
-        library = _load_library("gigatoken", "gigatoken (the extra 'fast' of this project)")
+        try:
+            from gigatoken import Tokenizer
+        except ImportError as error:
+            raise _PassedOver(
+                f"gigatoken is not installed ({error}); install it with: pip install gigatoken (the extra 'fast' of"
+                " this project)"
+            ) from None
         # The special token is left out of added_tokens: gigatoken would recognise it in ordinary text.
-        self._model = library.Tokenizer.from_json(exact.model.to_str())
+        self._model = Tokenizer.from_json(exact.model.to_str())
 
     def encode_one(self, text: str) -> Ids:
         return _as_int32(self._model.encode(text))
@@ -227,12 +222,6 @@ def _as_int32(ids: npt.ArrayLike) -> Ids:
     return array.view(np.int32) if array.dtype == np.uint32 else array.astype(np.int32)
 
 
-def _version(distribution: str) -> tuple[int, ...]:
-    from importlib.metadata import version
-
-    return tuple(int(part) for part in re.findall(r"\d+", version(distribution))[:3])
-
-
 def _prove_equal(backend: Backend, exact: Backend, vocabulary: BPEVocabulary) -> None:
     texts = [SELF_CHECK, *SELF_CHECK.split("\n")]
     if vocabulary.content_sha256 != GPT2_SHA256:
@@ -242,7 +231,7 @@ def _prove_equal(backend: Backend, exact: Backend, vocabulary: BPEVocabulary) ->
         expected = exact.encode_one(text)
         if not np.array_equal(found, expected) or not np.array_equal(backend.encode_one(text), expected):
             raise _PassedOver(
-                f"{backend.name} {'.'.join(map(str, _version(backend.name)))} gives other ids than tokenizers in the"
+                f"{backend.name} {version(backend.name)} gives other ids than tokenizers in the"
                 f" self-check for {text[:40]!r}; use backend='tokenizers' and report it"
             )
 
@@ -260,12 +249,7 @@ def choose_backend(vocabulary: BPEVocabulary, wanted: str) -> tuple[Backend, tup
     """
     if wanted not in BACKENDS:
         raise TokenizerError(f"tokenizer backend {wanted!r} is not known; choose one of: {', '.join(BACKENDS)}")
-    try:
-        exact = _Tokenizers(vocabulary)
-    except _PassedOver as reason:
-        raise TokenizerError(
-            f"tokenizer backend {wanted!r} needs tokenizers, the measure of exactness: {reason}"
-        ) from None
+    exact = _Tokenizers(vocabulary)
     reasons: list[str] = []
     for name, build in _FAST.items():
         if wanted not in ("auto", name):

@@ -16,7 +16,18 @@ from pathlib import Path
 from common.errors import TokenizerError
 from common.structured_files import MalformedError, parse_json
 from common.tokenizer.base import Framing
-from common.tokenizer.folder import Folder, added_in, begin_of, read_tokenizer_json, read_vocabulary_text, version_of
+from common.tokenizer.folder import (
+    ADDED,
+    CONFIG,
+    MAP,
+    TOKENIZER_JSON,
+    Folder,
+    added_in,
+    begin_of,
+    read_tokenizer_json,
+    read_vocabulary_text,
+    version_of,
+)  # fmt: skip
 from common.tokenizer.marks import Marks, framing_of, read_marks
 
 END_OF_TEXT = "<|endoftext|>"
@@ -58,40 +69,29 @@ class BPEVocabulary:
     content_sha256: str
     """Digest of ``ids`` and ``merges``. It does not depend on file name, spacing, key order or header."""
 
-    @property
-    def eod_id(self) -> int:
-        return self.framing.suffix[-1]
-
-    @property
-    def sha256(self) -> str:
-        """Digest of all that ids depend on: ``content_sha256`` where nothing was added."""
-        return self.marks.sha256(self.content_sha256, self.prefix_space)
-
 
 def read_vocabulary(vocab_file: Path, merge_file: Path | None) -> BPEVocabulary:
     """Read both files, or a tokenizer.json that holds both, and what transformers keeps beside
     them. Raises TokenizerError that names the file, the line and the fix.
     """
     folder = Folder(vocab_file.parent)
-    merges: Pairs
     if merge_file is None:
         parts = byte_level_parts(vocab_file)
         assert parts is not None
         ids, merges, begin, prefix_space = parts
     else:
-        ids, merges = _read_ids(vocab_file), ()
+        ids = _read_ids(vocab_file)
+        merges = _read_merges(merge_file, vocab_file, ids)
         asked = folder.settings.get("add_bos_token") is True
         begin = folder.named.get("bos_token", END_OF_TEXT) if asked else None
     if merge_file is not None or folder.is_gpt2:
         prefix_space = folder.settings.get("add_prefix_space") is True
-    tokens = _in_id_order(vocab_file, ids)
-    _require_bytes(vocab_file, ids)
-    if merge_file is not None:
-        merges = _read_merges(merge_file, vocab_file, ids)
+    tokens = sorted(ids, key=ids.__getitem__)
     made = {left + right for left, right in merges}
     unmade = [token for token in ids if len(token) > 1 and token not in made]
     # a vocabulary to which marks were added by hand, and transformers' files are not beside it
-    by_hand = [] if folder.is_saved else list(filter(_SPECIAL.fullmatch, unmade))
+    is_saved = any((folder.path / name).is_file() for name in (CONFIG, MAP, ADDED, TOKENIZER_JSON))
+    by_hand = [] if is_saved else list(filter(_SPECIAL.fullmatch, unmade))
     names = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     marks = read_marks(folder, ids, (END_OF_TEXT,), names, by_hand)
     token_bytes = _spell(vocab_file, tokens, marks.added)
@@ -109,6 +109,8 @@ def read_vocabulary(vocab_file: Path, merge_file: Path | None) -> BPEVocabulary:
             " end a document; remove that merge"
         )
     spelled = {mark.id: mark.text.encode() for mark in marks.marks}
+    # neither a token nor a merge can hold a line end: the alphabet has no control characters and no space
+    content = "\n".join(("GPT2BPETokenizer/1", *tokens)) + "\n\n" + "\n".join(map(" ".join, merges))
     return BPEVocabulary(
         ids=ids,
         merges=merges,
@@ -116,7 +118,7 @@ def read_vocabulary(vocab_file: Path, merge_file: Path | None) -> BPEVocabulary:
         token_bytes=(*token_bytes, *(spelled.get(number, b"") for number in range(len(ids), marks.size))),
         framing=framing,
         prefix_space=prefix_space,
-        content_sha256=_content_hash(tokens, merges),
+        content_sha256=hashlib.sha256(content.encode()).hexdigest(),
     )
 
 
@@ -171,16 +173,10 @@ def _byte_level_parts(file: Path, version: object) -> tuple[dict[str, int], Pair
     return (ids, tuple(map(tuple, pairs)), begin, prefix_space) if whole else None
 
 
-def _content_hash(tokens: list[str], merges: Pairs) -> str:
-    # Neither a token nor a merge can hold "\n": the alphabet has no control characters and no space.
-    digest = hashlib.sha256(b"GPT2BPETokenizer/1\n")
-    digest.update("\n".join(tokens).encode())
-    digest.update(b"\n\n")
-    digest.update("\n".join(f"{left} {right}" for left, right in merges).encode())
-    return digest.hexdigest()
-
-
 def _read_ids(path: Path) -> dict[str, int]:
+    """Return the ids by token. Raises TokenizerError unless they are exactly 0 .. n-1, since an
+    embedding row belongs to each, and every byte has one.
+    """
     text = read_vocabulary_text(path, "vocabulary (JSON, token -> id) of a GPT-2 tokenizer")
     try:
         table = parse_json(text)
@@ -198,22 +194,19 @@ def _read_ids(path: Path) -> dict[str, int]:
             f"{path}: expected one object of token -> id with at least the 256 bytes and"
             f" {END_OF_TEXT!r}; give vocab.json here, or fetch the file again"
         )
-    return table
-
-
-def _in_id_order(path: Path, ids: dict[str, int]) -> list[str]:
-    """Return the tokens by id. Raises TokenizerError unless the ids are exactly 0 .. n-1.
-
-    An embedding row belongs to each id.
-    """
-    tokens = sorted(ids, key=ids.__getitem__)
-    wrong = next((token for at, token in enumerate(tokens) if ids[token] != at), None)
+    wrong = next((token for at, token in enumerate(sorted(table, key=table.__getitem__)) if table[token] != at), None)
     if wrong is not None:
         raise TokenizerError(
-            f"{path}: the {len(ids)} tokens must have the ids 0 to {len(ids) - 1}, one each, but"
-            f" {wrong!r} has {ids[wrong]}, which is taken or leaves a gap; fetch the file again"
+            f"{path}: the {len(table)} tokens must have the ids 0 to {len(table) - 1}, one each, but"
+            f" {wrong!r} has {table[wrong]}, which is taken or leaves a gap; fetch the file again"
         )
-    return tokens
+    alphabet = byte_alphabet()
+    if missing := [char for char in alphabet if char not in table]:
+        raise TokenizerError(
+            f"{path}: {len(missing)} of the 256 single-byte tokens are missing, the first being {missing[0]!r} (byte"
+            f" 0x{alphabet[missing[0]]:02x}); without them some text has no ids; expected a byte-level BPE vocabulary"
+        )
+    return table
 
 
 def _spell(path: Path, tokens: list[str], marks: Mapping[str, int]) -> tuple[bytes, ...]:
@@ -234,16 +227,6 @@ def _spell(path: Path, tokens: list[str], marks: Mapping[str, int]) -> tuple[byt
     if b"" in spelled:
         raise TokenizerError(f"{path}: id {spelled.index(b'')} is the empty token; remove it")
     return spelled
-
-
-def _require_bytes(path: Path, ids: Mapping[str, int]) -> None:
-    alphabet = byte_alphabet()
-    missing = [char for char in alphabet if char not in ids]
-    if missing:
-        raise TokenizerError(
-            f"{path}: {len(missing)} of the 256 single-byte tokens are missing, the first being {missing[0]!r} (byte"
-            f" 0x{alphabet[missing[0]]:02x}); without them some text has no ids; expected a byte-level BPE vocabulary"
-        )
 
 
 def _read_merges(path: Path, vocab_file: Path, ids: dict[str, int]) -> Pairs:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property, lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,9 @@ ADDED = "added_tokens.json"
 NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
-VOCABULARIES = (
-    "vocab.json", "merges.txt", "encoder.json", "vocab.bpe", "gpt2-vocab.json", "gpt2-merges.txt",
-    "vocab.txt", "tokenizer.model", "spiece.model", TOKENIZER_JSON,
-)  # fmt: skip
+BPE_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"), ("gpt2-vocab.json", "gpt2-merges.txt"))
+"""Names of a GPT-2 vocabulary and its merges: Hugging Face's, OpenAI's and Megatron-LM's."""
+VOCABULARIES = (*chain(*BPE_FILES), "vocab.txt", "tokenizer.model", "spiece.model", TOKENIZER_JSON)
 """Names of files that hold a vocabulary, or a part of one."""
 GENERATION = "generation_config.json"
 BESIDE = (CONFIG, MAP, ADDED, GENERATION, "chat_template.jinja")
@@ -74,12 +74,6 @@ class Folder:
         """Content of tokenizer.json; empty without one."""
         file = self.path / self._json
         return read_tokenizer_json(file) if file.is_file() else {}
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether transformers wrote a file here that may name tokens."""
-        names = (CONFIG, MAP, ADDED, self._json)
-        return any((self.path / name).is_file() for name in names)
 
     @property
     def is_gpt2(self) -> bool:
@@ -238,32 +232,20 @@ def read_vocabulary_text(path: Path, what: str) -> str:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         column = error.start - raw.rfind(b"\n", 0, error.start)
+        remedy = "fetch the file again"
+        with suppress(UnicodeDecodeError):
+            raw.decode("gb18030")  # which includes GBK
+            remedy = "it may be GBK, convert it: iconv -f GB18030 -t UTF-8"
         raise TokenizerError(
             f"{path}: line {line}, byte {column} of the line: 0x{raw[error.start]:02x} is not UTF-8"
-            f" ({error.reason}); expected the {what} as UTF-8 text;"
-            f" {how_to_convert(raw) or 'fetch the file again'}"
+            f" ({error.reason}); expected the {what} as UTF-8 text; {remedy}"
         ) from None
 
 
-def how_to_convert(raw: bytes) -> str:
-    """Return advice for text in GBK, which GB18030 includes; empty for other text."""
-    try:
-        raw.decode("gb18030")
-    except UnicodeDecodeError:
-        return ""
-    return "it may be GBK, convert it: iconv -f GB18030 -t UTF-8"
-
-
-_NAMES = {
-    "encoder.json": "vocab.json", "vocab.bpe": "merges.txt",  # OpenAI's
-    "gpt2-vocab.json": "vocab.json", "gpt2-merges.txt": "merges.txt",  # Megatron-LM's
-}  # fmt: skip
-"""Files of a vocabulary that have another name in a copy."""
-
-
 def vocabulary_in(folder: Path) -> dict[str, bytes]:
-    """Return the content of the vocabulary's files in a folder, by their names in a copy. Raises TokenizerError."""
-    return {_NAMES.get(name, name): _read(folder / name) for name in VOCABULARIES if (folder / name).is_file()}
+    """Return the content of the vocabulary's files in a folder, by Hugging Face's names. Raises TokenizerError."""
+    theirs = dict(zip(chain(*BPE_FILES), BPE_FILES[0] * len(BPE_FILES), strict=True))
+    return {theirs.get(name, name): _read(folder / name) for name in VOCABULARIES if (folder / name).is_file()}
 
 
 def companions_in(folder: Path) -> dict[str, bytes]:

@@ -7,6 +7,7 @@ openai/gpt-2, src/encoder.py.
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import TokenizerError
-from common.tokenizer.base import PackedIds, TokenIds
+from common.tokenizer.base import PackedIds, TextStream, TokenIds
 from common.tokenizer.bpe_backends import choose_backend
 from common.tokenizer.bpe_files import byte_level_parts, read_vocabulary
-from common.tokenizer.folder import TOKENIZER_JSON
-from common.tokenizer.recognise import BPE_FILES
-from common.tokenizer.text_tokenizer import ByteStream, Tokenizer, checked_ids
+from common.tokenizer.folder import BPE_FILES, TOKENIZER_JSON
+from common.tokenizer.text_tokenizer import CONTEXT, Tokenizer, checked_ids
 
 
 def files_in(folder: Path) -> tuple[Path, Path | None]:
@@ -66,16 +66,17 @@ class GPT2BPETokenizer(Tokenizer):
         Raises TokenizerError for broken files, and for a named backend that is missing or not
         exact.
         """
-        self.vocab_file, self.merge_file = (
+        file, self.merge_file = (
             files_in(Path(vocab_file)) if merge_file is None else (Path(vocab_file), Path(merge_file))
         )
-        self.vocabulary = vocabulary = read_vocabulary(self.vocab_file, self.merge_file)
+        self.vocabulary = vocabulary = read_vocabulary(file, self.merge_file)
         self._token_bytes = vocabulary.token_bytes
         self._backend, self.passed_over = choose_backend(vocabulary, backend)
         super().__init__(
+            file,
             kind=self.kind,
             backend=self._backend.name,
-            sha256=vocabulary.sha256,
+            sha256=vocabulary.marks.sha256(vocabulary.content_sha256, vocabulary.prefix_space),
             marks=vocabulary.marks,
             framing=vocabulary.framing,
         )
@@ -103,5 +104,7 @@ class GPT2BPETokenizer(Tokenizer):
         found = checked_ids(ids, self.vocab_size)
         return b"".join(map(self._token_bytes.__getitem__, found))
 
-    def stream(self, after: Sequence[int] = ()) -> ByteStream:
-        return ByteStream(self.decode_bytes, after)
+    def stream(self, after: Sequence[int] = ()) -> TextStream:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(self.decode_bytes(after[-CONTEXT:]))
+        return lambda ids, final=False: decoder.decode(self.decode_bytes(ids), final)

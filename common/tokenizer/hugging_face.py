@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from common.errors import TokenizerError
 from common.structured_files import MAX_JSON_BYTES, read_bytes
@@ -14,34 +13,47 @@ from common.tokenizer.base import PackedIds, TokenIds
 from common.tokenizer.bpe_backends import pack
 from common.tokenizer.folder import Folder, begin_of
 from common.tokenizer.marks import FRAME, Mark, framing_of, read_marks
-from common.tokenizer.text_tokenizer import TextTokenizer, WindowStream, checked_ids
+from common.tokenizer.text_tokenizer import Tokenizer, checked_ids
 
 
-class HuggingFaceTokenizer(TextTokenizer):
+class HuggingFaceTokenizer(Tokenizer):
     """Tokenizer of a tokenizer.json, other than a byte-level BPE of GPT-2's kind.
 
     Documents end with the ``eos_token`` that a file beside it names. Without one, they end with the
     first known end token of the vocabulary.
     """
 
-    def __init__(self, file: Path, kind: str, model: Any, folder: Folder, content: str) -> None:
-        """content: digest of the file."""
+    def __init__(self, file: Path, kind: str) -> None:
+        from tokenizers import Tokenizer as Model
+
+        folder = Folder(file.parent, file.name)
+        sha256 = hashlib.sha256(repr(_sorted(folder.json)).encode()).hexdigest()
+        raw = read_bytes(file, limit=MAX_JSON_BYTES, error=TokenizerError)
+        try:
+            model: Any = Model.from_buffer(raw)
+        except Exception as error:  # the library raises no more specific type
+            raise TokenizerError(
+                f"{file}: not a tokenizer.json ({len(raw)} bytes; {str(error)[:200]}); expected"
+                " what Tokenizer.save of Hugging Face's tokenizers writes; fetch the file again"
+            ) from None
+        model.no_truncation()
+        model.no_padding()
         self._model, self._lock = model, threading.Lock()
         ids = model.get_vocab(with_added_tokens=True)
         marks = read_marks(folder, ids, FRAME)
-        beyond = [mark for mark in marks.marks if not self._holds(mark)]
+        beyond = [mark for mark in marks.marks if not self._holds(mark, file)]
         unknown = getattr(model.model, "unk_token", None)
         super().__init__(
             file,
             kind=kind,
             backend="tokenizers",
-            sha256=marks.sha256(content) if beyond else content,
+            sha256=marks.sha256(sha256) if beyond else sha256,
             marks=marks,
             framing=framing_of(marks, file, begin_of(folder.json.get("post_processor"))),
             unknown_id=ids.get(unknown) if unknown else None,
         )
 
-    def _holds(self, mark: Mark) -> bool:
+    def _holds(self, mark: Mark, file: Path) -> bool:
         """Return whether the library has a mark, and give it one that it has not."""
         from tokenizers import AddedToken
 
@@ -52,28 +64,10 @@ class HuggingFaceTokenizer(TextTokenizer):
         self._model.add_tokens([token])
         if (found := self._model.token_to_id(mark.text)) != mark.id:
             raise TokenizerError(
-                f"{self.file}: the added token {mark.text!r} has the id {mark.id} in a file beside"
+                f"{file}: the added token {mark.text!r} has the id {mark.id} in a file beside"
                 f" it, and {found} is the next one; take all files of one tokenizer"
             )
         return False
-
-    @classmethod
-    def from_file(cls, file: Path, kind: str) -> Self:
-        from tokenizers import Tokenizer
-
-        folder = Folder(file.parent, file.name)
-        content = repr(_sorted(folder.json)).encode()
-        raw = read_bytes(file, limit=MAX_JSON_BYTES, error=TokenizerError)
-        try:
-            model = Tokenizer.from_buffer(raw)
-        except Exception as error:  # the library raises no more specific type
-            raise TokenizerError(
-                f"{file}: not a tokenizer.json ({len(raw)} bytes; {str(error)[:200]}); expected"
-                " what Tokenizer.save of Hugging Face's tokenizers writes; fetch the file again"
-            ) from None
-        model.no_truncation()
-        model.no_padding()
-        return cls(file, kind, model, folder, hashlib.sha256(content).hexdigest())
 
     def _encode_many(self, texts: list[str]) -> PackedIds:
         encode = self._model.encode_batch_fast
@@ -85,6 +79,7 @@ class HuggingFaceTokenizer(TextTokenizer):
             return self._encode_many(texts)
 
     def piece(self, token_id: int) -> str:
+        """Return the vocabulary's spelling of an id."""
         text: str = self._model.id_to_token(token_id)
         return text
 
@@ -92,9 +87,6 @@ class HuggingFaceTokenizer(TextTokenizer):
         found = checked_ids(ids, self.vocab_size)
         text: str = self._model.decode(found, skip_special_tokens=False)
         return text
-
-    def stream(self, after: Sequence[int] = ()) -> WindowStream:
-        return WindowStream(self.decode, after)
 
 
 def _sorted(value: Any) -> Any:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from common.errors import TokenizerError
 from common.paths import install
@@ -15,19 +14,30 @@ from common.tokenizer.base import PackedIds, TokenIds
 from common.tokenizer.bpe_backends import pack
 from common.tokenizer.folder import Folder
 from common.tokenizer.marks import FRAME, framing_of, read_marks
-from common.tokenizer.text_tokenizer import TextTokenizer, WindowStream, checked_ids
+from common.tokenizer.text_tokenizer import Tokenizer, checked_ids
 
 
-class SentencePieceTokenizer(TextTokenizer):
+class SentencePieceTokenizer(Tokenizer):
     """Tokenizer of a SentencePiece model.
 
     Documents end with the model's end of sequence. A model with the pieces ``[MASK] [CLS] [SEP]``
     has GPT2-Chinese's frame.
     """
 
-    def __init__(self, file: Path, kind: str, processor: Any, sha256: str) -> None:
-        self._processor = processor
-        self._size = processor.get_piece_size()
+    def __init__(self, file: Path, kind: str) -> None:
+        sentencepiece = import_sentencepiece(f"{file}: a SentencePiece model")
+        raw = read_bytes(file, limit=MAX_JSON_BYTES, error=TokenizerError)
+        self._processor = processor = sentencepiece.SentencePieceProcessor()
+        try:
+            processor.load_from_serialized_proto(raw)
+            self._size, reason = processor.get_piece_size(), "it holds no pieces"
+        except (RuntimeError, OSError, ValueError) as error:
+            self._size, reason = 0, str(error).partition("\n")[0][:200] or "no reason given"
+        if not self._size:
+            raise TokenizerError(
+                f"{file}: not a SentencePiece model ({len(raw)} bytes; {reason}); expected the"
+                " .model that SentencePiece's trainer wrote; fetch the file again"
+            )
         ids = {processor.id_to_piece(number): number for number in range(self._size)}
         own = [
             text
@@ -41,32 +51,12 @@ class SentencePieceTokenizer(TextTokenizer):
             file,
             kind=kind,
             backend="sentencepiece",
-            sha256=marks.sha256(sha256),
+            sha256=marks.sha256(hashlib.sha256(raw).hexdigest()),
             marks=marks,
             framing=framing_of(marks, file),
             unknown_id=processor.unk_id(),
         )
         self._texts = {number: text for text, number in self.added.items() if number >= self._size}
-
-    @classmethod
-    def from_file(cls, file: Path, kind: str) -> Self:
-        sentencepiece = import_sentencepiece(f"{file}: a SentencePiece model")
-        raw = read_bytes(file, limit=MAX_JSON_BYTES, error=TokenizerError)
-        processor = sentencepiece.SentencePieceProcessor()
-        try:
-            processor.load_from_serialized_proto(raw)
-            pieces = processor.get_piece_size()
-        except (RuntimeError, OSError, ValueError) as error:
-            pieces = 0
-            reason = str(error).splitlines()[0][:200] if str(error) else "no reason given"
-        else:
-            reason = "it holds no pieces"
-        if not pieces:
-            raise TokenizerError(
-                f"{file}: not a SentencePiece model ({len(raw)} bytes; {reason}); expected the"
-                " .model that SentencePiece's trainer wrote; fetch the file again"
-            )
-        return cls(file, kind, processor, hashlib.sha256(raw).hexdigest())
 
     def _encode_many(self, texts: list[str]) -> PackedIds:
         for text in texts:
@@ -74,6 +64,7 @@ class SentencePieceTokenizer(TextTokenizer):
         return pack(self._processor.encode(texts, out_type=int, num_threads=1) if texts else [])
 
     def piece(self, token_id: int) -> str:
+        """Return the vocabulary's spelling of an id."""
         if token_id >= self._size:
             return self._texts.get(token_id, "")
         text: str = self._processor.id_to_piece(token_id)
@@ -88,9 +79,6 @@ class SentencePieceTokenizer(TextTokenizer):
         return "".join(
             self._processor.decode(list(run)) if known else "".join(map(self.piece, run)) for known, run in runs
         )
-
-    def stream(self, after: Sequence[int] = ()) -> WindowStream:
-        return WindowStream(self.decode, after)
 
 
 def import_sentencepiece(purpose: str) -> Any:

@@ -1,21 +1,22 @@
-"""Text in, int32 ids out: the base of all tokenizers, that of those whose ids stand for text instead
-of bytes, the framing of documents and prompts, and the decoding of ids as they arrive.
+"""Text in, int32 ids out: the base of all tokenizers, the framing of documents and prompts, and the
+decoding of ids as they arrive.
 """
 
 from __future__ import annotations
 
-import codecs
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Self
 
 import numpy as np
 
 from common.errors import TokenizerError
 from common.tokenizer.base import Framing, Ids, PackedIds, TextStream, TokenIds
 from common.tokenizer.marks import Marks, encode_around
+
+CONTEXT = 16
+"""Earlier ids that are decoded again with new ones."""
 
 
 def checked_ids(ids: TokenIds, vocab_size: int) -> list[int]:
@@ -48,8 +49,9 @@ class Tokenizer(ABC):
     It can be shared between threads. ``encode*`` adds no frame: the builder of documents does
     (``encode_documents`` for line ends).
     kind: key in ``TOKENIZERS``, written into the header of a dataset. backend: library that
-    encodes. sha256: digest of the vocabulary's content: equal digests give equal ids. unknown_id:
-    id for text that the vocabulary lacks, which is never generated; None if all text has ids.
+    encodes. sha256: digest of the vocabulary's content: equal digests give equal ids. special,
+    added: ids by text of the special tokens; of all tokens that are whole texts, added words too.
+    unknown_id: id for text that the vocabulary lacks, which is never generated; None if all text has ids.
     """
 
     vocab_size: int
@@ -66,12 +68,22 @@ class Tokenizer(ABC):
     """The id that fills rows, if a file names one."""
 
     def __init__(
-        self, *, kind: str, backend: str, sha256: str, marks: Marks, framing: Framing, unknown_id: int | None = None
+        self,
+        file: Path,
+        *,
+        kind: str,
+        backend: str,
+        sha256: str,
+        marks: Marks,
+        framing: Framing,
+        unknown_id: int | None = None,
     ) -> None:
+        """file: the vocabulary. The others: see the class."""
+        self.file = file
         self.kind = kind
         self.backend = backend
         self.sha256 = sha256
-        self.marks = marks
+        self.special, self.added = marks.special, marks.added
         self.vocab_size = marks.size
         self.framing = framing
         self.eod_id = framing.suffix[-1]
@@ -79,26 +91,12 @@ class Tokenizer(ABC):
         self.bos_id = marks.bos_id
         self.pad_id = marks.pad_id
         self.unknown_id = unknown_id
-        self._ids = marks.added
         self._patterns = {special: marks.pattern(special=special) for special in (True, False)}
-
-    @property
-    def special(self) -> dict[str, int]:
-        """Ids of special tokens by their text."""
-        return self.marks.special
-
-    @property
-    def added(self) -> dict[str, int]:
-        """Ids of the tokens that are whole texts: special tokens and added words."""
-        return self.marks.added
-
-    @property
-    def has_marks(self) -> bool:
+        beyond = self.special.keys() - marks.implied
+        self.has_marks = framing.newline is not None or any(self.added[text] != self.eod_id for text in beyond)
         """Whether documents are expected to hold special tokens: some mark more than the ends and
         the filling of a text.
         """
-        beyond = self.special.keys() - self.marks.implied
-        return self.framing.newline is not None or any(self._ids[text] != self.eod_id for text in beyond)
 
     @abstractmethod
     def _encode_many(self, texts: list[str]) -> PackedIds:
@@ -108,7 +106,7 @@ class Tokenizer(ABC):
         pattern = self._patterns[allow_special]
         if pattern is None:
             return self._encode_many(texts)
-        return encode_around(pattern, lambda match: self._ids[match[match.lastindex or 0]], self._encode_many, texts)
+        return encode_around(pattern, lambda match: self.added[match[match.lastindex or 0]], self._encode_many, texts)
 
     def encode(self, text: str, allow_special: bool = False) -> Ids:
         """Return the ids of ``text``, int32 (n,).
@@ -124,67 +122,51 @@ class Tokenizer(ABC):
         """
         try:
             return self._encode_marked(list(texts), allow_special)
-        except (TypeError, UnicodeError) as error:
-            _refuse_surrogate(texts, error)
+        except (TypeError, UnicodeError):
+            for number, text in enumerate(texts):
+                at = next((at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+                if at is None:
+                    continue
+                name = "the text" if len(texts) == 1 else f"text {number} of the batch"
+                line = text.count("\n", 0, at) + 1
+                raise TokenizerError(
+                    f"{name}, character {at} (line {line}): the surrogate U+{ord(text[at]):04X} is"
+                    " half a character and has no UTF-8; read the source with its right encoding, or"
+                    " replace it with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+                ) from None
+            raise
 
     @abstractmethod
     def decode(self, ids: TokenIds) -> str:
         """Return the text of ``ids``. Raises TokenizerError for an id outside the vocabulary."""
 
-    @abstractmethod
     def decode_bytes(self, ids: TokenIds) -> bytes:
         """Return the bytes of ``ids``. Raises TokenizerError like ``decode``."""
+        return self.decode(ids).encode()
 
-    @abstractmethod
     def stream(self, after: Sequence[int] = ()) -> TextStream:
         """Return a decoder of ids that follow ``after``, such as those of a prompt.
 
-        A character that ``after`` begins and does not end is part of the new text.
+        A character that ``after`` begins and does not end is part of the new text. This one is for a library that
+        decodes only whole sequences: it decodes the last ids with and without the new ones.
         """
+        held: list[int] = []
+        shown = 0
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one id. Raises TokenizerError for an id outside the vocabulary."""
-        return self.decode_bytes([token_id])
+        def push(ids: Sequence[int], final: bool = False) -> str:
+            nonlocal shown
+            held.extend(ids)
+            first = max(0, shown - CONTEXT)
+            text = self.decode(held[first:])
+            if text.endswith("\ufffd") and not final:  # a part of a character
+                return ""
+            before = self.decode(held[first:shown])
+            shown = len(held)
+            return text[len(before) :]
 
-
-def _refuse_surrogate(texts: Sequence[str], error: Exception) -> NoReturn:
-    """Raise TokenizerError with the place of the surrogate that a library rejected.
-
-    Without one, raise ``error``.
-    """
-    for number, text in enumerate(texts):
-        at = next((at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
-        if at is None:
-            continue
-        name = "the text" if len(texts) == 1 else f"text {number} of the batch"
-        line = text.count("\n", 0, at) + 1
-        raise TokenizerError(
-            f"{name}, character {at} (line {line}): the surrogate U+{ord(text[at]):04X} is"
-            " half a character and has no UTF-8; read the source with its right encoding, or"
-            " replace it with text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
-        ) from None
-    raise error
-
-
-class TextTokenizer(Tokenizer):
-    """Tokenizer of a single file."""
-
-    def __init__(self, file: Path, **settings: Any) -> None:
-        """settings: those of ``Tokenizer``."""
-        super().__init__(**settings)
-        self.file = file
-
-    @abstractmethod
-    def piece(self, token_id: int) -> str:
-        """Return the vocabulary's spelling of an id."""
-
-    def decode_bytes(self, ids: TokenIds) -> bytes:
-        return self.decode(ids).encode()
-
-    @classmethod
-    @abstractmethod
-    def from_file(cls, file: Path, kind: str) -> Self:
-        """Build from the file of a kind. Raises TokenizerError."""
+        for each in after[-CONTEXT:]:  # which may end within a character
+            push([each])
+        return push
 
 
 _LINE_END = re.compile("\n")
@@ -218,51 +200,10 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> Ids:
     return np.concatenate([np.array(begin, np.int32), ids]) if begin else ids
 
 
-_PART = "\ufffd"
-_CONTEXT = 16
-"""Earlier ids that are decoded again with new ones."""
-
-
-class ByteStream:
-    """Decoder of ids that stand for bytes."""
-
-    def __init__(self, decode_bytes: Callable[[Sequence[int]], bytes], after: Sequence[int] = ()) -> None:
-        self._decode_bytes = decode_bytes
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.push(after[-_CONTEXT:])
-
-    def push(self, ids: Sequence[int], final: bool = False) -> str:
-        return self._decoder.decode(self._decode_bytes(ids), final)
-
-
-class WindowStream:
-    """Decoder through a library that decodes only whole sequences.
-
-    It decodes the last pieces with and without the new ones; the difference is the new text.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], after: Sequence[int]) -> None:
-        self._decode = decode
-        self._ids: list[int] = []
-        self._shown = 0
-        for each in after[-_CONTEXT:]:  # which may end within a character
-            self.push([each])
-
-    def push(self, ids: Sequence[int], final: bool = False) -> str:
-        self._ids += ids
-        first = max(0, self._shown - _CONTEXT)
-        text = self._decode(self._ids[first:])
-        if text.endswith(_PART) and not final:
-            return ""
-        before = self._decode(self._ids[first : self._shown])
-        self._shown = len(self._ids)
-        return text[len(before) :]
-
-
 def whole_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Return the text of ids, without a character that they begin and do not end.
 
     It is what precedes the text of ``tokenizer.stream(ids)``.
     """
     stream = tokenizer.stream()
-    return "".join(stream.push([each]) for each in ids)
+    return "".join(stream([each]) for each in ids)

@@ -10,18 +10,17 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from common.errors import ConfigError
 from common.structured_files import parse_json
-from common.tokenizer.bert import ALONE, CONTINUES, SPACES, SPECIAL, Segmenter, bert_steps
+from common.tokenizer.bert import ALONE, CONTINUES, SPACES, bert_steps, word_cutter
 from common.tokenizer.bpe_files import END_OF_TEXT
 from common.tokenizer.sentencepiece_model import import_sentencepiece
 
 FIRST = ("[SEP]", "[CLS]", "[MASK]", "[PAD]", "[UNK]")
 """Special tokens in the order of GPT2-Chinese's make_vocab.py."""
-assert set(FIRST) == set(SPECIAL)
 _RUN = re.compile(f"[^{ALONE}{SPACES}]+")
 _CHUNK = 1000
 """Characters of a line before it is cut. SentencePiece drops lines longer than its buffer."""
@@ -50,10 +49,10 @@ def count_characters(texts: Iterable[str], *, lower_case: bool = True) -> Counte
 
 def count_words(texts: Iterable[str]) -> Counter[str]:
     """Count the words of Chinese text. Raises TokenizerError if the library that cuts it is not installed."""
-    segmenter = Segmenter()
+    cut = word_cutter()
     found: Counter[str] = Counter()
     for text in texts:
-        found.update(segmenter.cut(text))
+        found.update(cut(text))
     counts: Counter[str] = Counter()
     for word, number in _words(found, lower_case=True, split_chinese=False):
         counts[word] += number
@@ -138,7 +137,12 @@ def _train_sentencepiece(texts: Texts, size: int, *, kind: str) -> dict[str, byt
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_sentences(texts()),
+            sentence_iterator=(
+                line[at : at + _CHUNK]
+                for text in texts()
+                for line in text.split("\n")
+                for at in range(0, len(line), _CHUNK)
+            ),
             model_writer=model,
             vocab_size=size,
             model_type=kind,
@@ -154,13 +158,6 @@ def _train_sentencepiece(texts: Texts, size: int, *, kind: str) -> dict[str, byt
         reason = str(error).rsplit("] ", 1)[-1].strip()
         raise ConfigError(f"--vocab-size={size}: SentencePiece says: {reason}") from None
     return {"tokenizer.model": model.getvalue()}
-
-
-def _sentences(texts: Iterable[str]) -> Iterator[str]:
-    for text in texts:
-        for line in text.split("\n"):
-            for at in range(0, len(line), _CHUNK):
-                yield line[at : at + _CHUNK]
 
 
 TRAINERS: dict[str, Trainer] = {

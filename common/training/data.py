@@ -212,7 +212,7 @@ def count_text_bytes(windows: Passes, config: Run, made_with: dict[str, Any] | N
     known = made_with is None or made_with["sha256"] == tokenizer.sha256
     if not isinstance(tokenizer, GPT2BPETokenizer) or not known:
         return {}
-    lengths = np.array([len(tokenizer.token_bytes(number)) for number in range(size)])
+    lengths = np.array([len(tokenizer.decode_bytes([number])) for number in range(size)])
     lengths[tokenizer.eod_id] = 0
     counts = {name: np.zeros(size, np.int64) for name in windows}
     packing = config.packing

@@ -16,6 +16,7 @@ import torch_gpt2.predict
 from common.config.schema import PredictConfig
 from common.generation.beam_search import search_beams
 from common.generation.generate import generate
+from common.generation.logit_rules import LogitRules
 from common.generation.prompts import Prompt
 from common.serving.engine import Engine
 from tests.mixed_load import Greedy, prompts as mixed_load
@@ -63,9 +64,9 @@ def test_tokens_are_equal_on_both_backends_and_in_every_batch(
     """
     lengths = [(1, 2 * POSITIONS), (12, 40), (30, 3)] if window else [(1, 12), (5, 9), (17, 7)]
     config = PredictConfig.model_validate(settings)
-    words: dict[str, Any] = {"seed": 5, "ends": (7,), "window": window}
+    rules = LogitRules(config, ends=(7,))
     found = {
-        name: [each.tokens for each in generate(one, prompts_of(*lengths), config, **words)]
+        name: [each.tokens for each in generate(one, prompts_of(*lengths), rules, seed=5, window=window)]
         for name, one in decoders.items()
     }
     if config.strategy == "greedy":
@@ -79,9 +80,8 @@ def test_a_mixed_load_in_slots_is_what_torch_generates(
     model: Any, decoders: dict[str, Any], window: int | None
 ) -> None:
     given = mixed_load(VOCABULARY, None if window else POSITIONS)[:10]
-    settings = PredictConfig(stop_at_end_of_text=False)
-    words: dict[str, Any] = {"seed": 0, "ends": (), "window": window}
-    alone = generate(decoders["torch 1"], given, settings, **words)
+    rules = LogitRules(PredictConfig(stop_at_end_of_text=False), ends=())
+    alone = generate(decoders["torch 1"], given, rules, seed=0, window=window)
     device = mindformers_gpt2.device.select_device("cpu")
     slots = mindformers_gpt2.predict.Slots(decoders["mindspore 4"]._model, device, 3)
     engine, jobs = Engine(slots, queue_limit=10), [Greedy(each, window) for each in given]
@@ -91,7 +91,7 @@ def test_a_mixed_load_in_slots_is_what_torch_generates(
     while engine.turn():
         pass
     assert [job.tokens for job in jobs] == [each.tokens for each in alone]
-    assert (engine.counts.reused_tokens > 0) == (window is None)
+    assert (engine.counts["reused_prompt_tokens"] > 0) == (window is None)
     if window is None:
         ids = given[1].ids
         with torch.no_grad():
@@ -105,10 +105,8 @@ def test_beams_are_equal_on_both_backends(decoders: dict[str, Any], groups: int)
     prompts = prompts_of((3, 8), (9, 8), seed=4)
     settings = {"num_beam_groups": groups, "diversity_rate": 0.8 * (groups - 1)}
     config = PredictConfig(strategy="beam_search", num_beams=4, num_sequences=3, **settings)
-    found = {
-        name: list(search_beams(decoders[name], prompts, config, ends=(7,))) for name in ("torch 4", "mindspore 4")
-    }
-    one, other = found.values()
+    rules = LogitRules(config, ends=(7,))
+    one, other = (list(search_beams(decoders[name], prompts, rules)) for name in ("torch 4", "mindspore 4"))
     assert [each.tokens for each in one] == [each.tokens for each in other]
     assert np.allclose([each.score for each in one], [each.score for each in other], atol=1e-5)
     assert len({tuple(each.tokens) for each in one}) == 6

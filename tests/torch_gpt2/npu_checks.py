@@ -22,6 +22,7 @@ from common.config.schema import PredictConfig, QuantizationConfig
 from common.dataset import Batch
 from common.errors import DeviceError
 from common.generation.generate import generate
+from common.generation.logit_rules import LogitRules
 from common.generation.prompts import Prompt
 from common.parallel.run import Run
 from common.run_config import load_config
@@ -383,7 +384,7 @@ def test_greedy_tokens_of_prompts_of_different_lengths(masks: set[torch.dtype | 
     for device in map(select_device, ("cpu", "npu")):
         model.to(device.torch_device)
         decoder, slots = Decoder(model, device, 3), Slots(model, device, 3)
-        found = generate(decoder, prompts, PredictConfig(), seed=0, ends=())
+        found = generate(decoder, prompts, LogitRules(PredictConfig(), ends=()), seed=0)
         tokens.append([each.tokens for each in found] + run(slots, given, None)[0])
     assert tokens[0] == tokens[1]
     assert masks == {None, torch.bool}

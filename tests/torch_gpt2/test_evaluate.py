@@ -92,7 +92,7 @@ def test_rows_of_any_length_equal_unpadded_ones(
         scorer = module.make_scorer(own, device.select_device("cpu"))
         for batch_size in (1, 4, 32) if mode == "torch" else (4,):  # a graph each
             found = score_rows(rows, scorer, batch_size)
-            np.testing.assert_allclose(found.nats, [nats for nats, _ in expected], rtol=1e-5)
+            np.testing.assert_allclose(found.losses, [nats for nats, _ in expected], rtol=1e-5)
             assert found.hits.tolist() == [hits for _, hits in expected]
 
 

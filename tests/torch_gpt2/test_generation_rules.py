@@ -82,7 +82,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> tuple[HuggingFaceTok
     made.train_from_iterator([STORY], trainers.BpeTrainer(**options))
     file: Path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     made.save(str(file))
-    own = HuggingFaceTokenizer.from_file(file, "HuggingFaceTokenizer")
+    own = HuggingFaceTokenizer(file, "HuggingFaceTokenizer")
     assert own.vocab_size == VOCABULARY
     return own, PreTrainedTokenizerFast(tokenizer_file=str(file))
 

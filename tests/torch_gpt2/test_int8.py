@@ -18,6 +18,7 @@ from common.config.schema import PredictConfig
 from common.conversion.convert import convert
 from common.errors import CheckpointError, ConfigError
 from common.generation.generate import generate
+from common.generation.logit_rules import LogitRules
 from common.generation.prompts import Prompt
 from common.parallel.run import Run
 from common.quantization import to_integers
@@ -143,7 +144,7 @@ def test_generation_takes_the_tokens_of_whole_passes(folders: dict[str, Path], r
     given = [Prompt(text="", ids=ids, new_tokens=8) for ids in prompts]
     for _ in range(2):  # the integers are held once, packed
         decoder = Decoder(model, select_device("cpu"), rows)
-        found = list(generate(decoder, given, PredictConfig(), seed=0, ends=()))
+        found = list(generate(decoder, given, LogitRules(PredictConfig(), ends=()), seed=0))
         for prompt, each in zip(prompts, found, strict=True):
             ids = list(prompt)
             for _ in range(8):

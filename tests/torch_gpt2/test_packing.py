@@ -258,4 +258,4 @@ def test_rows_of_an_evaluated_text_are_one_document_each() -> None:
     reference = hugging_face_model(model.config, dict(model.named_parameters()))
     ids = torch.tensor([[EOD, 9, 10, 11]])
     wanted = F.cross_entropy(reference(ids[:, :-1]).logits[0], ids[0, 1:], reduction="sum")
-    assert found.nats.sum() == pytest.approx(wanted.item(), rel=1e-5)
+    assert found.losses.sum() == pytest.approx(wanted.item(), rel=1e-5)

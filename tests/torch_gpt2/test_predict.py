@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from common.config.schema import PrecisionConfig, PredictConfig
 from common.generation.beam_search import search_beams
 from common.generation.generate import Continuation, generate
+from common.generation.logit_rules import LogitRules
 from common.generation.prompts import Prompt
 from tests.mixed_load import prompts as mixed_prompts, run
 from tests.reference import hugging_face_model
@@ -71,16 +72,17 @@ def continued(
     **settings: Any,
 ) -> list[Continuation]:
     """batch: sequences at once; all, if None. settings: of PredictConfig, and more arguments of ``generate``."""
-    given = {"biases", "read", "vocab_size", "window"} & settings.keys()
-    words = {name: settings.pop(name) for name in given}
+    given = {"read", "vocab_size", "window"} & settings.keys()
+    words, biases = {name: settings.pop(name) for name in given}, settings.pop("biases", None)
     config = PredictConfig.model_validate(settings)
+    rules = LogitRules(config, ends=ends, biases=biases)
     prompts = [Prompt(text="", ids=ids, new_tokens=new_tokens) for ids in rows]
     by_beams = config.strategy == "beam_search"
     batch = batch or len(rows) * (config.num_beams if by_beams else 1)
     decoder = Decoder(model, device, batch)
     if by_beams:
-        return list(search_beams(decoder, prompts, config, ends=ends, **words))
-    return list(generate(decoder, prompts, config, seed=0, ends=ends, **words))
+        return list(search_beams(decoder, prompts, rules, **words))
+    return list(generate(decoder, prompts, rules, seed=0, **words))
 
 
 @torch.no_grad()
@@ -196,11 +198,11 @@ def test_padded_ids_are_never_chosen(model: GPT2) -> None:
 def test_a_mixed_load_equals_single_requests(model: GPT2, device: TorchDevice, window: int | None) -> None:
     """24 sequences that come and go in four slots, float32."""
     given = mixed_prompts(101, None if window else POSITIONS)
-    settings = PredictConfig(stop_at_end_of_text=False)
-    alone = generate(Decoder(model, CPU, 1), given, settings, seed=0, ends=(), window=window)
+    rules = LogitRules(PredictConfig(stop_at_end_of_text=False), ends=())
+    alone = generate(Decoder(model, CPU, 1), given, rules, seed=0, window=window)
     found, engine = run(Slots(model, device, 4), given, window)
     assert found == [each.tokens for each in alone]
-    assert (engine.counts.reused_tokens > 100) == (window != 20)
+    assert (engine.counts["reused_prompt_tokens"] > 100) == (window != 20)
     assert len(captured) <= 4
 
 

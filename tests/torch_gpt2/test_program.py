@@ -14,6 +14,7 @@ from transformers import GPT2LMHeadModel
 from common.config.schema import PredictConfig
 from common.errors import ConfigError
 from common.generation.generate import ExportedDecoder, generate
+from common.generation.logit_rules import LogitRules
 from common.generation.prompts import Prompt
 from common.systems.hugging_face.weights import open_hugging_face
 from tests.reference import hugging_face_model
@@ -89,8 +90,8 @@ def test_greedy_tokens_without_a_cache_equal_those_of_transformers(
         Prompt(text="", ids=random.integers(0, VOCABULARY, length).tolist(), new_tokens=new)
         for length, new in ((5, 20), (32, 8))
     ]
-    settings = PredictConfig(stop_at_end_of_text=False)
-    for each in generate(decoder, prompts, settings, seed=0, ends=(0,)):
+    rules = LogitRules(PredictConfig(stop_at_end_of_text=False), ends=(0,))
+    for each in generate(decoder, prompts, rules, seed=0):
         [expected], _ = continued_by_transformers(net, [each.prompt.ids], each.prompt.new_tokens, [], 0)
         assert each.tokens == expected
     content = (tmp_path / FILE).read_bytes()

@@ -168,8 +168,8 @@ def test_each_parameter_is_generates(server: Server) -> None:
         if "stop" in settings:
             assert "stop" in reasons
             assert not any("e" in text or "st" in text for text in texts)
-    assert server.engine.counts.reused_tokens > 100
-    assert server.engine.counts.rows > 1.5 * server.engine.counts.steps
+    assert server.engine.counts["reused_prompt_tokens"] > 100
+    assert server.engine.counts["step_rows"] > 1.5 * server.engine.counts["steps"]
 
 
 def test_every_form_of_prompt_and_the_usage(server: Server) -> None:
@@ -250,13 +250,13 @@ def connect(server: Server, sent: bytes) -> socket.socket:
 def test_a_client_that_leaves_ends_its_work(server: Server) -> None:
     """Tokens of a stream and of a whole answer."""
     for stream in (True, False):
-        before = server.engine.counts.cancelled
+        before = server.engine.counts["cancelled_sequences"]
         body = json.dumps({"prompt": "a", "max_tokens": 60, "n": 30, "stream": stream}).encode()
         with connect(server, HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)):
             wait_until(lambda: server.engine.running > 0, "work")
         wait_until(lambda: server.engine.running + server.engine.waiting == 0, "free slots")
         # counted after they have left their slots
-        wait_until(lambda before=before: server.engine.counts.cancelled > before, "a count")  # type: ignore[misc]
+        wait_until(lambda before=before: server.engine.counts["cancelled_sequences"] > before, "a count")  # type: ignore[misc]
     assert server.complete(prompt="a", max_tokens=2)["choices"][0]["finish_reason"]
 
 
@@ -370,7 +370,7 @@ def test_slow_clients_are_given_up(make: Callable[..., Server]) -> None:
             status, _, body = server.post(prompt="a", stream=stream)
             assert status == code and b"0.6 seconds" in body
         server.work.start()  # it finds the job cancelled
-        wait_until(lambda: server.engine.counts.cancelled == 2, "both are given up")
+        wait_until(lambda: server.engine.counts["cancelled_sequences"] == 2, "both are given up")
 
 
 def test_a_text_outgrows_the_model_where_that_is_chosen(make: Callable[..., Server]) -> None:

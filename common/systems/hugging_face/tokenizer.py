@@ -17,11 +17,9 @@ from common.files import atomic_write
 from common.structured_files import MAX_JSON_BYTES, parse_json, read_bytes
 from common.systems.weights import Weights
 from common.tensor_files.protobuf import read_fields
-from common.tokenizer import Tokenizer, load_tokenizer
+from common.tokenizer import WORDS, Tokenizer, load_tokenizer
 from common.tokenizer.folder import CONFIG, companions_in, ids_in, vocabulary_in
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
-from common.tokenizer.recognise import WORDS, kind_of_files
-from common.tokenizer.text_tokenizer import TextTokenizer
 
 _SPACE = "\u2581"
 _PIECE, _TRAINER, _NORMALIZER = 1, 2, 3
@@ -124,12 +122,10 @@ def files_of(tokenizer: Tokenizer, positions: int) -> dict[str, bytes]:
 
     What transformers keeps beside the vocabulary goes along.
     """
+    beside = companions_in(tokenizer.file.parent)
     if isinstance(tokenizer, GPT2BPETokenizer):
-        beside = companions_in(tokenizer.vocab_file.parent)
         files = _of_bpe(tokenizer)
     else:
-        assert isinstance(tokenizer, TextTokenizer)
-        beside = companions_in(tokenizer.file.parent)
         content = read_bytes(tokenizer.file, limit=MAX_JSON_BYTES, error=TokenizerError)
         files = _WRITERS[tokenizer.kind](tokenizer, content)
     config, settings = files[CONFIG], parse_json(beside.get(CONFIG, b"{}"))
@@ -141,7 +137,7 @@ def files_of(tokenizer: Tokenizer, positions: int) -> dict[str, bytes]:
 
 
 def _of_bpe(tokenizer: GPT2BPETokenizer) -> dict[str, Any]:
-    vocabulary, file = tokenizer.vocabulary, tokenizer.vocab_file
+    vocabulary, file = tokenizer.vocabulary, tokenizer.file
     named = vocabulary.marks.named
     merges = "".join(f"{left} {right}\n" for left, right in vocabulary.merges)
     files: dict[str, Any] = {
@@ -159,7 +155,7 @@ def _of_bpe(tokenizer: GPT2BPETokenizer) -> dict[str, Any]:
     return files
 
 
-def _of_bert(tokenizer: TextTokenizer, content: bytes) -> dict[str, Any]:
+def _of_bert(tokenizer: Tokenizer, content: bytes) -> dict[str, Any]:
     config = {"tokenizer_class": "BertTokenizer", "do_lower_case": tokenizer.kind != "BertWordPieceCase"}
     # transformers does not segment text: it expects spaces between words
     words = {"tokenize_chinese_chars": False, **WORDS} if tokenizer.kind == "BertWordLevel" else {}
@@ -168,7 +164,7 @@ def _of_bert(tokenizer: TextTokenizer, content: bytes) -> dict[str, Any]:
     return {"vocab.txt": text.encode(), CONFIG: config | words}
 
 
-def _fast(tokenizer: TextTokenizer) -> dict[str, Any]:
+def _fast(tokenizer: Any) -> dict[str, Any]:
     marks = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eod_id}
     marks |= {"unk_token": tokenizer.unknown_id, "pad_token": tokenizer.pad_id}
     return {"tokenizer_class": "PreTrainedTokenizerFast"} | {
@@ -176,7 +172,7 @@ def _fast(tokenizer: TextTokenizer) -> dict[str, Any]:
     }
 
 
-_WRITERS: dict[str, Callable[[TextTokenizer, bytes], dict[str, Any]]] = {
+_WRITERS: dict[str, Callable[[Tokenizer, bytes], dict[str, Any]]] = {
     **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase", "BertWordLevel"), _of_bert),
     "SentencePieceTokenizer": lambda tokenizer, content: {
         _MODEL: content,
@@ -260,7 +256,6 @@ def read_tokenizer(record: Mapping[str, Any]) -> Tokenizer:
             " else it was, there yourself"
         )
     path = Path(str(source))
-    kind = kind_of_files(kind, path, merge_file)
     tokenizer = load_tokenizer(kind, path, merge_file)
     if tokenizer.sha256 != record.get("sha256"):
         raise TokenizerError(

@@ -71,6 +71,8 @@ class ByteTokenizer:
     kind, backend, vocab_size, eod_id, sha256 = "Byte", "python", 257, 256, "0" * 64
     framing, has_marks, special = Framing(suffix=(256,)), False, {"¶": 256}
 
+    def __init__(self, *_: object) -> None: ...
+
     def encode_packed(self, texts: Sequence[str], allow_special: bool = False) -> PackedIds:
         data = [text.encode() for text in texts]
         offsets = np.zeros(len(data) + 1, dtype=np.int64)
@@ -81,7 +83,7 @@ class ByteTokenizer:
 @pytest.fixture
 def byte_tokenizer(monkeypatch: pytest.MonkeyPatch) -> TokenizerChoice:
     """Registers the tokenizer kind ``Byte`` for this process."""
-    monkeypatch.setitem(TOKENIZERS, "Byte", lambda vocab_file, merge_file, backend: ByteTokenizer())
+    monkeypatch.setitem(TOKENIZERS, "Byte", (f"{__name__}:ByteTokenizer", ""))
     return TokenizerChoice(kind="Byte", vocab_file=Path(__file__), merge_file=None, backend="auto")
 
 

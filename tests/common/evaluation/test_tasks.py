@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from common.errors import ConfigError, DataError
 from common.evaluation import text
 from common.evaluation.corpus import RowTask, read_evaluation_file
-from common.evaluation.rows import RowBatch, RowScores, ScoredRow, TokenScores, score_rows, sliding_windows
+from common.evaluation.rows import RowBatch, ScoredRow, Scores, score_rows, sliding_windows
 from common.evaluation.task import open_task
 from common.evaluation.text import detokenize_wikitext
 from common.parallel.run import Run
@@ -48,8 +48,8 @@ def open_lambada(folder: Path, passages: list[str], **settings: Any) -> RowTask:
     return open_text(folder, "passages.jsonl", content, "lambada", **settings)
 
 
-def scores(nats: list[float], hits: list[int]) -> RowScores:
-    return RowScores(nats=np.array(nats), hits=np.array(hits))
+def scores(nats: list[float], hits: list[int]) -> Scores:
+    return Scores(losses=np.array(nats), hits=np.array(hits))
 
 
 def test_figures_of_a_plain_text(tmp_path: Path) -> None:
@@ -217,13 +217,13 @@ def test_every_token_but_the_first_is_scored_once_in_the_guides_windows(
     assert [(int(row.tokens[0]), int(row.tokens[-1]) + 1, row.scored) for row in rows] == expected
 
 
-def numpy_scores(batch: RowBatch) -> TokenScores:
+def numpy_scores(batch: RowBatch) -> Scores:
     """A model that predicts from the running sum of its inputs; it gives nonsense for padding."""
     state = np.cumsum(batch.ids, axis=1, dtype=np.int64).reshape(-1)[batch.places]
     losses = ((state * 7 + batch.targets) % 13).astype(np.float32)
     hits = losses < 4
     losses[len(batch.owners) :], hits[len(batch.owners) :] = np.nan, True
-    return TokenScores(losses=losses, hits=hits)
+    return Scores(losses=losses, hits=hits)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
@@ -235,12 +235,12 @@ def test_scores_do_not_depend_on_the_batch(batch_size: int) -> None:
         rows.append(ScoredRow(tokens=tokens, scored=int(generator.integers(1, length))))
     shapes = set()
 
-    def scorer(batch: RowBatch) -> TokenScores:
+    def scorer(batch: RowBatch) -> Scores:
         shapes.add((batch.ids.shape, batch.targets.shape))
         return numpy_scores(batch)
 
     found = score_rows(rows, scorer, batch_size)
-    for row, nats, hits in zip(rows, found.nats, found.hits, strict=True):
+    for row, nats, hits in zip(rows, found.losses, found.hits, strict=True):
         each = [(int(row.tokens[:at].sum()) * 7 + int(row.tokens[at])) % 13 for at in range(1, len(row.tokens))]
         each = each[-row.scored :]
         assert nats == sum(each) and hits == sum(loss < 4 for loss in each)
@@ -253,7 +253,7 @@ def test_few_positions_without_a_target_pass_the_head(batch_size: int) -> None:
     rows = sliding_windows(np.arange(1000, dtype=np.int32), 64, 16)
     sizes, scored = [], 0
 
-    def scorer(batch: RowBatch) -> TokenScores:
+    def scorer(batch: RowBatch) -> Scores:
         nonlocal scored
         sizes.append(len(batch.targets))
         scored += len(batch.owners)

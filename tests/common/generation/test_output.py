@@ -17,13 +17,13 @@ import pytest
 from common.config.load import build_config
 from common.errors import ConfigError, DataError, RunError, StorageError, UserError
 from common.generation import output
-from common.generation.generate import StopText
+from common.generation.generate import GrowingText
 from common.generation.output import write_continuations
 from common.generation.prompts import Prompt, encode_prompts, sliding_window
 from common.parallel.run import Run
 from common.resolve.derive import resolve_mode
 from common.tokenizer import Framing
-from common.tokenizer.text_tokenizer import ByteStream
+from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from common.training.opened_checkpoint import Checkpoint
 from tests.tiny import tiny_config, tiny_run
 
@@ -39,17 +39,13 @@ class Bytes:
     def encode(self, text: str, allow_special: bool = False) -> Any:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
-    def token_bytes(self, token: int) -> bytes:
-        return bytes([token])
-
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return bytes(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
-    def stream(self, after: Sequence[int] = ()) -> ByteStream:
-        return ByteStream(self.decode_bytes, after)
+    stream = GPT2BPETokenizer.stream
 
 
 class Script:
@@ -251,15 +247,15 @@ def test_random_texts_in_random_pieces() -> None:
         text = "".join(draw.choices("ab\n。", k=draw.randrange(12)))
         stops = ["".join(draw.choices("ab\n。", k=draw.randint(1, 4))) for _ in range(draw.randint(0, 3))]
         expected, stop = by_definition(text, stops)
-        reader, at, shown = StopText(stops), 0, ""
+        reader, at = GrowingText(Bytes().stream(), stops), 0
         while at < len(text):
-            piece = text[at : at + draw.randint(1, 5)]
-            at += len(piece)
-            shown += reader.push(piece)
+            at = min(at + draw.randint(1, 5), len(text))
+            reader.advance(text[:at].encode())
             if by_definition(text[:at], stops)[1] is None:
-                assert shown == text[: at - may_go_on(text[:at], stops)]
-        assert reader.found == stop
-        assert shown + reader.push("", final=True) == expected
+                assert reader.text == text[: at - may_go_on(text[:at], stops)]
+        assert reader.is_stopped == (stop is not None)
+        reader.advance(text.encode(), final=True)
+        assert reader.text == expected
         stopped += stop is not None
     assert 500 < stopped < 1500
 

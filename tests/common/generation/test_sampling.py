@@ -204,8 +204,8 @@ class Words:
             at += len(best) or 1
         return np.array(ids, np.int32)
 
-    def token_bytes(self, token: int) -> bytes:
-        piece = self.pieces[token]
+    def decode_bytes(self, ids: list[int]) -> bytes:
+        piece = self.pieces[ids[0]]
         return piece if isinstance(piece, bytes) else piece.encode()
 
 

@@ -95,8 +95,8 @@ def test_each_sequence_is_what_it_is_in_a_batch_of_one(takes_prompts: bool, wind
     ]
     engine = finish(Model(3, takes_prompts), *(jobs[first : first + 8] for first in range(0, 40, 8)))
     assert [job.tokens for job in jobs] == [job.expected() for job in jobs]
-    assert engine.running == engine.waiting == 0 and engine.counts.prompts == 40
-    assert (engine.counts.reused_tokens > 100) == (window is None)
+    assert engine.running == engine.waiting == 0 and engine.counts["sequences"] == 40
+    assert (engine.counts["reused_prompt_tokens"] > 100) == (window is None)
 
 
 def lengths_of(model: Model) -> list[int]:
@@ -165,7 +165,7 @@ def test_a_cancelled_job_frees_its_slot_and_its_place() -> None:
     running.is_cancelled = waiting.is_cancelled = True
     finish(engine)
     assert last.tokens == last.expected() and len(running.tokens) == 2 and not waiting.tokens
-    assert engine.counts.cancelled == 2
+    assert engine.counts["cancelled_sequences"] == 2
     assert str(running.error) == str(waiting.error) == "cancelled"
 
 

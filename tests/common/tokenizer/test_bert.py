@@ -149,9 +149,9 @@ def test_text_of_ids_is_that_of_generate(vocabulary: Path, words: str) -> None:
     assert tokenizer.decode(ids) == expected
     for cut in range(len(ids)):  # as it comes, behind any prompt
         stream = tokenizer.stream(ids[:cut])
-        parts = [stream.push([each]) for each in ids[cut:]]
+        parts = [stream([each]) for each in ids[cut:]]
         whole = tokenizer.stream(ids[:cut])
-        assert "".join(parts) == whole.push(ids[cut:], final=True)
+        assert "".join(parts) == whole(ids[cut:], final=True)
         assert expected.endswith("".join(parts).lstrip(" "))
 
 

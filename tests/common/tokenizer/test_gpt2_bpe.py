@@ -46,7 +46,7 @@ def test_surrogates_are_refused_with_their_place(tokenizer: GPT2BPETokenizer) ->
 @settings(max_examples=100, deadline=None)
 @given(ids=st.lists(st.integers(0, 50256), max_size=50))
 def test_decode_joins_the_bytes_of_tokens(tokenizer: GPT2BPETokenizer, ids: list[int]) -> None:
-    joined = b"".join(tokenizer.token_bytes(token) for token in ids)
+    joined = b"".join(tokenizer.decode_bytes([token]) for token in ids)
     assert tokenizer.decode_bytes(ids) == joined
     assert tokenizer.decode_bytes(np.array(ids, dtype=np.uint16)) == joined
     assert tokenizer.decode(iter(ids)) == joined.decode(errors="replace")
@@ -175,21 +175,16 @@ def test_auto_takes_the_fastest_that_is_installed_and_exact(gpt2_vocab_files, mo
         monkeypatch.setitem(sys.modules, missing, None)
         tokenizer = GPT2BPETokenizer(*gpt2_vocab_files)
         assert tokenizer.backend == backend
-        assert f"{missing} is not installed" in tokenizer.passed_over[-1]
+        assert tokenizer.passed_over[-1].startswith(f"{missing}: ")
     assert len(tokenizer.passed_over) == 2
 
 
-def test_a_backend_that_is_missing_unknown_or_old(small, monkeypatch) -> None:
-    pytest.importorskip("tiktoken")
-    monkeypatch.setattr(bpe_backends, "_version", lambda name: (0, 12, 0))
-    with pytest.raises(TokenizerError, match=r"tiktoken 0.12.0 takes minutes.*tiktoken>=0.13"):
-        small.build("tiktoken")
+def test_a_backend_that_is_missing_or_unknown(small, monkeypatch) -> None:
     with pytest.raises(TokenizerError, match="'rust' is not known; choose one of: auto, gigatoken, tiktoken, tok"):
         small.build("rust")
-    for backend in BACKENDS:
-        monkeypatch.setitem(sys.modules, backend, None)
-        with pytest.raises(TokenizerError, match=rf"{backend} is not installed.*pip install '?{backend}"):
-            small.build(backend)
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    with pytest.raises(TokenizerError, match=r"gigatoken is not installed.*pip install gigatoken"):
+        small.build("gigatoken")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -204,7 +199,6 @@ def test_a_foreign_vocabulary(small, backend: str) -> None:
 
 
 def test_tiktoken_is_refused_where_ranks_are_not_merges(small) -> None:
-    pytest.importorskip("tiktoken")
     small.merges[0], small.merges[1] = small.merges[1], small.merges[0]
     with pytest.raises(TokenizerError, match=r"do not follow the order.*backend='tokenizers'"):
         small.build("tiktoken")

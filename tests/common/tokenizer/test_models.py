@@ -124,12 +124,12 @@ def test_text_comes_in_whole_characters(folder: Path) -> None:
         whole = tokenizer.decode(ids)
         for cut in range(len(ids)):
             stream = tokenizer.stream(ids[:cut])
-            parts = [stream.push([each]) for each in ids[cut:]] + [stream.push([], final=True)]
+            parts = [stream([each]) for each in ids[cut:]] + [stream([], final=True)]
             behind = "".join(parts)
             assert whole_text(tokenizer, ids[:cut]) + behind == whole
             assert not any("\ufffd" in part for part in parts)
         halves = tokenizer.stream()
-        assert halves.push(ids, final=True) == whole
+        assert halves(ids, final=True) == whole
 
 
 def test_transformers_opens_what_is_exported(folder: Path, tmp_path: Path) -> None:

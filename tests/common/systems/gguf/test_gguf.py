@@ -21,6 +21,7 @@ from common.config.resolved import resolve_model
 from common.config.schema import ModelConfig, PrecisionConfig, PredictConfig
 from common.errors import CheckpointError
 from common.generation.generate import generate
+from common.generation.logit_rules import LogitRules
 from common.generation.prompts import Prompt
 from common.inference.source import find_source
 from common.systems.direct import foreign_format
@@ -171,8 +172,8 @@ def our_model(kind: str) -> GPT2:
 def our_greedy(model: GPT2) -> list[int]:
     decoder = Decoder(model, select_device("cpu"), 1)
     prompt = Prompt(text="", ids=PROMPT, new_tokens=NEW)
-    settings = PredictConfig(stop_at_end_of_text=False)
-    (found,) = generate(decoder, [prompt], settings, seed=0, ends=(0,))
+    rules = LogitRules(PredictConfig(stop_at_end_of_text=False), ends=(0,))
+    (found,) = generate(decoder, [prompt], rules, seed=0)
     return found.tokens
 
 

@@ -19,6 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from common.config.schema import PredictConfig
 from common.errors import ConfigError
 from common.generation.generate import ExportedDecoder, generate
+from common.generation.logit_rules import LogitRules
 from common.generation.prompts import Prompt
 from common.systems.hugging_face.weights import open_hugging_face
 from common.systems.onnx.folder import DATA_FILE, GRAPH_FILE, OnnxModel, OnnxSlots, logits, write_onnx
@@ -86,8 +87,8 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(oracle: Oracle, tm
         assert np.abs(logits(folder, None, ids) - logits_of(net, ids)).max() < TOLERANCE
     decoder = ExportedDecoder(OnnxModel(folder / GRAPH_FILE), POSITIONS, rows=2)
     prompts = [Prompt(text="", ids=list(map(int, random_ids(n))), new_tokens=12) for n in (5, 11)]
-    settings = PredictConfig(stop_at_end_of_text=False)
-    for each in generate(decoder, prompts, settings, seed=0, ends=(0,)):
+    rules = LogitRules(PredictConfig(stop_at_end_of_text=False), ends=(0,))
+    for each in generate(decoder, prompts, rules, seed=0):
         ids = torch.tensor([each.prompt.ids])
         expected = net.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False,
@@ -197,7 +198,7 @@ def test_a_mixed_load_is_transformers(oracle: Oracle, tmp_path: Path, window: in
             context = np.array([ids[:end][1 - window :]])
             assert ids[end] == logits_of(net, context)[0, -1].argmax()
         assert len(tokens) == prompt.new_tokens
-    assert (engine.counts.reused_tokens > 100) == (window is None)
+    assert (engine.counts["reused_prompt_tokens"] > 100) == (window is None)
 
 
 # ---- Hugging Face's optimum ----
