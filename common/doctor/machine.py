@@ -255,14 +255,11 @@ def _resolve(name: str) -> Sequence[str] | None:
 
 
 def _can_listen(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-            probe.listen(1)
-        except OSError:
-            return False
-        return True
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def _may_be_given_away(ports: Iterable[int], root: Path) -> bool:
