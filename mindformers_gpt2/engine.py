@@ -19,7 +19,7 @@ from mindformers_gpt2.checkpoint import Recorder
 from mindformers_gpt2.data import inputs_and_targets
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.gradients import LossGradients, varies
-from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, add_gradients, build_optimizer
+from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, Optimizer, add_gradients
 from mindformers_gpt2.parallel.layout import GradientSync, build_parts, own_dropout_keys
 from mindformers_gpt2.parallel.pipeline_parallel import Pipeline
 from mindformers_gpt2.parallel.world import World
@@ -50,7 +50,7 @@ class Engine(BaseEngine):
         replicas = self._gradient_sync.data_parallel if self._gradient_sync is not None else None
         self.master = MasterWeights(parameters, replicas if replicas is not None and replicas.splits else None)
         self._frozen = frozen_parameters(config)
-        self.optimizer = build_optimizer(
+        self.optimizer = Optimizer(
             self.master,
             config.optimizer,
             self.loss_scale,
@@ -132,7 +132,13 @@ class Engine(BaseEngine):
             inputs_and_targets(tokens[start : start + micro], packing) for start in range(0, tokens.shape[0], micro)
         ]
         self._set_predicted(tokens)
-        keys = partial(self._dropout_keys, accumulation=len(batch))
+
+        def keys(number: int) -> tuple[Tensor, ...]:
+            """Return the dropout keys of a micro batch of this rank."""
+            if not self._drops:
+                return ()
+            return (Tensor(own_dropout_keys(self.config, self.world, self.step, number, len(batch))),)
+
         watch = self.recorder.watch if self.recorder is not None else lambda _: None
         if self._pipeline is not None:
             return self._pipeline.step(batch, keys, watch)
@@ -161,13 +167,6 @@ class Engine(BaseEngine):
         if self._loss_gradients is not None:
             predicted = Tensor(max(1.0, total), ms.float32)
             ops.assign(self._loss_gradients.predicted, predicted)
-
-    def _dropout_keys(self, number: int, *, accumulation: int) -> tuple[Tensor, ...]:
-        """Return the dropout keys of a micro batch of this rank. accumulation: how many it has."""
-        if not self._drops:
-            return ()
-        keys = own_dropout_keys(self.config, self.world, self.step, number, accumulation)
-        return (Tensor(keys),)
 
 
 def sum_losses(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 import mindspore as ms
 import numpy as np
@@ -18,25 +18,16 @@ from mindspore import Parameter, Tensor, nn, ops
 from common.config.schema import LossScaleConfig, OptimizerConfig
 from common.parallel.updates import LossScale
 from common.weights.names import decays
-
-
-class Shares(Protocol):
-    """Split of parameters over replicas (ZeRO)."""
-
-    def share_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a rank's share of a parameter."""
-
-    def whole(self, shares: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """All parameters whole, from everyone's shares. ``parameters`` lend their shapes."""
+from mindformers_gpt2.parallel.data_parallel import DataParallel
 
 
 class MasterWeights:
     """The float32 tensors that the optimizer updates: the parameters themselves, copies of those
     held in fewer bits, or this rank's share. Fill ``tensors`` and then ``write_back``: the copies
-    hold more than the model's rounded weights do.
+    hold more than the model's rounded weights do. shares: the split of ZeRO.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], shares: Shares | None = None) -> None:
+    def __init__(self, parameters: Mapping[str, Parameter], shares: DataParallel | None = None) -> None:
         self.model = dict(parameters)
         self.shares = shares
         self.tensors = {
@@ -121,6 +112,7 @@ class Optimizer(nn.Cell):
         frozen: Collection[str] = (),
         rates: int = 1,
     ) -> None:
+        """Create an optimizer. rates: number of updates whose learning rates the graph holds."""
         super().__init__(auto_prefix=False)
         self.settings = config
         self.gradient_sync = gradient_sync
@@ -256,18 +248,6 @@ class Optimizer(nn.Cell):
         if has_copy and self.shares is None:
             ops.assign(rounded, self.cast(parameter, rounded.dtype))
         return True
-
-
-def build_optimizer(
-    master: MasterWeights,
-    config: OptimizerConfig,
-    loss_scale: DeviceLossScale,
-    gradient_sync: nn.Cell | None = None,
-    frozen: Collection[str] = (),
-    rates: int = 1,
-) -> Optimizer:
-    """rates: number of updates whose learning rates the graph holds."""
-    return Optimizer(master, config, loss_scale, gradient_sync, frozen, rates)
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:

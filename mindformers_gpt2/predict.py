@@ -22,7 +22,7 @@ from common.training.start import weights_to_use
 from mindformers_gpt2.checkpoint import load_model
 from mindformers_gpt2.device import MindSporeDevice, select_device
 from mindformers_gpt2.evaluate import make_scorer
-from mindformers_gpt2.model import GPT2
+from mindformers_gpt2.model import GPT2, new_caches
 
 
 def open_runner(config: Run, device: MindSporeDevice, checkpoint: Checkpoint, tokenizer: dict[str, Any]) -> Runner:
@@ -50,7 +50,7 @@ class Decoder:
 
     def __init__(self, model: GPT2, device: MindSporeDevice, rows: int) -> None:
         self.rows = rows
-        self._model = model
+        self._new_caches = partial(new_caches, model.config, rows, model.compute_dtype)
         self._decode = device.compile(model.decode)
         self._follow = device.compile(_Following(model))
         self._last = model.config.max_positions - 1
@@ -78,9 +78,6 @@ class Decoder:
         rows[: len(parents)] = parents
         self._keys, self._values = (ops.gather(cache, Tensor(rows), 1) for cache in (self._keys, self._values))
         self._positions = self._positions[list(parents)]
-
-    def _new_caches(self) -> tuple[Tensor, Tensor]:
-        return self._model.new_caches(self.rows, self._last + 1)
 
     def _after(self, prompts: Sequence[Sequence[int]]) -> Logits:
         """Return logits (B, vocab_size) after whole prompts."""
@@ -113,7 +110,7 @@ class Slots:
     def __init__(self, model: GPT2, device: MindSporeDevice, count: int) -> None:
         self.count = count
         self._decode = device.compile(model.decode)
-        self._keys, self._values = model.new_caches(count, model.config.max_positions)
+        self._keys, self._values = new_caches(model.config, count, model.compute_dtype)
         self._tokens, self._places = np.zeros((count, 1), np.int32), np.zeros(count, np.int32)
 
     def admit(self, slot: int, ids: Sequence[int], reuse: int, observe: Callable[[int, Logits], None] | None) -> Logits:

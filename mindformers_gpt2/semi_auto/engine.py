@@ -23,7 +23,7 @@ from mindformers_gpt2.data import inputs_and_targets
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.parallel.collectives import all_reduce
 from mindformers_gpt2.parallel.world import World
-from mindformers_gpt2.semi_auto.network import TrainingGraph, build_network, build_step
+from mindformers_gpt2.semi_auto.network import TrainingGraph, TrainingStep, build_network
 
 
 class SemiAutoEngine(BaseEngine):
@@ -55,7 +55,7 @@ class SemiAutoEngine(BaseEngine):
                 " split the embedding table"
             )
         network = build_network(config, device)
-        self._step = build_step(network, config, world.rank)
+        self._step = TrainingStep(network, config, world.rank)
         self._evaluation, self._embedding = Evaluation(network), network.wte.weight
         self.master, self.optimizer, self.loss_scale = (self._step.master, self._step.optimizer, self._step.loss_scale)
         micro, accumulation = config.train.micro_batch_size, config.train.accumulation_steps

@@ -83,7 +83,8 @@ def test_a_mixed_load_in_slots_is_what_torch_generates(
     words: dict[str, Any] = {"seed": 0, "ends": (), "window": window}
     alone = generate(decoders["torch 1"], given, settings, **words)
     device = mindformers_gpt2.device.select_device("cpu")
-    slots = mindformers_gpt2.predict.Slots(decoders["mindspore 4"]._model, device, 3)
+    twin = mindspore_twin(tiny_config(model__seq_length=POSITIONS, model__vocab_multiple=16), model)
+    slots = mindformers_gpt2.predict.Slots(twin, device, 3)
     engine, jobs = Engine(slots, queue_limit=10), [Greedy(each, window) for each in given]
     rows: dict[int, Any] = {}
     jobs[1].observe = lambda first, logits: rows.update(enumerate(logits, first))
