@@ -80,7 +80,12 @@ def _write_corpus(path: Path) -> None:
         _write(path, "\n<|endoftext|>\n".join(topics.values()).encode())
         return
     # the sum tells what has changed
-    scenes = [scene for play in plays for scene in _scenes(play.decode("utf-8", "replace"))]
+    scenes = []
+    for play in (content.decode("utf-8", "replace") for content in plays):
+        title = play.partition("\n")[0].lstrip("# ")
+        parts = re.split(r"^#+ ", play, flags=re.M)
+        plain = [re.sub(r" +$", "", re.sub(r"[*_\\]", "", part), flags=re.M).strip() for part in parts]
+        scenes += [f"{title}. {scene}\n" for scene in plain if len(scene) > 200]  # no stumps of a line or two
     _write(path, "\n<|endoftext|>\n".join(scenes).encode(), CORPUS_SHA256)
 
 
@@ -99,16 +104,6 @@ def _poem(title: str, author: str, lines: list[str]) -> str:
     verses = ["".join(line) for line in lines]
     couplets = map("".join, zip(verses[::2], verses[1::2], strict=True))
     return "\n".join([f"\u300a{title}\u300b{author}", *couplets])
-
-
-def _scenes(play: str) -> list[str]:
-    """The scenes of a play in markdown as plain text, each under the play's title; stumps of a line
-    or two are left out.
-    """
-    title = play.partition("\n")[0].lstrip("# ")
-    parts = re.split(r"^#+ ", play, flags=re.M)
-    plain = [re.sub(r" +$", "", re.sub(r"[*_\\]", "", part), flags=re.M).strip() for part in parts]
-    return [f"{title}. {scene}\n" for scene in plain if len(scene) > 200]
 
 
 def _members(package: str, pattern: str) -> list[bytes]:
