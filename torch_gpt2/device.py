@@ -18,7 +18,6 @@ from torch import Tensor
 
 from common.accelerators import accelerator_flops
 from common.cluster.environment import ALONE, Process
-from common.config.schema import PrecisionConfig
 from common.device import (
     check_device_id,
     device_index,
@@ -333,11 +332,20 @@ def check_support(config: Run, device: TorchDevice) -> None:
                 "train.offload_activations=true moves activations from an accelerator to the host; on a CPU they are"
                 " there already; leave it out, or set train.recompute=full, which needs less memory"
             )
-        _check_float8(config.precision, device)
+        least = {"tensorwise": (8, 9), "rowwise": (9, 0)}.get(config.precision.float8)
+        if least is not None:
+            require_package("torchao", extra="fp8", purpose="which multiplies in float8")
+            _need_capability(f"precision.float8={config.precision.float8}", least, device)
+        if config.precision.float8_head:
+            _need_capability("precision.float8_head=true", (8, 9), device)
         if config.precision.compute == "float32":
             _warn_of_rounded_products(device)
-        if config.parallel.async_tensor_parallel:
-            _check_async_tensor_parallel(device)
+        if config.parallel.async_tensor_parallel and (device.kind != "cuda" or not device.compiles):
+            lacks = "" if device.kind != "cuda" else " without Triton, a C compiler or Python.h"
+            raise DeviceError(
+                f"parallel.async_tensor_parallel=true: this device is {device.name or device.kind}"
+                f"{lacks}, and the key needs CUDA GPUs and torch.compile; leave it out"
+            )
         for part, float_name in config.precision.model_dump(exclude={"float8", "float8_head"}).items():
             if not device.supports(float_name):
                 raise DeviceError(
@@ -366,16 +374,6 @@ def _warn_of_rounded_products(device: TorchDevice) -> None:
         )
 
 
-def _check_float8(precision: PrecisionConfig, device: TorchDevice) -> None:
-    """Refuse float8 where no kernel multiplies it. Raises ConfigError or DeviceError."""
-    least = {"tensorwise": (8, 9), "rowwise": (9, 0)}.get(precision.float8)
-    if least is not None:
-        require_package("torchao", extra="fp8", purpose="which multiplies in float8")
-        _need_capability(f"precision.float8={precision.float8}", least, device)
-    if precision.float8_head:
-        _need_capability("precision.float8_head=true", (8, 9), device)
-
-
 def _need_capability(key: str, least: tuple[int, int], device: TorchDevice) -> None:
     found = device.capability
     if found is None or found < least:
@@ -383,16 +381,6 @@ def _need_capability(key: str, least: tuple[int, int], device: TorchDevice) -> N
         raise DeviceError(
             f"{key}: this device is {device.name or device.kind}{has}, and float8 needs a CUDA GPU"
             f" of compute capability {least[0]}.{least[1]} or newer; set precision=bf16"
-        )
-
-
-def _check_async_tensor_parallel(device: TorchDevice) -> None:
-    """Refuse devices whose compiler joins no messages with products. Raises DeviceError."""
-    if device.kind != "cuda" or not device.compiles:
-        lacks = "" if device.kind != "cuda" else " without Triton, a C compiler or Python.h"
-        raise DeviceError(
-            f"parallel.async_tensor_parallel=true: this device is {device.name or device.kind}"
-            f"{lacks}, and the key needs CUDA GPUs and torch.compile; leave it out"
         )
 
 

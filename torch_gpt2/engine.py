@@ -140,15 +140,6 @@ class Engine(BaseEngine):
         """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks have the same."""
         return self.world.at.tensor == 0 and (self._pipeline is None or self._pipeline.has_loss)
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ranks hold different parts of the weights, so that each writes its own."""
-        return not self._gradient_sync.alone
-
-    def owns(self, name: str) -> bool:
-        """Whether this rank writes a parameter; one does of those that hold the same part."""
-        return self._gradient_sync.owns(name)
-
     def local_weights(self) -> dict[str, Tensor]:
         """Return what this rank holds of the weights that the optimizer updates."""
         return {name: local_shard(tensor.detach()) for name, tensor in self.master.tensors.items()}
@@ -160,7 +151,8 @@ class Engine(BaseEngine):
         No earlier snapshot may be under way.
         """
         generators = self.world.gather(self.device.rng_state())
-        if self.world.rank and not self.is_sharded:
+        is_sharded = not self._gradient_sync.alone  # so that each rank writes its own part
+        if self.world.rank and not is_sharded:
             return None
         owned = self._owned_pieces()
         parts = self.config.optimizer.state_parts
@@ -175,7 +167,7 @@ class Engine(BaseEngine):
             optimizer_steps=steps,
             generators=generators,
             versions={},
-            part=part if self.is_sharded else None,
+            part=part if is_sharded else None,
         )
         return replace(snapshot, ready=self.device.mark())
 
@@ -184,7 +176,7 @@ class Engine(BaseEngine):
         return {
             name: true_slice(name, self.pieces[name], self.config.model)
             for name in self.master.tensors
-            if self.owns(name)
+            if self._gradient_sync.owns(name)
         }
 
     def _optimizer_kernel(self) -> str:
