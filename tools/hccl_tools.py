@@ -52,21 +52,17 @@ class Request:
 def main(request: Request) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     if request.check is not None:
-        check(request.check)
+        table = read_table(request.check)
+        print("rank device_id device_ip server")
+        for server, device in table.places():
+            name, address = server.server_id, server.address
+            shown = name if address == name else f"{name} ({address})"
+            print(device.rank_id, device.device_id, device.device_ip or "-", shown)
+        print(f"sha256 {hashlib.sha256(request.check.read_bytes()).hexdigest()}  {request.check}")
+        for remark in table_warnings(table):
+            print(f"warning: {request.check}: {remark}", file=sys.stderr)
     else:
         generate(request)
-
-
-def check(path: Path) -> None:
-    table = read_table(path)
-    print("rank device_id device_ip server")
-    for server, device in table.places():
-        name, address = server.server_id, server.address
-        shown = name if address == name else f"{name} ({address})"
-        print(device.rank_id, device.device_id, device.device_ip or "-", shown)
-    print(f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}  {path}")
-    for remark in table_warnings(table):
-        print(f"warning: {path}: {remark}", file=sys.stderr)
 
 
 def generate(arguments: Request) -> None:

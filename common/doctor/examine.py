@@ -17,6 +17,7 @@ from common.cluster.places import Placement, find_places, parse_range, place_hos
 from common.cluster.rank_environment import given_port, make_rendezvous, parse_master
 from common.cluster.rank_table import RankTable, table_warnings
 from common.cluster.rank_table_files import read_table
+from common.device import processor_name
 from common.doctor import machine, software
 from common.doctor.allreduce import FACTS, AllReduceTrial, try_all_reduce
 from common.doctor.report import Check, error, exit_code, ok, warning
@@ -192,7 +193,7 @@ def examine(asked: DoctorRequest) -> list[Check]:
     """Run all checks. Raises ConfigError for a MASTER_PORT that is not a port."""
     facts = Facts(asked)
     return [
-        machine.check_system(),
+        ok("system", f"{platform.platform()}, {processor_name()}, {os.cpu_count()} cores"),
         *software.check_versions(facts.versions, software.wanted_ranges(), asked.backend),
         *software.check_device_package(facts.versions, facts.backend, asked.device),
         facts.cann[0],
