@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, ops
 
 from common.dataset import Tokens
 from common.parallel.packing import Packing
-from common.parallel.run import Run
 from common.parallel.sharding import slices_of_rank
 from common.quantization import frozen_parameters
 from mindformers_gpt2.base_engine import BaseEngine, QueuedStep
 from mindformers_gpt2.checkpoint import Recorder
 from mindformers_gpt2.data import inputs_and_targets
-from mindformers_gpt2.device import MindSporeDevice
-from mindformers_gpt2.gradients import LossGradients, varies
-from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, Optimizer, add_gradients
+from mindformers_gpt2.optimizer import (
+    DeviceLossScale,
+    LossGradients,
+    MasterWeights,
+    Optimizer,
+    add_gradients,
+    varies,
+)
 from mindformers_gpt2.parallel.layout import GradientSync, build_parts, own_dropout_keys
 from mindformers_gpt2.parallel.pipeline_parallel import Pipeline
 from mindformers_gpt2.parallel.world import World
@@ -32,14 +35,8 @@ class Engine(BaseEngine):
     Only a pipeline waits, for the messages between its stages.
     """
 
-    def __init__(
-        self,
-        config: Run,
-        device: MindSporeDevice,
-        world: World | None = None,
-        manifest_extra: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(config, device, world, manifest_extra)
+    def _build(self) -> None:
+        config, device = self.config, self.device
         [self.model] = build_parts(config, device, self.world)
         self.loss_scale = DeviceLossScale(config.loss_scale)
         parameters = {parameter.name: parameter for parameter in self.model.get_parameters()}

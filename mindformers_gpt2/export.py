@@ -51,13 +51,14 @@ class MindIRModel:
     def __init__(self, folder: Path, config: Run) -> None:
         """Open the graphs. config: with the model's sizes and the precision of the export."""
         graphs = read_export(folder)["graphs"]
-        self._logits, self._decode = (_load(folder / graphs[name]["file"]) for name in ("model", "decode"))
+        self._logits, self.decode = (_load(folder / graphs[name]["file"]) for name in ("model", "decode"))
         self._config = config
         batch = graphs["model"]["inputs"][0]["shape"][0]
         self._batch = batch if isinstance(batch, int) else None
 
     def decoder(self, rows: int) -> Decoder:
-        return _Decoder(self, self._batch or rows, self._config)
+        dtype = DTYPES[self._config.precision.compute]
+        return Decoder(self.decode, self.follow, self._config.model, dtype, self._batch or rows)
 
     def logits(self, ids: NDArray[Any]) -> NDArray[np.float32]:
         """Return logits (B, T, vocab_size) of ids (B, T).
@@ -71,26 +72,10 @@ class MindIRModel:
         found: NDArray[np.float32] = self._logits(Tensor(padded)).asnumpy()
         return found[:rows, :length]
 
-    def decode(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Compute one more token of each row, like ``GPT2.decode``."""
-        outputs: tuple[Tensor, ...] = self._decode(*inputs)
-        return outputs
-
     def follow(self, ids: Tensor, last: Tensor) -> Tensor:
         """Return logits (B, vocab_size) for the tokens that follow those at ``last`` among all B T."""
         found = self.logits(ids.asnumpy())
         return Tensor(found.reshape((-1, found.shape[-1]))[last.asnumpy()])
-
-
-class _Decoder(Decoder):
-    """Decoder that runs the graphs in place of the model's own."""
-
-    def __init__(self, runner: MindIRModel, rows: int, config: Run) -> None:
-        self.rows = rows
-        self._decode, self._follow = runner.decode, runner.follow
-        self._new_caches = partial(new_caches, config.model, rows, DTYPES[config.precision.compute])
-        self._last = config.model.max_positions - 1
-        self._width = 0
 
 
 def _load(file: Path) -> Any:

@@ -33,7 +33,7 @@ def open_runner(config: Run, device: MindSporeDevice, checkpoint: Checkpoint, to
     weights_to_use(config, checkpoint, tokenizer)
     model = load_model(config, device, checkpoint)
     return Runner(
-        decoder=partial(Decoder, model, device),
+        decoder=partial(make_decoder, model, device),
         scorer=partial(make_scorer, model, device),
         slots=partial(Slots, model, device),
         has_fixed_shapes=True,
@@ -48,12 +48,14 @@ class Decoder:
     token by token, and unused rows hold token 0.
     """
 
-    def __init__(self, model: GPT2, device: MindSporeDevice, rows: int) -> None:
+    def __init__(
+        self, decode: Callable[..., Any], follow: Callable[..., Any], model: ResolvedModel, dtype: ms.Type, rows: int
+    ) -> None:
+        """Create a decoder. decode: as ``GPT2.decode``. follow: as ``_Following``. dtype: of the caches."""
         self.rows = rows
-        self._new_caches = partial(new_caches, model.config, rows, model.compute_dtype)
-        self._decode = device.compile(model.decode)
-        self._follow = device.compile(_Following(model))
-        self._last = model.config.max_positions - 1
+        self._decode, self._follow = decode, follow
+        self._new_caches = partial(new_caches, model, rows, dtype)
+        self._last = model.max_positions - 1
         self._width = 0
 
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Logits:
@@ -95,6 +97,11 @@ class Decoder:
         logits, self._keys, self._values = self._decode(Tensor(token), Tensor(position), self._keys, self._values)
         result: Logits = logits.asnumpy()[: len(tokens)]
         return result
+
+
+def make_decoder(model: GPT2, device: MindSporeDevice, rows: int) -> Decoder:
+    graphs = device.compile(model.decode), device.compile(_Following(model))
+    return Decoder(*graphs, model.config, model.compute_dtype, rows)
 
 
 class Slots:

@@ -49,6 +49,11 @@ class BaseEngine(engine.Engine):
         self.schedule = engine.Schedule(config.optimizer, TrainState())
         self.loss_scale = LossScale(config.loss_scale)
         self.quantization: Quantization | None = None
+        self._build(process)
+
+    @abstractmethod
+    def _build(self, process: Process) -> None:
+        """Make the model, and what updates it."""
 
     @abstractmethod
     def _fill_weights(self, reader: Checkpoint | None) -> None:

@@ -14,7 +14,7 @@ from common.generation.sampling import Logits
 from torch_gpt2.device import TorchDevice, attention_mask
 from torch_gpt2.int8 import Int8Linear, head_product, product_of
 from torch_gpt2.model import GPT2, Block, Linear
-from torch_gpt2.products import Multiply, Norm
+from torch_gpt2.products import Multiply, prepared_norm
 
 _MIN_KEYS = 128
 
@@ -30,7 +30,7 @@ class Layers:
         self.unread = config.max_positions
         """Column for what is not a token; one more than positions, and not attended to."""
         self._heads = (config.num_heads, config.hidden_size // config.num_heads)
-        self._norm = Norm(model.ln_f)
+        self._norm = prepared_norm(model.ln_f)
         self._head = head_product(model)
 
     def allocate(self, rows: int, columns: int) -> None:
@@ -127,7 +127,7 @@ class Layer:
         attention = block.attn
         self._attend = attention.attend
         self._head_size = attention.head_size
-        self._norm_1, self._norm_2 = Norm(block.ln_1), Norm(block.ln_2)
+        self._norm_1, self._norm_2 = prepared_norm(block.ln_1), prepared_norm(block.ln_2)
         self._qkv = product(attention.q_proj, attention.k_proj, attention.v_proj)
         self._c_proj = product(attention.c_proj)
         self._mlp_c_fc = product(block.mlp.c_fc)

@@ -79,11 +79,6 @@ class TorchDevice:
         return torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, self.index)
 
     @property
-    def count(self) -> int:
-        """Devices of this kind that the process sees."""
-        return 1 if self.kind == "cpu" else int(self.module.device_count())
-
-    @property
     def communication_backend(self) -> str:
         return _COMMUNICATION[self.kind]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,10 +14,9 @@ from torch import Tensor
 
 from common.checkpoint.snapshot import TrainState, true_slice
 from common.checkpoint.writer import Part, Snapshot
-from common.cluster.environment import ALONE, Process
+from common.cluster.environment import Process
 from common.dataset import Batch, Tokens
 from common.parallel.packing import Packing
-from common.parallel.run import Run
 from common.parallel.sharding import initial_values, slices_of_rank
 from common.quantization import frozen_parameters
 from common.training.engine import NO_LIMITS, Limits, StepResult
@@ -64,15 +63,8 @@ class Engine(BaseEngine):
     results of a step are read when the next one has been started; on a CPU at once.
     """
 
-    def __init__(
-        self,
-        config: Run,
-        device: TorchDevice,
-        process: Process = ALONE,
-        world: World | None = None,
-        manifest_extra: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(config, device, process, world, manifest_extra)
+    def _build(self, process: Process) -> None:
+        config, device = self.config, self.device
         self.parts = build_parts(config, device, self.world)
         self.model = self.parts[0]
         if config.rounds_weights_once:

@@ -43,20 +43,11 @@ class Product:
         return self._linear(x.to(self.dtype), self.weight, self.bias).to(x.dtype)
 
 
-class Norm:
-    """A layer norm with its weights converted once."""
-
-    def __init__(self, norm: LayerNorm) -> None:
-        self.dtype = norm.norm_dtype
-        self.shape = norm.weight.shape
-        self.weight, self.bias = (part.detach().to(self.dtype) for part in (norm.weight, norm.bias))
-        self.epsilon = norm.eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute in ``dtype`` and return the type of x."""
-        wide = x.to(self.dtype)
-        y = torch.layer_norm(wide, self.shape, self.weight, self.bias, self.epsilon)
-        return y.to(x.dtype)
+def prepared_norm(norm: LayerNorm) -> Multiply:
+    """Return a layer norm with its weights converted once. It computes in their type, and returns that of x."""
+    dtype, shape, epsilon = norm.norm_dtype, norm.weight.shape, norm.eps
+    weight, bias = (part.detach().to(dtype) for part in (norm.weight, norm.bias))
+    return lambda x: torch.layer_norm(x.to(dtype), shape, weight, bias, epsilon).to(x.dtype)
 
 
 def joined(parts: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:

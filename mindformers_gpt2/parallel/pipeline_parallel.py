@@ -17,9 +17,8 @@ from common.parallel.pipeline import Pass, order_of_rank
 from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
 from mindformers_gpt2.device import MindSporeDevice
-from mindformers_gpt2.gradients import LossGradients, StageGradients
 from mindformers_gpt2.model import GPT2
-from mindformers_gpt2.optimizer import DeviceLossScale, add_gradients
+from mindformers_gpt2.optimizer import DeviceLossScale, LossGradients, StageGradients, add_gradients
 from mindformers_gpt2.parallel.collectives import receive, send
 from mindformers_gpt2.parallel.world import World
 from mindformers_gpt2.quantize import forget_maxima

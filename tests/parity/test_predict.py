@@ -37,7 +37,9 @@ def decoders(model: Any) -> dict[str, Any]:
     other = mindspore_twin(tiny_config(model__seq_length=POSITIONS, model__vocab_multiple=16), model)
     other_device = mindformers_gpt2.device.select_device("cpu")
     found = {f"torch {rows}": torch_gpt2.predict.Decoder(model, device, rows) for rows in (1, 4)}
-    return found | {f"mindspore {rows}": mindformers_gpt2.predict.Decoder(other, other_device, rows) for rows in (4, 1)}
+    return found | {
+        f"mindspore {rows}": mindformers_gpt2.predict.make_decoder(other, other_device, rows) for rows in (4, 1)
+    }
 
 
 def prompts_of(*lengths: tuple[int, int], seed: int = 3) -> list[Prompt]:

@@ -16,7 +16,7 @@ import math
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import Part, Snapshot
-from common.cluster.environment import ALONE, Process, torch_variables
+from common.cluster.environment import Process, torch_variables
 from common.dataset import Batch, Tokens
 from common.errors import ConfigError
 from common.parallel.run import Run
@@ -46,21 +46,13 @@ from torch_gpt2.device import TorchDevice, wide_type
 from torch_gpt2.optimizer import build_optimizer, parameter_groups
 from torch_gpt2.parallel.data_parallel import LossModule
 from torch_gpt2.parallel.layout import build_parts
-from torch_gpt2.parallel.world import World
 
 
 class DeepSpeedEngine(BaseEngine):
     """An engine whose steps DeepSpeed makes. Raises ConfigError when the package is absent."""
 
-    def __init__(
-        self,
-        config: Run,
-        device: TorchDevice,
-        process: Process = ALONE,
-        world: World | None = None,
-        manifest_extra: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(config, device, process, world, manifest_extra)
+    def _build(self, process: Process) -> None:
+        config, device = self.config, self.device
         self.updates = 0
         """Steps that were not skipped."""
         self.settings = deepspeed_settings(config, read_deepspeed_file(config))
