@@ -335,12 +335,8 @@ def check_support(config: Run, device: TorchDevice) -> None:
             _need_capability("precision.float8_head=true", (8, 9), device)
         if config.precision.compute == "float32":
             _warn_of_rounded_products(device)
-        if config.parallel.async_tensor_parallel and (device.kind != "cuda" or not device.compiles):
-            lacks = "" if device.kind != "cuda" else " without Triton, a C compiler or Python.h"
-            raise DeviceError(
-                f"parallel.async_tensor_parallel=true: this device is {device.name or device.kind}"
-                f"{lacks}, and the key needs CUDA GPUs and torch.compile; leave it out"
-            )
+        if config.parallel.async_tensor_parallel:
+            _check_async_tensor_parallel(device)
         for part, float_name in config.precision.model_dump(exclude={"float8", "float8_head"}).items():
             if not device.supports(float_name):
                 raise DeviceError(
@@ -376,6 +372,16 @@ def _need_capability(key: str, least: tuple[int, int], device: TorchDevice) -> N
         raise DeviceError(
             f"{key}: this device is {device.name or device.kind}{has}, and float8 needs a CUDA GPU"
             f" of compute capability {least[0]}.{least[1]} or newer; set precision=bf16"
+        )
+
+
+def _check_async_tensor_parallel(device: TorchDevice) -> None:
+    """Refuse devices whose compiler joins no messages with products. Raises DeviceError."""
+    if device.kind != "cuda" or not device.compiles:
+        lacks = "" if device.kind != "cuda" else " without Triton, a C compiler or Python.h"
+        raise DeviceError(
+            f"parallel.async_tensor_parallel=true: this device is {device.name or device.kind}"
+            f"{lacks}, and the key needs CUDA GPUs and torch.compile; leave it out"
         )
 
 
