@@ -37,25 +37,20 @@ def main(words: list[str]) -> int:
 
         return run_command(run, name, words)
     if system == "fleetx":
-        return _fleetx(name, words)
+        if name == "tools/train.py":
+            return run(["--run_mode", "train", *words], program=name)
+        from common.systems.fleetx.scripts import infer, run_script
+
+        if name == "tools/inference.py":
+            return infer(run, _read, words, name)
+        modes = {"tasks/gpt/generation.py": "predict", "tools/eval.py": "eval"}
+        return run_script(run, _read, modes.get(name, "export"), words, name)
     if system == "modelzoo":
         return main_with_flags(run, words, name)
     from common.systems.oneflow.flags import start_nodes_devices
     from tools.launch import main as launch
 
     return main_with_flags(start_nodes_devices(run, launch, words), words, "oneflow_gpt.training")
-
-
-def _fleetx(name: str, words: list[str]) -> int:
-    """Do what a script of PaddleFleetX is for."""
-    if name == "tools/train.py":
-        return run(["--run_mode", "train", *words], program=name)
-    from common.systems.fleetx.scripts import infer, run_script
-
-    if name == "tools/inference.py":
-        return infer(run, _read, words, name)
-    modes = {"tasks/gpt/generation.py": "predict", "tools/eval.py": "eval"}
-    return run_script(run, _read, modes.get(name, "export"), words, name)
 
 
 def main_with_flags(main: Callable[..., int], flags: Sequence[str], program: str) -> int:

@@ -7,7 +7,7 @@ harness. It needs the extra ``eval``.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -107,7 +107,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness may not be 
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         texts = [request.args[0] for request in requests]
-        windows = [list(self._windows(text)) for text in texts]
+        of = self.prefix_token_id, self.max_length, 1
+        rolling = [get_rolling_token_windows(self.tok_encode(text), *of) for text in texts]
+        windows = [list(map(make_disjoint_window, each)) for each in rolling]
         answers = iter(self._scored([pair for each in windows for pair in each]))
         sums = [sum(next(answers)[0] for _ in each) for each in windows]
         for text, answer in zip(texts, sums, strict=True):
@@ -145,11 +147,6 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness may not be 
             starts.append(len(rows[-1]) - len(rest))
         scores = self.model.score_ids(rows, starts) if rows else []
         return [(score.logprob, score.is_greedy) for score in scores]
-
-    def _windows(self, text: str) -> Iterator[Pair]:
-        ids = self.tok_encode(text)
-        windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
-        yield from map(make_disjoint_window, windows)
 
     def _continued(self, given: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterable[str]:
         """Continuations of contexts that have the same settings, cut at their stop strings."""

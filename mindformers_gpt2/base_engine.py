@@ -60,6 +60,11 @@ class BaseEngine(engine.Engine):
         self.step = 0
         self.schedule = engine.Schedule(config.optimizer, TrainState())
         self.steps_per_run = config.train.sink_size
+        self._build()
+
+    @abstractmethod
+    def _build(self) -> None:
+        """Make the model, and what updates it."""
 
     @property
     @abstractmethod

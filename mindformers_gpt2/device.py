@@ -120,7 +120,13 @@ def open_device(config: Run, process: Process = ALONE, *, lengths_vary: bool = F
     """
     device = select_device(config.device, index=device_index(config, process), threads=config.runtime.threads)
     check_support(config, device)
-    _refuse_cached_graphs()
+    if os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1":
+        # MindSpore 2.10 numbers graphs in the order in which a process needs them, and takes the cached graph of that
+        # number. A run that validates first would validate with the training step.
+        raise ConfigError(
+            "MS_COMPILER_CACHE_ENABLE=1: MindSpore takes cached graphs by their number, not by what"
+            " they compute, so results may be of another function; unset it"
+        )
     settings = mindspore_context(config)
     if "save_graphs_path" in settings:
         path = Path(settings["save_graphs_path"])
@@ -189,19 +195,6 @@ def check_support(config: Run, device: MindSporeDevice) -> None:
 def _limit_memory(size: str) -> None:
     """Limit the memory of the device, which may be done once in a process."""
     ms.runtime.set_memory(max_size=size)
-
-
-def _refuse_cached_graphs() -> None:
-    """Refuse MindSpore's compile cache, which can compute with another function's graph.
-
-    MindSpore 2.10 numbers graphs in the order in which a process needs them, and takes the cached
-    graph of that number. A run that validates first would validate with the training step.
-    """
-    if os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1":
-        raise ConfigError(
-            "MS_COMPILER_CACHE_ENABLE=1: MindSpore takes cached graphs by their number, not by what"
-            " they compute, so results may be of another function; unset it"
-        )
 
 
 def _available(kind: str) -> bool:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, ops
 
 from common.dataset import Tokens
 from common.parallel.packing import Packing
-from common.parallel.run import Run
 from common.parallel.sharding import slices_of_rank
 from common.quantization import frozen_parameters
 from mindformers_gpt2.base_engine import BaseEngine, QueuedStep
 from mindformers_gpt2.checkpoint import Recorder
 from mindformers_gpt2.data import inputs_and_targets
-from mindformers_gpt2.device import MindSporeDevice
-from mindformers_gpt2.gradients import LossGradients, varies
-from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, add_gradients, build_optimizer
+from mindformers_gpt2.optimizer import (
+    DeviceLossScale,
+    LossGradients,
+    MasterWeights,
+    Optimizer,
+    add_gradients,
+    varies,
+)
 from mindformers_gpt2.parallel.layout import GradientSync, build_parts, own_dropout_keys
 from mindformers_gpt2.parallel.pipeline_parallel import Pipeline
 from mindformers_gpt2.parallel.world import World
@@ -32,14 +35,8 @@ class Engine(BaseEngine):
     Only a pipeline waits, for the messages between its stages.
     """
 
-    def __init__(
-        self,
-        config: Run,
-        device: MindSporeDevice,
-        world: World | None = None,
-        manifest_extra: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(config, device, world, manifest_extra)
+    def _build(self) -> None:
+        config, device = self.config, self.device
         [self.model] = build_parts(config, device, self.world)
         self.loss_scale = DeviceLossScale(config.loss_scale)
         parameters = {parameter.name: parameter for parameter in self.model.get_parameters()}
@@ -50,7 +47,7 @@ class Engine(BaseEngine):
         replicas = self._gradient_sync.data_parallel if self._gradient_sync is not None else None
         self.master = MasterWeights(parameters, replicas if replicas is not None and replicas.splits else None)
         self._frozen = frozen_parameters(config)
-        self.optimizer = build_optimizer(
+        self.optimizer = Optimizer(
             self.master,
             config.optimizer,
             self.loss_scale,
@@ -132,7 +129,13 @@ class Engine(BaseEngine):
             inputs_and_targets(tokens[start : start + micro], packing) for start in range(0, tokens.shape[0], micro)
         ]
         self._set_predicted(tokens)
-        keys = partial(self._dropout_keys, accumulation=len(batch))
+
+        def keys(number: int) -> tuple[Tensor, ...]:
+            """Return the dropout keys of a micro batch of this rank."""
+            if not self._drops:
+                return ()
+            return (Tensor(own_dropout_keys(self.config, self.world, self.step, number, len(batch))),)
+
         watch = self.recorder.watch if self.recorder is not None else lambda _: None
         if self._pipeline is not None:
             return self._pipeline.step(batch, keys, watch)
@@ -161,13 +164,6 @@ class Engine(BaseEngine):
         if self._loss_gradients is not None:
             predicted = Tensor(max(1.0, total), ms.float32)
             ops.assign(self._loss_gradients.predicted, predicted)
-
-    def _dropout_keys(self, number: int, *, accumulation: int) -> tuple[Tensor, ...]:
-        """Return the dropout keys of a micro batch of this rank. accumulation: how many it has."""
-        if not self._drops:
-            return ()
-        keys = own_dropout_keys(self.config, self.world, self.step, number, accumulation)
-        return (Tensor(keys),)
 
 
 def sum_losses(

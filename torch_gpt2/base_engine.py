@@ -49,6 +49,11 @@ class BaseEngine(engine.Engine):
         self.schedule = engine.Schedule(config.optimizer, TrainState())
         self.loss_scale = LossScale(config.loss_scale)
         self.quantization: Quantization | None = None
+        self._build(process)
+
+    @abstractmethod
+    def _build(self, process: Process) -> None:
+        """Make the model, and what updates it."""
 
     @abstractmethod
     def _fill_weights(self, reader: Checkpoint | None) -> None:
@@ -72,7 +77,9 @@ class BaseEngine(engine.Engine):
         state, saved = states
         self._fill_moments(reader, saved.optimizer_steps)
         try:
-            self._restore_generators(saved)
+            generators = saved.rng.get("torch", [])
+            if len(generators) == self.world.size:  # with another number of ranks the dropout masks differ anyway
+                self.device.set_rng_state(generators[self.world.rank])
         except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise CheckpointError(
                 f"{reader}: the state of the random generators is broken ({error}); use another checkpoint"
@@ -105,12 +112,6 @@ class BaseEngine(engine.Engine):
         own = torch.full((), packing.counted(tokens), device=self.device.torch_device)
         copies = topology.tensor * topology.pipeline  # ranks with the same tokens
         return (self.world.total(own.float()) / copies).clamp(min=1.0).float()
-
-    def _restore_generators(self, saved: EngineState) -> None:
-        """Restore the generators of the dropout masks, if the number of ranks has not changed."""
-        generators = saved.rng.get("torch", [])
-        if len(generators) == self.world.size:  # with another number of ranks the masks differ anyway
-            self.device.set_rng_state(generators[self.world.rank])
 
     def _make_snapshot(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from common.generation.sampling import Logits
 from torch_gpt2.device import TorchDevice, attention_mask
 from torch_gpt2.int8 import Int8Linear, head_product, product_of
 from torch_gpt2.model import GPT2, Block, Linear
-from torch_gpt2.products import Multiply, Norm
+from torch_gpt2.products import Multiply, prepared_norm
 
 _MIN_KEYS = 128
 
@@ -30,7 +30,7 @@ class Layers:
         self.unread = config.max_positions
         """Column for what is not a token; one more than positions, and not attended to."""
         self._heads = (config.num_heads, config.hidden_size // config.num_heads)
-        self._norm = Norm(model.ln_f)
+        self._norm = prepared_norm(model.ln_f)
         self._head = head_product(model)
 
     def allocate(self, rows: int, columns: int) -> None:
@@ -57,19 +57,20 @@ class Layers:
         """Put a token into each of some rows, at its column; return the hidden states (R, 1, C).
 
         inputs: tokens and columns (2, R) of the rows from ``first`` on. Attention covers ``keys``
-        columns, of which each row sees those up to its own, or all if not ``masked``.
+        columns, of which each row sees those up to its own. If not ``masked``, the last one is that of all rows.
         """
         tokens, columns = inputs
         rows = slice(first, first + len(tokens))
-        every = torch.arange(rows.start, rows.stop, device=tokens.device)
-        mask = None
+        mask: Tensor | None = None
+        at: Any = rows, slice(None), keys - 1
         if masked:
+            at = torch.arange(rows.start, rows.stop, device=tokens.device), slice(None), columns
             seen = torch.arange(keys, device=tokens.device) <= columns[:, None]
             mask = attention_mask(seen, self.dtype)[:, None, None]
         x = self.embed(tokens[:, None], columns.clamp(max=self.unread - 1)[:, None])
         for layer in self.blocks:
             q, k, v = layer.heads(x)
-            layer.keys[every, :, columns], layer.values[every, :, columns] = k[:, :, 0], v[:, :, 0]
+            layer.keys[at], layer.values[at] = k[:, :, 0], v[:, :, 0]
             x = layer.finish(x, q, layer.keys[rows, :, :keys], layer.values[rows, :, :keys], mask)
         return x
 
@@ -102,15 +103,12 @@ class DecodeStep:
         last = max((column for column in columns if column < unread), default=0)
         keys = min(unread, max(_MIN_KEYS, 1 << last.bit_length()))
         if keys not in self._steps:
-            step = partial(_compute, self._layers, self._inputs, keys)  # without a cycle to self
-            self._steps[keys] = self._device.capture(step, self._memory)
+            layers, own = self._layers, self._inputs  # without a cycle to self
+            self._steps[keys] = self._device.capture(
+                lambda: layers.logits(layers.hidden(own, keys)[:, 0]), self._memory
+            )
         logits = self._layers.read(self._steps[keys]())
         return logits if [*rows] == [*range(len(logits))] else logits[list(rows)]
-
-
-def _compute(layers: Layers, inputs: Tensor, keys: int) -> Tensor:
-    """Map tokens and columns (2, R) to logits (R, vocab_size), and remember the tokens."""
-    return layers.logits(layers.hidden(inputs, keys)[:, 0])
 
 
 class Layer:
@@ -129,7 +127,7 @@ class Layer:
         attention = block.attn
         self._attend = attention.attend
         self._head_size = attention.head_size
-        self._norm_1, self._norm_2 = Norm(block.ln_1), Norm(block.ln_2)
+        self._norm_1, self._norm_2 = prepared_norm(block.ln_1), prepared_norm(block.ln_2)
         self._qkv = product(attention.q_proj, attention.k_proj, attention.v_proj)
         self._c_proj = product(attention.c_proj)
         self._mlp_c_fc = product(block.mlp.c_fc)
@@ -140,16 +138,6 @@ class Layer:
         batch, length, _ = x.shape
         qkv = self._qkv(self._norm_1(x)).view(batch, length, 3, -1, self._head_size)
         return qkv.permute(2, 0, 3, 1, 4).unbind(0)
-
-    def remember(self, k: Tensor, v: Tensor, column: int) -> tuple[Tensor, Tensor]:
-        """Put keys and values (B, nh, T, hs) into the caches from ``column`` on.
-
-        Returns all keys and values up to the last column.
-        """
-        keys, values = (cache.narrow(2, 0, column + k.shape[2]) for cache in (self.keys, self.values))
-        keys[:, :, column:] = k
-        values[:, :, column:] = v
-        return keys, values
 
     def finish(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Return the block's output for its input x (B, T, C), given all keys and values."""

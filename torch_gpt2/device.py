@@ -18,7 +18,6 @@ from torch import Tensor
 
 from common.accelerators import accelerator_flops
 from common.cluster.environment import ALONE, Process
-from common.config.schema import PrecisionConfig
 from common.device import (
     check_device_id,
     device_index,
@@ -78,11 +77,6 @@ class TorchDevice:
     @property
     def torch_device(self) -> torch.device:
         return torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, self.index)
-
-    @property
-    def count(self) -> int:
-        """Devices of this kind that the process sees."""
-        return 1 if self.kind == "cpu" else int(self.module.device_count())
 
     @property
     def communication_backend(self) -> str:
@@ -333,7 +327,12 @@ def check_support(config: Run, device: TorchDevice) -> None:
                 "train.offload_activations=true moves activations from an accelerator to the host; on a CPU they are"
                 " there already; leave it out, or set train.recompute=full, which needs less memory"
             )
-        _check_float8(config.precision, device)
+        least = {"tensorwise": (8, 9), "rowwise": (9, 0)}.get(config.precision.float8)
+        if least is not None:
+            require_package("torchao", extra="fp8", purpose="which multiplies in float8")
+            _need_capability(f"precision.float8={config.precision.float8}", least, device)
+        if config.precision.float8_head:
+            _need_capability("precision.float8_head=true", (8, 9), device)
         if config.precision.compute == "float32":
             _warn_of_rounded_products(device)
         if config.parallel.async_tensor_parallel:
@@ -364,16 +363,6 @@ def _warn_of_rounded_products(device: TorchDevice) -> None:
             "precision.compute=float32: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 multiplies float32"
             " matrices in TF32, with 10 bits of fraction; unset it to have all 23"
         )
-
-
-def _check_float8(precision: PrecisionConfig, device: TorchDevice) -> None:
-    """Refuse float8 where no kernel multiplies it. Raises ConfigError or DeviceError."""
-    least = {"tensorwise": (8, 9), "rowwise": (9, 0)}.get(precision.float8)
-    if least is not None:
-        require_package("torchao", extra="fp8", purpose="which multiplies in float8")
-        _need_capability(f"precision.float8={precision.float8}", least, device)
-    if precision.float8_head:
-        _need_capability("precision.float8_head=true", (8, 9), device)
 
 
 def _need_capability(key: str, least: tuple[int, int], device: TorchDevice) -> None:

@@ -100,48 +100,27 @@ class DeviceStep:
                 foreach_momentum(weights, gradients, buffers, kept, applied.float(), rate)
             case "adamw" | "adam":
                 decay = decay if config.rule.decouples_decay else 0.0
-                self._adam(weights, gradients, moments, applied, rate, decay)
+                self._adam([weights, gradients, *moments], applied, rate, decay)
             case _:
                 assert_never(config.name)
 
-    def _adam(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        moments: list[list[Tensor]],
-        applied: Tensor,
-        rate: float,
-        decay: float,
-    ) -> None:
+    def _adam(self, lists: list[list[Tensor]], applied: Tensor, rate: float, decay: float) -> None:
+        """Take a step of Adam. lists: weights, gradients, first and second moments."""
         config = self._config
         assert self._updates is not None
-        first, second = moments
-        betas = (config.beta1, config.beta2)
+        betas, epsilon = (config.beta1, config.beta2), config.epsilon
         if self._adam_kernel:
-            fused_adam(
-                weights,
-                gradients,
-                first,
-                second,
-                updates=self._known_updates,
-                betas=betas,
-                epsilon=config.epsilon,
-                rate=rate,
-                decay=decay,
-            )
+            fused_adam(*lists, updates=self._known_updates, betas=betas, epsilon=epsilon, rate=rate, decay=decay)
             return
         count = self._updates.clamp(min=1.0)
         # 1 - beta^count, which float32 does not hold near 1
         first_part, second_part = (-torch.expm1(count * (math.log(beta) if beta else -math.inf)) for beta in betas)
         made = applied.float()
         foreach_adam(
-            weights,
-            gradients,
-            first,
-            second,
+            *lists,
             betas=betas,
             kept=tuple(torch.where(applied, beta, 1.0) for beta in betas),
-            epsilon=config.epsilon,
+            epsilon=epsilon,
             root=second_part.sqrt(),
             rate=rate * made / first_part,
             decay=1.0 - rate * decay * made if decay else None,

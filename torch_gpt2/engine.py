@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,10 +14,9 @@ from torch import Tensor
 
 from common.checkpoint.snapshot import TrainState, true_slice
 from common.checkpoint.writer import Part, Snapshot
-from common.cluster.environment import ALONE, Process
+from common.cluster.environment import Process
 from common.dataset import Batch, Tokens
 from common.parallel.packing import Packing
-from common.parallel.run import Run
 from common.parallel.sharding import initial_values, slices_of_rank
 from common.quantization import frozen_parameters
 from common.training.engine import NO_LIMITS, Limits, StepResult
@@ -64,15 +63,8 @@ class Engine(BaseEngine):
     results of a step are read when the next one has been started; on a CPU at once.
     """
 
-    def __init__(
-        self,
-        config: Run,
-        device: TorchDevice,
-        process: Process = ALONE,
-        world: World | None = None,
-        manifest_extra: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(config, device, process, world, manifest_extra)
+    def _build(self, process: Process) -> None:
+        config, device = self.config, self.device
         self.parts = build_parts(config, device, self.world)
         self.model = self.parts[0]
         if config.rounds_weights_once:
@@ -140,15 +132,6 @@ class Engine(BaseEngine):
         """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks have the same."""
         return self.world.at.tensor == 0 and (self._pipeline is None or self._pipeline.has_loss)
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ranks hold different parts of the weights, so that each writes its own."""
-        return not self._gradient_sync.alone
-
-    def owns(self, name: str) -> bool:
-        """Whether this rank writes a parameter; one does of those that hold the same part."""
-        return self._gradient_sync.owns(name)
-
     def local_weights(self) -> dict[str, Tensor]:
         """Return what this rank holds of the weights that the optimizer updates."""
         return {name: local_shard(tensor.detach()) for name, tensor in self.master.tensors.items()}
@@ -160,7 +143,8 @@ class Engine(BaseEngine):
         No earlier snapshot may be under way.
         """
         generators = self.world.gather(self.device.rng_state())
-        if self.world.rank and not self.is_sharded:
+        is_sharded = not self._gradient_sync.alone  # so that each rank writes its own part
+        if self.world.rank and not is_sharded:
             return None
         owned = self._owned_pieces()
         parts = self.config.optimizer.state_parts
@@ -175,7 +159,7 @@ class Engine(BaseEngine):
             optimizer_steps=steps,
             generators=generators,
             versions={},
-            part=part if self.is_sharded else None,
+            part=part if is_sharded else None,
         )
         return replace(snapshot, ready=self.device.mark())
 
@@ -184,7 +168,7 @@ class Engine(BaseEngine):
         return {
             name: true_slice(name, self.pieces[name], self.config.model)
             for name in self.master.tensors
-            if self.owns(name)
+            if self._gradient_sync.owns(name)
         }
 
     def _optimizer_kernel(self) -> str:

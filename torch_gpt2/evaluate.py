@@ -16,7 +16,7 @@ from common.evaluation.rows import RowBatch, Scorer, Scores
 from common.evaluation.task import open_task, run_task
 from common.parallel.run import Run
 from common.parallel.sharding import slices_of_rank
-from common.training.opened_checkpoint import Checkpoint, check_everywhere
+from common.training.opened_checkpoint import check_everywhere
 from common.training.start import weights_to_use
 from torch_gpt2.checkpoint import fill_weights
 from torch_gpt2.device import TorchDevice
@@ -26,7 +26,7 @@ from torch_gpt2.loss import ROWS_AT_ONCE
 from torch_gpt2.model import GPT2
 from torch_gpt2.parallel.layout import build_parts
 from torch_gpt2.parallel.pipeline_parallel import Pipeline
-from torch_gpt2.parallel.world import World, open_world
+from torch_gpt2.parallel.world import open_world
 from torch_gpt2.products import use_fastest_products
 from torch_gpt2.quantize import Quantization
 
@@ -45,7 +45,11 @@ def evaluate(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
         world.require_equal(dict(flatten(config.model_dump(exclude={"context"}))))
         check_everywhere(world, checkpoint, "checkpoint")
         integer = load_integer_model(config, device, checkpoint)
-        parts = [integer] if integer else _load_parts(config, device, world, checkpoint)
+        parts = [integer] if integer else build_parts(config, device, world)
+        if integer is None:
+            parameters = {name: parameter for part in parts for name, parameter in part.named_parameters()}
+            pieces = slices_of_rank(config, topology, world.at, parameters)
+            fill_weights(parameters, checkpoint.weights(config.model, pieces))
         quantization = None if integer or not config.quantization else Quantization(config, parts, world)
         if quantization is not None:
             quantization.load(checkpoint)
@@ -63,14 +67,6 @@ def evaluate(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
         result = run_task(task, config, measure, scorer, quantization)
         if world.rank == 0:
             report(config, checkpoint.path, result)
-
-
-def _load_parts(config: Run, device: TorchDevice, world: World, checkpoint: Checkpoint) -> list[GPT2]:
-    parts = build_parts(config, device, world)
-    parameters = {name: parameter for part in parts for name, parameter in part.named_parameters()}
-    pieces = slices_of_rank(config, config.topology, world.at, parameters)
-    fill_weights(parameters, checkpoint.weights(config.model, pieces))
-    return parts
 
 
 def make_scorer(model: GPT2, device: TorchDevice) -> Scorer:

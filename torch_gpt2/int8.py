@@ -151,7 +151,10 @@ def load_integer_model(config: Run, device: TorchDevice, checkpoint: Checkpoint)
         return None
     model: Int8GPT2 | None = None
     for name, weight in checkpoint.quantized(config.model):
-        model = model or _build(config)
+        if model is None:
+            with torch.device("meta"):
+                model = Int8GPT2(config.model, config.precision, config.vocab_rows)
+            model.to(DTYPES[config.precision.parameters])
         model.replace(name, weight)
     if model is None:
         return None
@@ -167,12 +170,6 @@ def load_integer_model(config: Run, device: TorchDevice, checkpoint: Checkpoint)
     pieces = {name: slice_of(name, shapes[name]) for name in floats}
     fill_weights(floats, checkpoint.weights(config.model, pieces))
     return model.eval()
-
-
-def _build(config: Run) -> Int8GPT2:
-    with torch.device("meta"):
-        model = Int8GPT2(config.model, config.precision, config.vocab_rows)
-    return model.to(DTYPES[config.precision.parameters])
 
 
 def product_of(layers: Sequence[Linear | Int8Linear], dtype: torch.dtype) -> Multiply:

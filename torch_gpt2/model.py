@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,22 +23,15 @@ from common.parallel.packing import Packing
 from common.parallel.run import Run
 from torch_gpt2.data import BlockAttention, document_mask, document_numbers, document_positions
 from torch_gpt2.device import DTYPES, TorchDevice, attention_mask
-from torch_gpt2.loss import ROWS_AT_ONCE, cross_entropy_sum
+from torch_gpt2.loss import ROWS_AT_ONCE, VocabularyShard, cross_entropy_sum
 from torch_gpt2.offload import HostMemory
-
-
-class _Quantizer(Protocol):
-    """Object that rounds the input and the weight of a linear layer to few bits."""
-
-    def input(self, x: Tensor) -> Tensor: ...
-    def weight(self, weight: Tensor) -> Tensor: ...
-    def forget_maximum(self) -> None: ...
 
 
 class Linear(nn.Linear):
     """Computes in the type of its input, whatever type the weights are held in."""
 
-    quantizer: _Quantizer | None = None
+    quantizer: Any = None
+    """Object with ``input`` and ``weight``, which round these to few bits."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.bias is not None
@@ -158,6 +151,7 @@ class GPT2(nn.Module):
         self.dropout = config.embedding_dropout or 0.0
         self.host_memory: HostMemory | None = None
         self.loss_rows = ROWS_AT_ONCE
+        self.shard: VocabularyShard | None = None
         self.float8_head = precision.float8_head
         self.packing: Packing | None = None
         self.blocked: BlockAttention | None = None
@@ -193,16 +187,11 @@ class GPT2(nn.Module):
         return attention_mask(document_mask(documents), self.compute_dtype)
 
     def blocks(self, x: Tensor, mask: Any = None) -> Tensor:
+        memory = self.host_memory if torch.is_grad_enabled() else None
         for block in self.h:
-            with self._keeping(block, mask):
+            with nullcontext() if memory is None else memory.of_block(block, (mask,)):
                 x = _maybe_recompute(bool(block.recompute), block, x, mask)
         return x
-
-    def _keeping(self, block: nn.Module, mask: Any) -> AbstractContextManager[Any]:
-        """Return the context that says where a block keeps its activations."""
-        if self.host_memory is None or not torch.is_grad_enabled():
-            return nullcontext()
-        return self.host_memory.of_block(block, (mask,))
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Token and position embeddings (..., T, C) in the type of the computation."""
@@ -224,14 +213,11 @@ class GPT2(nn.Module):
             self.wte.weight,
             targets.flatten(),
             self.config.vocab_size,
+            self.shard,
             rows=self.loss_rows,
-            masked=self.masks_loss,
+            masked=self.packing is not None and bool(self.packing.masks_loss),
             float8=self.float8_head,
         )
-
-    @property
-    def masks_loss(self) -> bool:
-        return self.packing is not None and bool(self.packing.masks_loss)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the true vocabulary, float32: (..., C) -> (..., vocab_size)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ class HostMemory:
 
         Parameters, integers, tensors of other devices and ``shared`` ones stay where they are.
         """
-        return saved_tensors_hooks(_Block(self, block, shared).pack, _unpack)
+        return saved_tensors_hooks(
+            _Block(self, block, shared).pack, lambda saved: saved if isinstance(saved, Tensor) else saved()
+        )
 
 
 class _Block:
@@ -48,11 +50,13 @@ class _Block:
             return tensor
         known = self._copies.get(id(storage))
         if known is None or known[0]() is not storage:
-            copy = _Copy(_whole(tensor, storage.nbytes()), pinned=self._memory.pinned)
-            self._memory.moved += storage.nbytes()
+            size = storage.nbytes()
+            content = tensor.detach().as_strided((size // tensor.itemsize,), (1,), 0).view(torch.uint8)
+            self._memory.moved += size
             # the storage is free once nothing on the device needs it
-            self._copies[id(storage)] = known = weakref.ref(storage), copy
-        return _Saved(known[1], tensor)
+            known = weakref.ref(storage), _Copy(content, pinned=self._memory.pinned)
+            self._copies[id(storage)] = known
+        return known[1].part(tensor)
 
     def _stays(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
         if self._device is None:  # FSDP has gathered the parameters by now
@@ -74,6 +78,12 @@ class _Copy:
         self._back: Tensor | None = None
         self.uses = 0
 
+    def part(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return a function that brings back a tensor that autograd keeps: its place in the storage."""
+        self.uses += 1
+        dtype, place = tensor.dtype, (tensor.size(), tensor.stride(), tensor.storage_offset())
+        return lambda: self.fetch().view(dtype).as_strided(*place)
+
     def fetch(self) -> Tensor:
         """Return the bytes on the device, one tensor of them until its last use."""
         back = self._back
@@ -83,24 +93,3 @@ class _Copy:
         self.uses -= 1
         self._back = back if self.uses > 0 else None
         return back
-
-
-class _Saved:
-    """A tensor that autograd keeps: its place in a copied storage."""
-
-    def __init__(self, copy: _Copy, tensor: Tensor) -> None:
-        copy.uses += 1
-        self._copy, self._dtype = copy, tensor.dtype
-        self._place = tensor.size(), tensor.stride(), tensor.storage_offset()
-
-    def tensor(self) -> Tensor:
-        return self._copy.fetch().view(self._dtype).as_strided(*self._place)
-
-
-def _unpack(saved: Any) -> Tensor:
-    return saved.tensor() if isinstance(saved, _Saved) else saved
-
-
-def _whole(tensor: Tensor, size: int) -> Tensor:
-    """Return all bytes of a tensor's storage as one tensor of bytes."""
-    return tensor.detach().as_strided((size // tensor.itemsize,), (1,), 0).view(torch.uint8)

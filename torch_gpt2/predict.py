@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from common.config.resolved import ResolvedModel
 from common.conversion.logits import config_of
@@ -46,9 +45,7 @@ def open_runner(config: Run, device: TorchDevice, checkpoint: Checkpoint, tokeni
 class Decoder:
     """Implementation of ``common.generation.generate.Decoder``.
 
-    On a CPU sequences end at the same column of the caches. Sequences of shorter prompts begin
-    later, and a mask hides the columns before. So a step writes one column, and prompts of equal
-    length need no mask. On an accelerator they begin at the same column, as ``DecodeStep`` has it.
+    Sequences begin at the same column of the caches. A mask hides from a row the columns behind its own.
     """
 
     def __init__(self, model: GPT2, device: TorchDevice, rows: int) -> None:
@@ -59,38 +56,33 @@ class Decoder:
 
     @torch.inference_mode()
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Logits:
-        self._lengths = [len(prompt) for prompt in prompts]
+        rows, self._lengths = len(prompts), [len(prompt) for prompt in prompts]
         longest = max(self._lengths)
-        begins = [0 if self._step else longest - length for length in self._lengths]
-        self._column = 0
         if room and not self._step:
-            self._layers.allocate(len(prompts), longest + room)
+            self._layers.allocate(rows, longest + room)
         for layer in self._layers.blocks if room and self._step else ():
             layer.keys.zero_()  # a step multiplies later columns by 0, which leaves a NaN of a text
             layer.values.zero_()
-        self._mask = None
-        if any(begins):
-            seen = torch.arange(longest + room)[None] >= torch.tensor(begins)[:, None]
-            mask = attention_mask(self._device.send(seen), self._layers.dtype)
-            self._mask = mask[:, None, None]  # (B, 1, 1, K)
         # Prompts are padded on the right, where a causal mask hides the padding from all tokens that count.
-        ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+        ids = torch.zeros(rows, longest, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
-        x = self._forward(
-            self._device.send(ids), torch.arange(longest, device=self._device.torch_device), keep=begins if room else ()
-        )
-        every = torch.arange(len(prompts), device=x.device)
+        x = self._layers.embed(self._device.send(ids), torch.arange(longest, device=self._device.torch_device))
+        for layer in self._layers.blocks:
+            q, k, v = layer.heads(x)
+            if room:
+                layer.keys[:rows, :, :longest], layer.values[:rows, :, :longest] = k, v
+            x = layer.finish(x, q, k, v, None)
         last = self._device.send(torch.tensor(self._lengths) - 1)
-        return self._layers.read_logits(x[every, last])
+        return self._layers.read_logits(x[torch.arange(rows, device=x.device), last])
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> Logits:
         lengths, self._lengths = self._lengths, [length + 1 for length in self._lengths]
         if self._step is not None:
             return self._step(range(len(tokens)), tokens, lengths)
-        positions = [[min(length, self._layers.unread - 1)] for length in lengths]
-        x = self._forward(torch.tensor(tokens)[:, None], torch.tensor(positions))
+        end = max(lengths) + 1
+        x = self._layers.hidden(torch.tensor([tokens, lengths]), end, masked=min(lengths) + 1 < end)
         return self._layers.read_logits(x[:, -1])
 
     @torch.inference_mode()
@@ -104,26 +96,6 @@ class Decoder:
             else:  # which stay in their place
                 layer.keys[: len(rows)], layer.values[: len(rows)] = (layer.keys[rows], layer.values[rows])
         self._lengths = [self._lengths[parent] for parent in parents]
-        self._mask = None if self._mask is None else self._mask[rows]
-
-    def _forward(self, ids: Tensor, positions: Tensor, keep: Sequence[int] = ()) -> Tensor:
-        """Return hidden states (B, T, C) before the last layer norm. The caches grow by T columns.
-
-        keep: columns from which they take prompts; empty where nothing comes after them.
-        """
-        x = self._layers.embed(ids, positions)
-        end = self._column + ids.shape[1]
-        mask = self._mask[..., :end] if self._column and self._mask is not None else None
-        for layer in self._layers.blocks:
-            q, k, v = layer.heads(x)
-            if self._column:
-                k, v = layer.remember(k, v, self._column)
-            for row, begin in enumerate(keep):
-                layer.keys[row, :, begin:end] = k[row, :, : end - begin]
-                layer.values[row, :, begin:end] = v[row, :, : end - begin]
-            x = layer.finish(x, q, k, v, mask)
-        self._column = end
-        return x
 
 
 class Slots:

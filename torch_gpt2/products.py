@@ -43,20 +43,11 @@ class Product:
         return self._linear(x.to(self.dtype), self.weight, self.bias).to(x.dtype)
 
 
-class Norm:
-    """A layer norm with its weights converted once."""
-
-    def __init__(self, norm: LayerNorm) -> None:
-        self.dtype = norm.norm_dtype
-        self.shape = norm.weight.shape
-        self.weight, self.bias = (part.detach().to(self.dtype) for part in (norm.weight, norm.bias))
-        self.epsilon = norm.eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute in ``dtype`` and return the type of x."""
-        wide = x.to(self.dtype)
-        y = torch.layer_norm(wide, self.shape, self.weight, self.bias, self.epsilon)
-        return y.to(x.dtype)
+def prepared_norm(norm: LayerNorm) -> Multiply:
+    """Return a layer norm with its weights converted once. It computes in their type, and returns that of x."""
+    dtype, shape, epsilon = norm.norm_dtype, norm.weight.shape, norm.eps
+    weight, bias = (part.detach().to(dtype) for part in (norm.weight, norm.bias))
+    return lambda x: torch.layer_norm(x.to(dtype), shape, weight, bias, epsilon).to(x.dtype)
 
 
 def joined(parts: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
@@ -77,23 +68,26 @@ def use_fastest_products(device: TorchDevice, world: World) -> None:
     """
     if device.kind != "cpu":
         return
-    chosen = world.sum(float(_is_for_onednn() and _rounds_nothing()))[0] == world.size
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512" and "Intel" not in processor_name()
+    has_onednn = has_avx512 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    chosen = world.sum(float(has_onednn and _rounds_nothing()))[0] == world.size
     _set_onednn(chosen)
     LOG.debug(f"float32 products by {'oneDNN' if chosen else 'MKL'}")
 
 
-def _is_for_onednn() -> bool:
-    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return (
-        has_avx512 and "Intel" not in processor_name() and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-    )
-
-
 def _rounds_nothing() -> bool:
-    """Tell whether oneDNN computes in float32 where it may round."""
+    """Tell whether oneDNN computes in float32 where it may round: whether products with the identity return all bits of
+    a matrix, in the forms of the forward pass and of both gradients.
+    """
     try:
         _set_onednn(True)
-        return all(_is_exact(rows, width) for rows, width in _SIZES)
+        for rows, width in _SIZES:
+            x = torch.rand(rows, width, generator=torch.Generator().manual_seed(0)) + 1.0
+            weight, one = torch.eye(width), torch.eye(rows)
+            found = (F.linear(x, weight), F.linear(x, weight, torch.zeros(width)), x @ weight, one.t() @ x)
+            if not all(torch.equal(product, x) for product in found):
+                return False
+        return True
     finally:
         _set_onednn(False)
 
@@ -102,14 +96,3 @@ def _set_onednn(wanted: bool) -> None:
     torch.backends.mkldnn.matmul.fp32_precision = (  # type: ignore[attr-defined]
         "bf16" if wanted else "none"
     )
-
-
-def _is_exact(rows: int, width: int) -> bool:
-    """Tell whether products with the identity return all bits of a matrix, in the forms of the
-    forward pass and of both gradients.
-    """
-    generator = torch.Generator().manual_seed(0)
-    x = torch.rand(rows, width, generator=generator) + 1.0
-    weight, one = torch.eye(width), torch.eye(rows)
-    found = (F.linear(x, weight), F.linear(x, weight, torch.zeros(width)), x @ weight, one.t() @ x)
-    return all(torch.equal(product, x) for product in found)

@@ -66,10 +66,6 @@ class LinearQuantizer:
         self.maximum = torch.zeros((), device=device)
         """Largest absolute input of this step."""
 
-    def forget_maximum(self) -> None:
-        """Forget the maximum, at the start of a step."""
-        self.maximum.zero_()
-
     def weight(self, weight: Tensor) -> Tensor:
         """Return the weight (out, in), rounded."""
         maximum = weight.detach().float().abs().amax(self._weight_axes, keepdim=True)
@@ -112,7 +108,7 @@ def forget_maxima(model: nn.Module) -> None:
     """Forget the maxima of all layers, as after a pass on meaningless values."""
     for module in model.modules():
         if isinstance(module, Linear) and module.quantizer is not None:
-            module.quantizer.forget_maximum()
+            module.quantizer.maximum.zero_()
 
 
 class Quantization(QuantizedModel):
@@ -168,8 +164,5 @@ def convert_linear_layers(model: GPT2, config: Run) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     recipe = Float8LinearConfig.from_recipe_name(config.precision.float8)
-
-    def is_of_block(module: Any, name: str) -> bool:
-        return isinstance(module, Linear)
-
-    convert_to_float8_training(model, config=replace(recipe, emulate=EMULATED_FLOAT8), module_filter_fn=is_of_block)
+    recipe = replace(recipe, emulate=EMULATED_FLOAT8)
+    convert_to_float8_training(model, config=recipe, module_filter_fn=lambda module, _: isinstance(module, Linear))

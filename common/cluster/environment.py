@@ -293,22 +293,18 @@ def _torchrun(variables: _Variables) -> Process | None:
     local, launcher = variables.number("LOCAL_RANK", 0), "launch" if ours else "torchrun"
     # another launcher's DEVICE_ID may be the container's, equal for all its ranks
     device = variables.device("DEVICE_ID") if ours else None
-    remarks = () if ours else _check_step(variables, here, pair[1])
+    tasks = 0 if ours else variables.tasks_here()
+    remarks: tuple[str, ...] = ()
+    # each of several tasks on a node has started all processes of the node
+    if "TORCHELASTIC_RUN_ID" in environ and tasks * here > max(pair[1], here):
+        text = (
+            f"srun has started {tasks} tasks on this node, and each of them a torchrun with {here}"
+            f" processes, {tasks * here} for a run of {pair[1]}; give srun --ntasks-per-node=1"
+        )
+        if pair[1] > here:
+            raise ConfigError(f"environment: {text}")
+        remarks = (f"{text}, unless these are separate runs on devices of their own",)
     return variables.process(launcher, pair, local, here, device_id=device, remarks=remarks)
-
-
-def _check_step(variables: _Variables, here: int, world: int) -> tuple[str, ...]:
-    """Return a remark if each of several tasks on a node has started all processes of the node."""
-    tasks = variables.tasks_here()
-    if "TORCHELASTIC_RUN_ID" not in variables.environ or tasks * here <= max(world, here):
-        return ()
-    text = (
-        f"srun has started {tasks} tasks on this node, and each of them a torchrun with {here}"
-        f" processes, {tasks * here} for a run of {world}; give srun --ntasks-per-node=1"
-    )
-    if world > here:
-        raise ConfigError(f"environment: {text}")
-    return (f"{text}, unless these are separate runs on devices of their own",)
 
 
 def _of_mpi(prefix: str, launcher: str, variables: _Variables) -> Process | None:

@@ -172,7 +172,15 @@ def _in_table(
                 )
                 whole = replace(whole, all=tuple(own_devices))
         elif len(whole.hosts) > 1:
-            whole = replace(whole, own_host=_own_server(whole))
+            here = [host for host in whole.hosts if is_here(host)]
+            if len(here) != 1:
+                raise ConfigError(
+                    f"the rank table is of {len(whole.hosts)} servers, so the range must be of ranks: put RANK_SIZE"
+                    f" behind the mode, such as '[0,{len(whole.of_host(whole.hosts[0]))})' MODE {whole.world_size}; a"
+                    " range of devices is enough where one server has an address of this machine; here"
+                    f" {' and '.join(here) or 'none'} has"
+                )
+            whole = replace(whole, own_host=here[0])
         held = sorted(place.device_id for place in whole.own)
         if sorted(numbers) != held:
             options = (
@@ -213,18 +221,6 @@ def server_of_pod(table: RankTable, environ: Mapping[str, str]) -> Server | None
         if not names.isdisjoint((server.server_id, server.address, *server.pod_names))
     ]
     return found[0] if len(found) == 1 else None
-
-
-def _own_server(whole: Placement) -> str:
-    """Return the server of a rank table that has an address of this machine. Raises ConfigError."""
-    here = [host for host in whole.hosts if is_here(host)]
-    if len(here) == 1:
-        return here[0]
-    raise ConfigError(
-        f"the rank table is of {len(whole.hosts)} servers, so the range must be of ranks: put RANK_SIZE behind the"
-        f" mode, such as '[0,{len(whole.of_host(whole.hosts[0]))})' MODE {whole.world_size}; a range of devices is"
-        f" enough where one server has an address of this machine; here {' and '.join(here) or 'none'} has"
-    )
 
 
 def _in_networks(numbers: Sequence[int], rank_size: int | None, table: RankTable, master: str | None) -> Placement:

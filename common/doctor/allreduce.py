@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from common.cluster.places import Placement
@@ -55,18 +54,15 @@ def try_all_reduce(job: Job, trial: AllReduceTrial) -> list[Check]:
     except (ConfigError, RunError) as reason:
         return [error("hosts", str(reason), "")]
     ranks = {child.rank: child.log_folder for child in job.children if not child.name}
-    last = {rank: last_report(job.log_folder / folder / "mindformer.log") for rank, folder in ranks.items()}
+    last: dict[int, Mapping[str, Any]] = {}
+    for rank, folder in ranks.items():
+        last[rank] = {"stage": ""}
+        log = (job.log_folder / folder / "mindformer.log").read_text(encoding="utf-8", errors="replace")
+        for line in log.splitlines():
+            if line.startswith(MARK):
+                with suppress(MalformedError):  # an incomplete line
+                    last[rank] = parse_json(line.removeprefix(MARK))
     return judge(outcome, last, trial)
-
-
-def last_report(log: Path) -> Mapping[str, Any]:
-    """Return what a rank reported last; with stage "" if nothing."""
-    found: Mapping[str, Any] = {"stage": ""}
-    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.startswith(MARK):
-            with suppress(MalformedError):  # an incomplete line
-                found = parse_json(line.removeprefix(MARK))
-    return found
 
 
 def judge(outcome: Outcome, last: Mapping[int, Mapping[str, Any]], trial: AllReduceTrial) -> list[Check]:

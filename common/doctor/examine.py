@@ -10,7 +10,6 @@ import shutil
 import sys
 import tempfile
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from common.cluster import hccn
@@ -18,6 +17,7 @@ from common.cluster.places import Placement, find_places, parse_range, place_hos
 from common.cluster.rank_environment import given_port, make_rendezvous, parse_master
 from common.cluster.rank_table import RankTable, table_warnings
 from common.cluster.rank_table_files import read_table
+from common.device import processor_name
 from common.doctor import machine, software
 from common.doctor.allreduce import FACTS, AllReduceTrial, try_all_reduce
 from common.doctor.report import Check, error, exit_code, ok, warning
@@ -69,7 +69,7 @@ class DoctorRequest:
             raise ConfigError(f"--time_limit {self.time_limit:g}: expected seconds, above 0")
         if (self.nnodes is None) != (self.master is None):
             raise ConfigError("--master IP:PORT and --nnodes N belong together")
-        _ = self.devices, self.address  # refused before the checks begin
+        _ = self.devices, parse_master(self.master)  # refused before the checks begin
 
     @property
     def devices(self) -> range | None:
@@ -82,87 +82,47 @@ class DoctorRequest:
             raise ConfigError(f"--ranks {self.ranks}: expected 1 or more, {MAX_RANKS} at most")
         return devices
 
-    @property
-    def address(self) -> str | None:
-        """Meeting place of the hosts, as is ``port``."""
-        return parse_master(self.master)[0]
-
-    @property
-    def port(self) -> int | None:
-        return parse_master(self.master)[1]
-
 
 class Facts:
-    """Facts about this machine and the run, each found when a check first needs it."""
+    """Facts about this machine and the run."""
 
     def __init__(self, asked: DoctorRequest) -> None:
         self.asked = asked
-        self.port = asked.port or given_port(os.environ)
-
-    @cached_property
-    def versions(self) -> dict[str, str | None]:
-        return software.installed_versions()
-
-    @cached_property
-    def backend(self) -> str:
+        address, port = parse_master(asked.master)
+        self.port = port or given_port(os.environ)
+        self.versions = software.installed_versions()
         torch_is_first = self.versions["torch"] or not self.versions["mindspore"]
-        return self.asked.backend or ("torch" if torch_is_first else "mindspore")
-
-    @cached_property
-    def npus(self) -> list[int]:
-        return hccn.npu_numbers()
-
-    @cached_property
-    def cann(self) -> tuple[Check, str | None]:
-        needed = bool(self.npus or self.versions["torch_npu"] or self.asked.device == "npu")
-        return software.check_cann(os.environ, needed=needed)
-
-    @cached_property
-    def imports(self) -> tuple[list[Check], dict[str, int]]:
-        wanted = software.BACKENDS[self.asked.backend] if self.asked.backend else software.IMPORTED
+        self.backend = asked.backend or ("torch" if torch_is_first else "mindspore")
+        self.npus = hccn.npu_numbers()
+        needs_cann = bool(self.npus or self.versions["torch_npu"] or asked.device == "npu")
+        self.cann = software.check_cann(os.environ, needed=needs_cann)
+        wanted = software.BACKENDS[asked.backend] if asked.backend else software.IMPORTED
         names = [name for name in wanted if self.versions[name]]
         if "mindspore" in names and self.npus:
             names.append("hccl")  # CANN's, by which MindSpore's ranks meet
-        return software.check_imports(names, IMPORT_SECONDS)
-
-    @cached_property
-    def devices(self) -> tuple[list[Check], int]:
-        return machine.check_devices(asked=self.asked.device)
-
-    @cached_property
-    def usable(self) -> dict[str, list[int]]:
+        self.imports = software.check_imports(names, IMPORT_SECONDS)
+        self.devices = machine.check_devices(asked=asked.device)
+        self.usable = {"npu": self.npus}
         """Devices that the backend can use, by kind."""
         if self.backend == "torch":
-            return {kind: list(range(number)) for kind, number in self.imports[1].items()}
-        return {"npu": self.npus}
-
-    @cached_property
-    def device(self) -> str:
+            self.usable = {kind: list(range(number)) for kind, number in self.imports[1].items()}
+        found = next((kind for kind in ("npu", "cuda") if self.usable.get(kind)), "cpu")
+        self.device = found if asked.device == "auto" else asked.device
         """Kind of device on which the ranks compute."""
-        if self.asked.device != "auto":
-            return self.asked.device
-        return next((kind for kind in ("npu", "cuda") if self.usable.get(kind)), "cpu")
-
-    @cached_property
-    def table(self) -> RankTable | DataError | None:
-        try:
-            return None if self.asked.rank_table is None else read_table(self.asked.rank_table)
-        except DataError as reason:
-            return reason
-
-    @cached_property
-    def places(self) -> Placement | ConfigError | None:
+        self.table: RankTable | DataError | None = None
+        self.places: Placement | ConfigError | None = None
         """Ranks to try, and which of their hosts this is; None without any."""
-        asked, table = self.asked, self.table
         try:
-            if isinstance(table, RankTable):
-                return _team_of_table(table, asked)
-            if asked.devices is None and asked.address is None:
-                return None
-            devices = asked.devices or range(len(self.usable.get(self.device, ())) or 2)
-            return find_places(devices, master=asked.address, nodes=asked.nnodes, node_rank=asked.node_rank)
+            if asked.rank_table is not None:
+                self.table = read_table(asked.rank_table)
+                self.places = _team_of_table(self.table, asked)
+            elif asked.devices is not None or address is not None:
+                devices = asked.devices or range(len(self.usable.get(self.device, ())) or 2)
+                self.places = find_places(devices, master=address, nodes=asked.nnodes, node_rank=asked.node_rank)
+        except DataError as reason:
+            self.table = reason
         except ConfigError as reason:
-            return reason
+            self.places = reason
 
 
 def check_usable_devices(facts: Facts) -> list[Check]:
@@ -188,7 +148,7 @@ def check_rank_table(facts: Facts) -> list[Check]:
     servers = f"{len(table.server_list)} servers" if len(table.server_list) > 1 else "1 server"
     found = f"{path}: version {table.version}, {table.world_size} ranks on {servers}, sha256"
     return [
-        ok("rank table", f"{found} {sha256(path)}"),
+        ok("rank table", f"{found} {hashlib.sha256(path.read_bytes()).hexdigest()}"),
         *(warning("rank table", text, "") for text in table_warnings(table)),
     ]
 
@@ -233,7 +193,7 @@ def examine(asked: DoctorRequest) -> list[Check]:
     """Run all checks. Raises ConfigError for a MASTER_PORT that is not a port."""
     facts = Facts(asked)
     return [
-        machine.check_system(),
+        ok("system", f"{platform.platform()}, {processor_name()}, {os.cpu_count()} cores"),
         *software.check_versions(facts.versions, software.wanted_ranges(), asked.backend),
         *software.check_device_package(facts.versions, facts.backend, asked.device),
         facts.cann[0],
@@ -287,7 +247,7 @@ def try_ranks(facts: Facts, places: Placement) -> list[Check]:
         **{name: version for name, version in facts.versions.items() if version},
         "CANN": facts.cann[1],
         "backend": f"{backend} on {device}",
-        "rank table": None if path is None else sha256(path),
+        "rank table": None if path is None else hashlib.sha256(path.read_bytes()).hexdigest(),
     }
     variables = {
         FACTS: json.dumps(facts_of_host),
@@ -316,7 +276,3 @@ def try_ranks(facts: Facts, places: Placement) -> list[Check]:
         if not logs_are_wanted:
             shutil.rmtree(folder, ignore_errors=True)
     return checks
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import resource
 import shutil
@@ -17,7 +16,7 @@ import psutil
 
 from common.accelerators import GIB
 from common.cluster import hccn
-from common.device import missing_for_kernels, processor_name
+from common.device import missing_for_kernels
 from common.doctor.report import Check, error, ok, warning
 from common.processes.addresses import interface_of, is_loopback
 from common.processes.process_tree import last_line, run_program
@@ -28,10 +27,6 @@ _RESOLVE_SECONDS = 5.0
 _QUERY_SECONDS = 20.0
 _VERSION_INFO = "usr/local/Ascend/driver/version.info"
 _NVIDIA_QUERY = ("--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader")
-
-
-def check_system() -> Check:
-    return ok("system", f"{platform.platform()}, {processor_name()}, {os.cpu_count()} cores")
 
 
 def check_devices(root: Path = Path("/"), *, asked: str = "auto") -> tuple[list[Check], int]:
@@ -255,14 +250,11 @@ def _resolve(name: str) -> Sequence[str] | None:
 
 
 def _can_listen(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-            probe.listen(1)
-        except OSError:
-            return False
-        return True
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def _may_be_given_away(ports: Iterable[int], root: Path) -> bool:

@@ -57,11 +57,9 @@ def as_table(checks: Sequence[Check], *, colour: bool = False) -> str:
         lines.append(f"{state}  {check.name:{width}}  " + check.found.replace("\n", "\n" + indent))
         if check.remedy:
             lines.append(indent + "-> " + check.remedy.replace("\n", "\n" + indent))
-    states = Counter(check.state for check in checks)
-    lines.append(
-        f"{states[State.OK]} ok, {_counted(states[State.WARNING], 'warning')}, {_counted(states[State.ERROR], 'error')}"
-    )
-    return "\n".join(lines) + "\n"
+    number = Counter(check.state for check in checks)
+    counts = [f"{number[state]} {state}{'s' * (number[state] != 1)}" for state in (State.WARNING, State.ERROR)]
+    return "\n".join([*lines, ", ".join([f"{number[State.OK]} ok", *counts])]) + "\n"
 
 
 def as_json(checks: Sequence[Check]) -> str:
@@ -72,7 +70,3 @@ def as_json(checks: Sequence[Check]) -> str:
 
 
 _COLOURS = {State.WARNING: 33, State.ERROR: 31}
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"

@@ -110,13 +110,10 @@ def job_of_ranks(
     )
     command = rank_command(request.config, request.mode, request.overrides, program=request.program)
     children = make_children(places, rendezvous, command, environ=os.environ, pinned=not request.no_pinning)
-    children = tuple(replace(child, folder=request.folder) for child in children)
-    if config.logging.style == "fleetx":  # names of Paddle's launcher
-        children = tuple(
-            child if child.name else replace(child, log_link=f"workerlog.{child.rank}") for child in children
-        )
+    has_links = config.logging.style == "fleetx"  # with the names of Paddle's launcher
+    links = {child.rank: f"workerlog.{child.rank}" for child in children if has_links and not child.name}
     return Job(
-        children=children,
+        children=tuple(replace(child, folder=request.folder, log_link=links.get(child.rank, "")) for child in children),
         log_folder=log_folder(request, config),
         stall_limit=config.runtime.stall_limit,
         follow=not request.quiet,

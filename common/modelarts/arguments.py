@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -98,7 +98,7 @@ def translate(argv: Sequence[str], environ: Mapping[str, str]) -> ModelArtsJob:
         elif "." in name or name in TOP_LEVEL:
             job.argv.append(f"{name}={_needed(argument, given, rest)}")
         elif name in _FLAGS:
-            _FLAGS[name](job, name, _needed(argument, given, rest))
+            _translate_flag(job, name, _needed(argument, given, rest))
         elif inside:
             value = _value_of_unknown(given, rest)
             job.remarks.append(
@@ -184,13 +184,31 @@ def describe_flags() -> str:
     )
 
 
-# ---- one function for each kind of flag ----
+_SWITCHES = ("use_parallel", "profile", "sink_mode", "enable_modelarts")
+_FLAGS = {*_KEYS, *_OUTPUT, *_CHECKPOINT, *_NOTED, *_SWITCHES, "predict_data", "num_samples"}
 
 
-def _key(job: ModelArtsJob, name: str, value: str) -> None:
+def _translate_flag(job: ModelArtsJob, name: str, value: str) -> None:
+    """Map a flag of r0.3 or of the platform to a key; some map to one of several, by the run mode."""
     if name == "epochs":  # a file's steps or tokens would contradict it
         job.argv[:0] = ["train.max_steps=null", "train.max_tokens=null"]
-    job.argv.append(f"{_KEYS[name]}={value}")
+    if name in _KEYS:
+        job.argv.append(f"{_KEYS[name]}={value}")
+    elif name in _OUTPUT:
+        _output(job, name, value)
+    elif name in _CHECKPOINT:
+        key = {"train": "resume", "finetune": "init_from"}.get(job.run_mode, "load")
+        job.argv.append(f"checkpoint.{key}={value}")
+    elif name == "num_samples":
+        key = "evaluation.max_samples" if job.run_mode == "eval" else "train.num_samples"
+        job.argv.append(f"{key}={value}")
+    elif name == "predict_data":
+        is_file = is_url(value) or Path(value).is_file()
+        job.argv.append(f"predict.{'prompt_file' if is_file else 'prompt'}={value}")
+    elif name in _NOTED:
+        job.remarks.append(f"--{name}={value} is logged and has no effect: {_NOTED[name]}")
+    else:
+        _switch(job, name, value)
 
 
 def _output(job: ModelArtsJob, name: str, value: str) -> None:
@@ -207,28 +225,7 @@ def _output(job: ModelArtsJob, name: str, value: str) -> None:
         job.output_url = value
 
 
-def _checkpoint(job: ModelArtsJob, name: str, value: str) -> None:
-    """Map one flag of r0.3 to one of three keys, by the run mode."""
-    key = {"train": "resume", "finetune": "init_from"}.get(job.run_mode, "load")
-    job.argv.append(f"checkpoint.{key}={value}")
-
-
-def _num_samples(job: ModelArtsJob, name: str, value: str) -> None:
-    """Map one flag of r0.3 to one of two keys, by the run mode."""
-    key = "evaluation.max_samples" if job.run_mode == "eval" else "train.num_samples"
-    job.argv.append(f"{key}={value}")
-
-
-def _prompt(job: ModelArtsJob, name: str, value: str) -> None:
-    is_file = is_url(value) or Path(value).is_file()
-    job.argv.append(f"predict.{'prompt_file' if is_file else 'prompt'}={value}")
-
-
-def _note(job: ModelArtsJob, name: str, value: str) -> None:
-    job.remarks.append(f"--{name}={value} is logged and has no effect: {_NOTED[name]}")
-
-
-def _yes_or_no(job: ModelArtsJob, name: str, value: str) -> None:
+def _switch(job: ModelArtsJob, name: str, value: str) -> None:
     """Parse a boolean, and reject other values; r0.3 took every ``True`` of --options for False."""
     if value.lower() not in ("true", "false", "1", "0"):
         raise ConfigError(f"--{name}={value}: expected True or False")
@@ -240,17 +237,6 @@ def _yes_or_no(job: ModelArtsJob, name: str, value: str) -> None:
         job.argv.append("train.sink_size=1")
     elif name == "use_parallel":
         job.one_process = not wanted
-
-
-_FLAGS: dict[str, Callable[[ModelArtsJob, str, str], None]] = {
-    **dict.fromkeys(_KEYS, _key),
-    **dict.fromkeys(_OUTPUT, _output),
-    **dict.fromkeys(_CHECKPOINT, _checkpoint),
-    **dict.fromkeys(_NOTED, _note),
-    **dict.fromkeys(("use_parallel", "profile", "sink_mode", "enable_modelarts"), _yes_or_no),
-    "predict_data": _prompt,
-    "num_samples": _num_samples,
-}
 
 
 # ---- values ----

@@ -41,14 +41,6 @@ _OF_A_RANK = re.compile(r"mf_parallel(\d+)/.*|profile/.*_rank_(\d+)\.json\.gz")
 """Files of other ranks than 0, and their ranks: launchers' logs, and traces."""
 
 
-def output_url(config: RunConfig, given: str | None) -> str | None:
-    """Return the URL for the output at the end of the run, or None.
-
-    It is the URL of the command line, else output_dir if that is one.
-    """
-    return given or (config.output_dir if is_url(config.output_dir) else None)
-
-
 def bring_files(
     config: RunConfig, overrides: Sequence[str], url: str | None, ranks: Sequence[int], environ: Mapping[str, str]
 ) -> list[str]:
@@ -83,12 +75,18 @@ def bring_input(config: RunConfig, environ: Mapping[str, str]) -> list[str]:
         return str(stores.pull_once(url, local_folder(url, environ)))
 
     found = []
-    for key, value in _urls(config):
+    for key, value in urls(config):
         if key in _DATA_KEYS:
             local = [brought(item) if _is_url(item) else item for item in value]
             text = local[0] if len(local) == 1 else json.dumps(local, ensure_ascii=False)
         elif key in _CHECKPOINT_KEYS:
-            text = brought(checkpoint_url(key, value))
+            found_url = find_checkpoint_url(value)
+            if found_url is None:
+                raise CheckpointError(
+                    f"{key}={value}: no complete checkpoint there; expected the URL of a run folder, of its"
+                    " checkpoints folder or of a step_... folder"
+                )
+            text = brought(found_url)
         elif key in _FILE_KEYS:
             text = brought(value)
         elif key == "output_dir":
@@ -106,39 +104,20 @@ def _is_url(value: Any) -> bool:
     return isinstance(value, str) and is_url(value)
 
 
-def _urls(config: RunConfig) -> Iterator[tuple[str, Any]]:
+def urls(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """Yield the keys whose value is a URL, or a blend of data with one."""
     for key, value in flatten(config.model_dump()):
         if any(map(_is_url, (value or ()) if key in _DATA_KEYS else (value,))):
             yield key, value
 
 
-def names_urls(config: RunConfig) -> bool:
-    """Tell whether a key of the configuration is a URL."""
-    return any(True for _ in _urls(config))
-
-
-def checkpoint_url(key: str, url: str) -> str:
-    """Return the step folder for the URL of itself, a run folder, its checkpoints or their ``latest``.
-
-    Raises CheckpointError if there is none.
-    """
-    found = find_checkpoint_url(url)
-    if found is None:
-        raise CheckpointError(
-            f"{key}={url}: no complete checkpoint there; expected the URL of a run folder, of its"
-            " checkpoints folder or of a step_... folder"
-        )
-    return found
-
-
 def find_checkpoint_url(url: str) -> str | None:
     """Return the step folder that ``latest`` names, else the newest complete one, else None.
 
-    A ``latest`` that names another folder is a warning.
+    url: of that folder, a run folder, its checkpoints or their ``latest``, which may name another folder: a warning.
     """
     folder = url.rstrip("/").removesuffix(f"/{LATEST}")
-    names = {file.name for file in stores.files(folder)}
+    names = {name for name, *_ in stores.files(folder)}
     if MANIFEST in names:
         return folder
     if any(name.startswith("checkpoints/") for name in names):
@@ -243,7 +222,11 @@ def output_copied(url: str | None, output_dir: Path, ranks: Sequence[int]) -> It
         return
 
     def push() -> None:
-        stores.push(output_dir, url, wanted=lambda name: 0 in ranks or _rank_of(name) in ranks)
+        def is_wanted(name: str) -> bool:
+            rank = _OF_A_RANK.fullmatch(name)
+            return 0 in ranks or (rank is not None and int(rank[1] or rank[2]) in ranks)
+
+        stores.push(output_dir, url, wanted=is_wanted)
 
     def stop(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)  # not StopRequested, which means that all ranks have agreed
@@ -265,8 +248,3 @@ def output_copied(url: str | None, output_dir: Path, ranks: Sequence[int]) -> It
         push()
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def _rank_of(name: str) -> int | None:
-    match = _OF_A_RANK.fullmatch(name)
-    return int(match[1] or match[2]) if match else None

@@ -16,16 +16,8 @@ from common.cluster.rank_table_files import read_table, wait_for_table, write_ta
 from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.log import LOG
-from common.modelarts.arguments import ModelArtsJob
-from common.modelarts.files import (
-    bring_files,
-    bring_output,
-    local_folder,
-    names_urls,
-    output_copied,
-    output_url,
-    send_checkpoint,
-)
+from common.modelarts.arguments import ModelArtsJob, is_url
+from common.modelarts.files import bring_files, bring_output, local_folder, output_copied, send_checkpoint, urls
 from common.processes.addresses import LOOPBACK, interface_of, is_own
 from common.resolve.derive import resolve_mode
 from common.systems.config import ConfigFile, Opened
@@ -34,7 +26,7 @@ from common.whole_numbers import MAX_RANKS, shortened, whole_number
 
 def is_asked_for(config: RunConfig, job: ModelArtsJob, environ: Mapping[str, str]) -> bool:
     """Tell whether a run needs this module: on ModelArts, and where something is a URL."""
-    return in_modelarts(environ) or job.output_url is not None or names_urls(config)
+    return in_modelarts(environ) or job.output_url is not None or any(urls(config))
 
 
 def process_of_job(environ: Mapping[str, str]) -> Process:
@@ -56,7 +48,7 @@ def run_job(
     opened: the configuration of ``file`` with these overrides.
     """
     os.environ.update(platform_variables(process, environ))
-    url = output_url(opened.config, job.output_url)
+    url = job.output_url or (opened.config.output_dir if is_url(opened.config.output_dir) else None)
     ranks = () if url is None else ranks_to_copy(process, environ, one_process=job.one_process)
     words = [*overrides, *bring_files(opened.config, overrides, url, ranks, environ)]
     config = file.open(words).config

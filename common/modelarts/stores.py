@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.checkpoint.folders import LATEST
 from common.checkpoint.manifest import MANIFEST
@@ -28,16 +28,6 @@ _COPY_SECONDS = 7200.0
 """Seconds to wait for another process of this host that copies."""
 _PAUSES = (5.0, 10.0)
 """Seconds before the second and third try of a file of the output."""
-
-
-class StoredFile(NamedTuple):
-    """One file. name: relative to the URL, or its last part if the URL is this file. changed: time
-    in the store's format.
-    """
-
-    name: str
-    bytes: int
-    changed: str
 
 
 def base_name(url: str) -> str:
@@ -101,10 +91,11 @@ def _path(url: str) -> Path:
     return Path(url.removeprefix("file://"))
 
 
-def files(url: str) -> list[StoredFile]:
-    """List the files below a URL at any depth; empty if there are none.
+def files(url: str) -> list[tuple[str, int, str]]:
+    """List name, bytes and time of change of the files below a URL at any depth; empty if there are none.
 
-    Raises StorageError if the store does not answer.
+    Names are relative to the URL, or its last part if the URL is the file; times have the store's format. Raises
+    StorageError if the store does not answer.
     """
     store = find_store(url)
     with _named(f"{url}: the store does not answer"):
@@ -116,9 +107,7 @@ def files(url: str) -> list[StoredFile]:
             names = {name: join(url, name) for name in found if name and not name.endswith("/")}
         states = ((name, store.stat(place)) for name, place in names.items())
         return sorted(
-            StoredFile(name, int(state.length), str(state.mtime_nsec))
-            for name, state in states
-            if not state.is_directory
+            (name, int(state.length), str(state.mtime_nsec)) for name, state in states if not state.is_directory
         )
 
 
@@ -132,9 +121,9 @@ def read(url: str) -> bytes:
 def pull_once(url: str, folder: Path) -> Path:
     """Copy ``url`` to ``folder`` unless the copy is current; one process of this host copies for all.
 
-    Returns the path of the copy. An existing folder is complete, since a copy is made beside it and renamed; the list
-    of its source's files is a hidden file beside it. Raises DataError for an empty URL and StorageError for a failed
-    copy.
+    Returns the copied file if the URL is one, else the folder. An existing folder is complete, since a copy is made
+    beside it and renamed; the list of its source's files is a hidden file beside it. Raises DataError for an empty URL
+    and StorageError for a failed copy.
     """
     lock = folder.with_name(f".{folder.name}.lock")
     told = f"waiting for another process of this host, which copies {url}"
@@ -152,7 +141,9 @@ def pull_once(url: str, folder: Path) -> Path:
                 f"{lock.parent}: cannot be written: {error.strerror}; choose a writable folder for {url}"
             ) from None
         _pull(url, folder)
-    return _copied(url, folder)
+    inside = list(folder.iterdir())
+    is_file = len(inside) == 1 and inside[0].is_file() and inside[0].name == base_name(url)
+    return inside[0] if is_file else folder
 
 
 def _pull(url: str, folder: Path) -> None:
@@ -181,13 +172,6 @@ def _pull(url: str, folder: Path) -> None:
         os.replace(part, folder)
     with atomic_write(record, "w") as file:
         file.write(wanted)
-
-
-def _copied(url: str, folder: Path) -> Path:
-    """Return the file if the URL is one, else the folder."""
-    inside = list(folder.iterdir())
-    is_file = len(inside) == 1 and inside[0].is_file() and inside[0].name == base_name(url)
-    return inside[0] if is_file else folder
 
 
 def _copy_into(url: str, folder: Path) -> None:

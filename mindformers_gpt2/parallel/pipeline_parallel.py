@@ -17,9 +17,8 @@ from common.parallel.pipeline import Pass, order_of_rank
 from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
 from mindformers_gpt2.device import MindSporeDevice
-from mindformers_gpt2.gradients import LossGradients, StageGradients
 from mindformers_gpt2.model import GPT2
-from mindformers_gpt2.optimizer import DeviceLossScale, add_gradients
+from mindformers_gpt2.optimizer import DeviceLossScale, LossGradients, StageGradients, add_gradients
 from mindformers_gpt2.parallel.collectives import receive, send
 from mindformers_gpt2.parallel.world import World
 from mindformers_gpt2.quantize import forget_maxima
@@ -126,15 +125,18 @@ class Pipeline:
 
     def evaluate(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the losses of one batch of any size, 0 without the head."""
-        if ids.shape not in self._evaluated:
-            self._compile_evaluation(ids, targets)
+        more = self._more((), ids)
+        if ids.shape not in self._evaluated:  # compile before the first message
+            x = ids if self._before is None else ops.zeros((*ids.shape, self._width), self._dtype)
+            _ = self._forward(x, *more) if self._loss_sum is None else self._loss_sum(x, targets, *more)
+            forget_maxima(self._model)
             self._evaluated.add(ids.shape)
         x = ids if self._before is None else self._receive(ids, self._before)
         if self._loss_sum is not None:
-            loss: Tensor = self._loss_sum(x, targets, *self._more((), ids))
+            loss: Tensor = self._loss_sum(x, targets, *more)
             return loss
         assert self._after is not None
-        send(self._forward(x, *self._more((), ids)), self._after).wait()
+        send(self._forward(x, *more), self._after).wait()
         return Tensor(0.0, ms.float32)
 
     def _compile(self, ids: Tensor, targets: Tensor, keys: Keys) -> None:
@@ -149,15 +151,6 @@ class Pipeline:
         self._gradients(x, targets if self._after is None else hidden, *more)
         forget_maxima(self._model)
         self._meet()
-
-    def _compile_evaluation(self, ids: Tensor, targets: Tensor) -> None:
-        """Compile the evaluation for batches of one shape."""
-        x = ids if self._before is None else ops.zeros((*ids.shape, self._width), self._dtype)
-        if self._loss_sum is None:
-            self._forward(x, *self._more((), ids))
-        else:
-            self._loss_sum(x, targets, *self._more((), ids))
-        forget_maxima(self._model)
 
     def _more(self, keys: Keys, ids: Tensor) -> tuple[Any, ...]:
         """Return what a stage gets beside its input: dropout keys, and the ids if it keeps documents apart."""

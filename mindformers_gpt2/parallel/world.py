@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from mindspore.communication import get_group_size, get_rank, init
@@ -47,16 +48,6 @@ class World(WorldBase):
         """Wait for all ranks if needed, so that no rank exceeds the time limit of another's message."""
         if self.barrier is not None:
             self.barrier.wait()
-
-    def leave(self) -> None:
-        """Wait for all ranks before the end.
-
-        This is not a collective: on a CPU, a collective fails if a peer has already exited.
-        """
-        if self.barrier is not None:
-            self.barrier.wait()
-        else:
-            self.gather(None)
 
     def gather(self, value: T) -> list[T]:
         if self.everyone is None:
@@ -107,7 +98,8 @@ def open_world(config: Run, process: Process, device: MindSporeDevice) -> Iterat
             everyone=everyone,
             barrier=None if device.native_collectives else _barrier(everyone, limit),
         )
-        with exit_barrier(world.leave):
+        # no collective on a CPU, where one fails if a peer has already exited
+        with exit_barrier(partial(world.gather, None) if world.barrier is None else world.barrier.wait):
             yield world
     except RuntimeError as error:
         if "wheel was not installed" in str(error):

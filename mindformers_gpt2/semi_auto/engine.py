@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -14,16 +13,13 @@ from common.dataset import Tokens
 from common.errors import RunError
 from common.log import LOG
 from common.parallel.operator_plan import held_shape, held_slice, owns, splits_vocabulary
-from common.parallel.run import Run
 from common.parallel.sharding import padded_shapes
 from common.parallel.topology import GroupKind
 from common.resolve.vendor_settings import semi_auto_settings
 from mindformers_gpt2.base_engine import BaseEngine, QueuedStep
 from mindformers_gpt2.data import inputs_and_targets
-from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.parallel.collectives import all_reduce
-from mindformers_gpt2.parallel.world import World
-from mindformers_gpt2.semi_auto.network import TrainingGraph, build_network, build_step
+from mindformers_gpt2.semi_auto.network import TrainingGraph, TrainingStep, build_network
 
 
 class SemiAutoEngine(BaseEngine):
@@ -33,19 +29,12 @@ class SemiAutoEngine(BaseEngine):
     is this rank's part. It is filled, written to checkpoints and read from them as such, in the project's own format.
     """
 
-    def __init__(
-        self,
-        config: Run,
-        device: MindSporeDevice,
-        world: World | None = None,
-        manifest_extra: Mapping[str, Any] | None = None,
-    ) -> None:
+    def _build(self) -> None:
         """Compile the step, which takes minutes for a large model.
 
         Raises RunError where the compiler's parts are not the plan's.
         """
-        super().__init__(config, device, world, manifest_extra)
-        world = self.world
+        config, device, world = self.config, self.device, self.world
         settings = semi_auto_settings(config, world.rank)
         Path(settings["strategy_ckpt_config"]["save_file"]).parent.mkdir(parents=True, exist_ok=True)
         ms.set_auto_parallel_context(**settings)
@@ -55,7 +44,7 @@ class SemiAutoEngine(BaseEngine):
                 " split the embedding table"
             )
         network = build_network(config, device)
-        self._step = build_step(network, config, world.rank)
+        self._step = TrainingStep(network, config, world.rank)
         self._evaluation, self._embedding = Evaluation(network), network.wte.weight
         self.master, self.optimizer, self.loss_scale = (self._step.master, self._step.optimizer, self._step.loss_scale)
         micro, accumulation = config.train.micro_batch_size, config.train.accumulation_steps

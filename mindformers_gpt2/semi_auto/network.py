@@ -25,7 +25,7 @@ from common.parallel.operator_plan import (
 from common.parallel.run import Run
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.model import GPT2, set_fused_attention, takes_fused_attention
-from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, Optimizer, build_optimizer, squares
+from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, Optimizer, squares
 
 # Added to the logits of the rows that pad the vocabulary. Finite, because -inf times a zero of a one-hot row is NaN.
 _NEVER = -1e30
@@ -133,13 +133,6 @@ class TrainingGraph(nn.Cell):
         return self.head(x, self.wte.weight, targets)
 
 
-def apply_plan(network: TrainingGraph, config: Run, *, fused: bool = False) -> None:
-    """Set the split of each operator. fused: attention is one operator."""
-    for name, strategy in operator_strategies(config, fused=fused).items():
-        for primitive in _primitives(network, name):
-            primitive.shard(strategy.inputs, None if strategy.output is None else (strategy.output,))
-
-
 def _set_stages(network: TrainingGraph, config: Run) -> None:
     """Set the pipeline stage of cells, and the communication of parameters.
 
@@ -187,11 +180,12 @@ def build_network(config: Run, device: MindSporeDevice) -> TrainingGraph:
         cell.dropout.native.recompute(False)  # recomputation would draw another mask
     set_fused_attention(model, config, device)
     network = TrainingGraph(model, config)
-    if config.parallel.parallel_mode != "auto_parallel" or config.parallel.search_mode in (
-        None,
-        "sharding_propagation",
-    ):
-        apply_plan(network, config, fused=takes_fused_attention(config, device))
+    parallel = config.parallel
+    if parallel.parallel_mode != "auto_parallel" or parallel.search_mode in (None, "sharding_propagation"):
+        plan = operator_strategies(config, fused=takes_fused_attention(config, device))
+        for name, strategy in plan.items():
+            for primitive in _primitives(network, name):
+                primitive.shard(strategy.inputs, None if strategy.output is None else (strategy.output,))
     _set_stages(network, config)
     _set_recompute(network, config)
     return network
@@ -261,10 +255,12 @@ class GradientNorm(nn.Cell):
 
 
 class TrainingStep(nn.Cell):
-    """Whole step: micro batches, gradients and update."""
+    """Whole step: micro batches, gradients and update. Made within the context of ``semi_auto_settings`` too."""
 
-    def __init__(self, network: TrainingGraph, config: Run, rank: int, loss_scale: DeviceLossScale) -> None:
+    def __init__(self, network: TrainingGraph, config: Run, rank: int) -> None:
         super().__init__(auto_prefix=False)
+        self.loss_scale = DeviceLossScale(config.loss_scale)
+        self.scale = self.loss_scale.value
         stage = config.topology.coordinates(rank).pipeline
         parameters = list(network.get_parameters())
         stages = {parameter.name: stages_of_parameter(parameter.name, config) for parameter in parameters}
@@ -272,14 +268,8 @@ class TrainingStep(nn.Cell):
         self.own = tuple(index for index, parameter in enumerate(parameters) if parameter.name in own)
         self.sent = tuple(index for index, parameter in enumerate(parameters) if stage in stages[parameter.name][1:])
         self.master = SplitMaster(own)
-        self.optimizer: Optimizer = build_optimizer(
-            self.master,
-            config.optimizer,
-            loss_scale,
-            GradientNorm(list(own), config, rank),
-            rates=config.train.sink_size,
-        )
-        self.loss_scale, self.scale = loss_scale, loss_scale.value
+        norm = GradientNorm(list(own), config, rank)
+        self.optimizer = Optimizer(self.master, config.optimizer, self.loss_scale, norm, rates=config.train.sink_size)
         self.limits = Parameter(Tensor((0.0, 0.0), ms.float32), name="limits", requires_grad=False)
         self.network = _in_micro_batches(network, config)
         # parameters of all stages, from which each rank's compiler takes its own
@@ -288,6 +278,7 @@ class TrainingStep(nn.Cell):
         self.accumulates = config.train.accumulation_steps > 1
         self.is_sharded = config.parallel.zero_stage > 0
         self.sums = self.weights.clone(prefix="accu_grads", init="zeros") if self.accumulates else ()
+        self.set_train()
 
     def construct(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         limits = self.limits * 1.0
@@ -303,13 +294,6 @@ class TrainingStep(nn.Cell):
             found = (*found, _take(self.is_sharded, gradient, self.sums[index]) if self.accumulates else gradient)
         result: tuple[Tensor, Tensor, Tensor, Tensor] = self.optimizer(limits, loss, *found)
         return result
-
-
-def build_step(network: TrainingGraph, config: Run, rank: int) -> TrainingStep:
-    """Return the training step of a network. Call it in the context of ``semi_auto_settings`` too."""
-    step = TrainingStep(network, config, rank, DeviceLossScale(config.loss_scale))
-    step.set_train()
-    return step
 
 
 def _take(is_sharded: bool, gradient: Tensor, total: Parameter) -> Tensor:

@@ -10,7 +10,6 @@ ONE_SIDED_FILES = {
     "semi_auto/*": "MindSpore's compiler splits graphs; torch's does not",
     "device_step.py": "MindSpore's Optimizer is such a step",
     "decode_step.py": "MindSpore's is a method of its model, which its compiler makes a graph",
-    "gradients.py": "torch's autograd adds them up in the parameters; MindSpore's gives them to the caller",
     "private_api.py": "MindSpore needs none of its private interfaces",
     "offload.py": "MindSpore's compiler decides where activations are",
     "products.py": "torch's products of few rows have several forms; MindSpore's graph has one",

@@ -38,7 +38,9 @@ def decoders(model: Any) -> dict[str, Any]:
     other = mindspore_twin(tiny_config(model__seq_length=POSITIONS, model__vocab_multiple=16), model)
     other_device = mindformers_gpt2.device.select_device("cpu")
     found = {f"torch {rows}": torch_gpt2.predict.Decoder(model, device, rows) for rows in (1, 4)}
-    return found | {f"mindspore {rows}": mindformers_gpt2.predict.Decoder(other, other_device, rows) for rows in (4, 1)}
+    return found | {
+        f"mindspore {rows}": mindformers_gpt2.predict.make_decoder(other, other_device, rows) for rows in (4, 1)
+    }
 
 
 def prompts_of(*lengths: tuple[int, int], seed: int = 3) -> list[Prompt]:
@@ -83,7 +85,8 @@ def test_a_mixed_load_in_slots_is_what_torch_generates(
     rules = LogitRules(PredictConfig(stop_at_end_of_text=False), ends=())
     alone = generate(decoders["torch 1"], given, rules, seed=0, window=window)
     device = mindformers_gpt2.device.select_device("cpu")
-    slots = mindformers_gpt2.predict.Slots(decoders["mindspore 4"]._model, device, 3)
+    twin = mindspore_twin(tiny_config(model__seq_length=POSITIONS, model__vocab_multiple=16), model)
+    slots = mindformers_gpt2.predict.Slots(twin, device, 3)
     engine, jobs = Engine(slots, queue_limit=10), [Greedy(each, window) for each in given]
     rows: dict[int, Any] = {}
     jobs[1].observe = lambda first, logits: rows.update(enumerate(logits, first))

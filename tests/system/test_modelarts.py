@@ -30,7 +30,9 @@ def bucket(tmp_path: Path, corpus_prefix: Path) -> Path:
     (folder / "data").mkdir(parents=True)
     for extension in (".bin", ".idx"):
         shutil.copy(corpus_prefix.with_suffix(extension), folder / "data")
-    config = tiny_run("replaced", train={"max_steps": 3, "micro_batch_size": 2}, data={}, validation__max_samples=2)
+    config = tiny_run(
+        f"file://{folder}/out", train={"max_steps": 3, "micro_batch_size": 2}, data={}, validation__max_samples=2
+    )
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     return folder
 
@@ -46,8 +48,8 @@ def start(tmp_path: Path, bucket: Path) -> Start:
         disk.mkdir(exist_ok=True)
         platform = {"MA_JOB_DIR": str(ROOT.parent), "MA_MOUNT_PATH": "/home/ma-user/modelarts"}
         platform |= {"MA_NUM_HOSTS": "1", "TMPDIR": str(disk)}
-        paths = [f"--data_url=file://{bucket}/data", f"--train_url=file://{bucket}/out"]
-        command = [sys.executable, str(ROOT / program), f"--config={bucket}/run.yaml", *paths]
+        data = f"--data_url=file://{bucket}/data"
+        command = [sys.executable, str(ROOT / program), f"--config={bucket}/run.yaml", data]
         environment = clean_environment(**platform | variables)
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen([*prefix, *command, *words], cwd=disk, env=environment, **pipes)

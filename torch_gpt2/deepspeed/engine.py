@@ -16,17 +16,17 @@ import math
 import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import Part, Snapshot
-from common.cluster.environment import ALONE, Process, torch_variables
+from common.cluster.environment import Process, torch_variables
 from common.dataset import Batch, Tokens
 from common.errors import ConfigError
 from common.parallel.run import Run
@@ -43,25 +43,16 @@ from torch_gpt2.deepspeed.pipeline import build_pipeline, give_tokens, grid_of, 
 from torch_gpt2.deepspeed.private_api import allow_float16, forget_groups, leave_out_shared_memory
 from torch_gpt2.deepspeed.state import DeepSpeedState, WholeState, ZeroState
 from torch_gpt2.device import TorchDevice, wide_type
-from torch_gpt2.model import GPT2
 from torch_gpt2.optimizer import build_optimizer, parameter_groups
-from torch_gpt2.parallel.data_parallel import LossSum
+from torch_gpt2.parallel.data_parallel import LossModule
 from torch_gpt2.parallel.layout import build_parts
-from torch_gpt2.parallel.world import World
 
 
 class DeepSpeedEngine(BaseEngine):
     """An engine whose steps DeepSpeed makes. Raises ConfigError when the package is absent."""
 
-    def __init__(
-        self,
-        config: Run,
-        device: TorchDevice,
-        process: Process = ALONE,
-        world: World | None = None,
-        manifest_extra: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(config, device, process, world, manifest_extra)
+    def _build(self, process: Process) -> None:
+        config, device = self.config, self.device
         self.updates = 0
         """Steps that were not skipped."""
         self.settings = deepspeed_settings(config, read_deepspeed_file(config))
@@ -82,7 +73,7 @@ class DeepSpeedEngine(BaseEngine):
         self._module = (
             build_pipeline(self._deepspeed, self._model, self.world, self._mean)
             if self._pipeline
-            else _MeanLossModule(self._model, loss_sum, self._mean)
+            else LossModule(self._model, lambda ids, targets: self._mean(loss_sum(ids, targets), targets))
         )
         if self._pipeline and config.packing is not None and config.packing.separates:
             give_tokens(self._model, self._waiting)
@@ -179,7 +170,10 @@ class DeepSpeedEngine(BaseEngine):
         moments = reader.moments(self.config, optimizer_steps, self._state.pieces)
         first = next(moments, None)
         if first is not None:
-            self._make_moments()
+            # DeepSpeed has no place for moments before the first step: make one that changes no weight
+            train = self.config.train
+            shape = (train.micro_batch_size * train.accumulation_steps, self.config.model.seq_length + 1)
+            self._update(np.zeros(shape, np.int32), rate=0.0, scale=1.0)
             self._state.fill_moments(itertools.chain([first], moments), optimizer_steps)
             self.updates = max(optimizer_steps, 1)
 
@@ -248,12 +242,6 @@ class DeepSpeedEngine(BaseEngine):
         predicted = targets.numel() if self._predicted is None else self._predicted
         return self._state.scaled(loss_sum / predicted)
 
-    def _make_moments(self) -> None:
-        """DeepSpeed has no place for moments before the first step: make one that changes no weight."""
-        train = self.config.train
-        shape = (train.micro_batch_size * train.accumulation_steps, self.config.model.seq_length + 1)
-        self._update(np.zeros(shape, np.int32), rate=0.0, scale=1.0)
-
 
 def open_deepspeed(config: Run, device: TorchDevice, process: Process) -> Any:
     """Import the package, and tell it the device and the processes."""
@@ -279,16 +267,3 @@ def open_deepspeed(config: Run, device: TorchDevice, process: Process) -> Any:
     with contextlib.redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(dist_backend=device.communication_backend)
     return deepspeed
-
-
-class _MeanLossModule(nn.Module):
-    """Mean loss of ids and targets (B, T): DeepSpeed watches the forward of a module."""
-
-    def __init__(self, model: GPT2, loss_sum: LossSum, mean: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.model = model
-        self._mean = mean
-        self._loss_sum = loss_sum
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        return self._mean(self._loss_sum(ids, targets), targets)

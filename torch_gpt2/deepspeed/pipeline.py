@@ -81,9 +81,15 @@ def build_pipeline(deepspeed: Any, stage: GPT2, world: World, mean: Callable[[Te
             "weight_attr": ["weight"],
             "module": stage.wte,
         }
-        pipeline.get_tied_weights_and_groups = lambda: [
-            (_with_gradient(stage.wte.weight), world.groups[GroupKind.EMBEDDING])
-        ]
+
+        def tied() -> list[tuple[Any, Any]]:
+            # DeepSpeed 0.19 sums ``grad`` over the two stages. By then ZeRO-1 with float16 has moved the gradient to
+            # ``grad_accum``, so nothing would be summed.
+            moved: Tensor | None = getattr(stage.wte.weight, "grad_accum", None)
+            weight = stage.wte.weight if moved is None else SimpleNamespace(grad=moved)
+            return [(weight, world.groups[GroupKind.EMBEDDING])]
+
+        pipeline.get_tied_weights_and_groups = tied
     return pipeline
 
 
@@ -98,13 +104,3 @@ def give_tokens(stage: GPT2, waiting: deque[Tensor]) -> None:
         return inputs, {**named, "tokens": waiting.popleft()}
 
     stage.register_forward_pre_hook(add, with_kwargs=True)
-
-
-def _with_gradient(weight: Tensor) -> Any:
-    """Return an object whose ``grad`` is the weight's gradient.
-
-    DeepSpeed 0.19 sums ``grad`` over the two stages. By then ZeRO-1 with float16 has moved the
-    gradient to ``grad_accum``, so nothing would be summed.
-    """
-    moved: Tensor | None = getattr(weight, "grad_accum", None)
-    return weight if moved is None else SimpleNamespace(grad=moved)

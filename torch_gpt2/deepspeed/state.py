@@ -82,11 +82,6 @@ class DeepSpeedState(ABC):
     @abstractmethod
     def _moment(self, name: str, part: str) -> Tensor: ...
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Names of the moments that the optimizer keeps after its first step."""
-        return self.config.optimizer.state_parts
-
     def fill_moments(self, values: Iterable[tuple[str, str, Array]], updates: int) -> None:
         """Fill moments after the optimizer's first step. Before it DeepSpeed has no place for them."""
         for name, part, array in values:
@@ -104,7 +99,8 @@ class DeepSpeedState(ABC):
 
     def norm_of_moments(self) -> float:
         states = (self._basic.state.get(tensor, {}) for tensor in self.tensors.values())
-        found = [state[part] for state in states for part in self.parts if state.get(part) is not None]
+        parts = self.config.optimizer.state_parts
+        found = [state[part] for state in states for part in parts if state.get(part) is not None]
         return global_norm(found).item() if found else 0.0
 
     def state_bytes(self) -> int:
@@ -130,7 +126,8 @@ class DeepSpeedState(ABC):
 
     def moments(self) -> dict[str, Array]:
         """Return copies of the owned pieces by NAME.PART. All ranks must call."""
-        return self._copied({f"{name}.{part}": (name, part) for part in self.parts for name in self.tensors})
+        parts = self.config.optimizer.state_parts
+        return self._copied({f"{name}.{part}": (name, part) for part in parts for name in self.tensors})
 
     def _copied(self, wanted: Mapping[str, tuple[str, str | None]]) -> dict[str, Array]:
         owned, found = self.owned(), {}

@@ -41,7 +41,7 @@ class DataParallel:
         self._afterwards = self._group is not None and not self._stage and late
         if self._group is not None and not self._stage and not late:
             self._ddp = self.loss_sum = DistributedDataParallel(
-                _DDPLoss(parts[0], loss_sum), gradient_as_bucket_view=True, init_sync=False, process_group=self._group
+                LossModule(parts[0], loss_sum), gradient_as_bucket_view=True, init_sync=False, process_group=self._group
             )
             state = (DTYPES[precision.reduction], self._group)
             # DDP would read annotations as classes
@@ -108,13 +108,13 @@ def _sum_bucket(state: tuple[torch.dtype, dist.ProcessGroup], bucket: Any) -> to
     return sent.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
-class _DDPLoss(nn.Module):
-    """Loss as a module, because DDP watches a module's parameters and its forward."""
+class LossModule(nn.Module):
+    """Loss as a module, because DDP and DeepSpeed watch a module's parameters and its forward."""
 
-    def __init__(self, model: nn.Module, loss_sum: LossSum) -> None:
+    def __init__(self, model: nn.Module, loss: LossSum) -> None:
         super().__init__()
         self.model = model
-        self._loss_sum = loss_sum
+        self._loss = loss
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        return self._loss_sum(ids, targets)
+        return self._loss(ids, targets)

@@ -37,7 +37,14 @@ def build_parts(config: Run, device: TorchDevice, world: World) -> list[GPT2]:
         if topology.stages > 1:
             keep_stage(model, stage, topology)
         if topology.tensor > 1:
-            split_model(model, tensor_group(config, world), device)
+            group = TensorGroup(
+                group=world.groups[GroupKind.TENSOR],
+                rank=world.at.tensor,
+                size=topology.tensor,
+                sequence=config.parallel.sequence_parallel,
+                asynchronous=config.parallel.async_tensor_parallel,
+            )
+            split_model(model, group, device)
         set_fused_attention(model, config)
         set_recompute(model, config.train.recompute, config.train.recompute_layers)
         set_offload(model, config, device)
@@ -52,16 +59,6 @@ def build_parts(config: Run, device: TorchDevice, world: World) -> list[GPT2]:
         # first and last stage on one rank share the table
         parts[-1].wte.weight = parts[0].wte.weight
     return parts
-
-
-def tensor_group(config: Run, world: World) -> TensorGroup:
-    return TensorGroup(
-        group=world.groups[GroupKind.TENSOR],
-        rank=world.at.tensor,
-        size=world.topology.tensor,
-        sequence=config.parallel.sequence_parallel,
-        asynchronous=config.parallel.async_tensor_parallel,
-    )
 
 
 def seed_offset(config: Run, world: World) -> int:

@@ -69,13 +69,12 @@ class SingleProcessDataParallel(DataParallel):
 
     def __init__(self, model: GPT2, config: Run, world: World, device: TorchDevice) -> None:
         super().__init__([model], model.loss_sum, config, world)
-        replicas = nn.DataParallel(
-            _ReplicaLoss(model), device_ids=list(range(device.count)) if device.count > 1 else None
-        )
+        count = 1 if device.kind == "cpu" else int(device.module.device_count())
+        replicas = nn.DataParallel(_ReplicaLoss(model), device_ids=list(range(count)) if count > 1 else None)
         if len(replicas.device_ids) < 2:  # otherwise DataParallel would silently use one device
             raise ConfigError(
                 "parallel.strategy=parameter_server in one process needs several devices, found"
-                f" {device.count} x {device.name}; start several processes, or set strategy=ddp"
+                f" {count} x {device.name}; start several processes, or set strategy=ddp"
             )
         self.loss_sum = lambda ids, targets: replicas(ids, targets).sum()
 

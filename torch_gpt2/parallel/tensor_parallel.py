@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from common.parallel.sharding import Role, local_shape, role_of
 from torch_gpt2.device import TorchDevice
-from torch_gpt2.loss import VocabularyShard, cross_entropy_sum
+from torch_gpt2.loss import VocabularyShard
 from torch_gpt2.model import GPT2, Attention, Block, LayerNorm, Linear
 from torch_gpt2.parallel.world import gather_parts
 from torch_gpt2.private_api import enable_symmetric_memory
@@ -130,11 +130,7 @@ class RowLinear(Linear):
     Every rank has the whole bias.
     """
 
-    def __init__(self, whole: nn.Linear, tensor: TensorGroup) -> None:
-        like = {"device": whole.weight.device, "dtype": whole.weight.dtype}
-        local = whole.in_features // tensor.size
-        super().__init__(local, whole.out_features, **like)  # type: ignore[arg-type]
-        self.tensor = tensor
+    tensor: TensorGroup
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.bias is not None
@@ -147,11 +143,6 @@ class ColumnLinear(Linear):
     torch's compiler joins a gather only with products without a bias.
     """
 
-    def __init__(self, whole: nn.Linear, tensor: TensorGroup) -> None:
-        like = {"device": whole.weight.device, "dtype": whole.weight.dtype}
-        local = whole.out_features // tensor.size
-        super().__init__(whole.in_features, local, **like)  # type: ignore[arg-type]
-
     def forward(self, x: Tensor) -> Tensor:
         assert self.bias is not None
         return F.linear(*self.operands(x)) + self.bias.to(x.dtype)
@@ -163,11 +154,7 @@ class VocabularyEmbedding(nn.Embedding):
     Tokens of other ranks give zero, and the sum over the group has all rows.
     """
 
-    def __init__(self, whole: nn.Embedding, tensor: TensorGroup) -> None:
-        like = {"device": whole.weight.device, "dtype": whole.weight.dtype}
-        local = whole.num_embeddings // tensor.size
-        super().__init__(local, whole.embedding_dim, **like)  # type: ignore[arg-type]
-        self.tensor = tensor
+    tensor: TensorGroup
 
     def forward(self, ids: Tensor) -> Tensor:
         local = ids - self.tensor.rank * self.num_embeddings
@@ -179,19 +166,23 @@ class VocabularyEmbedding(nn.Embedding):
 def split_model(model: GPT2, tensor: TensorGroup, device: TorchDevice) -> None:
     """Replace each parameter of a model on the meta device by this rank's part, and connect the regions.
 
-    Modules that compute differently replace those of one process, under the same names.
+    Modules that compute differently get another class.
     """
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and role_of(f"{name}.weight") is Role.ROW:
-            model.set_submodule(name, RowLinear(module, tensor))
-        elif tensor.asynchronous and isinstance(module, nn.Linear):
-            model.set_submodule(name, ColumnLinear(module, tensor))
+    for name, module in model.named_modules():
+        for part, parameter in list(module.named_parameters(recurse=False)):
+            shape = local_shape(f"{name}.{part}", tuple(parameter.shape), tensor.size)
+            setattr(module, part, nn.Parameter(parameter.new_empty(shape)))
+        if isinstance(module, nn.Linear):
+            layer: Any = module
+            layer.out_features, layer.in_features = layer.weight.shape
+            if role_of(f"{name}.weight") is Role.ROW:
+                layer.__class__, layer.tensor = RowLinear, tensor
+            elif tensor.asynchronous:
+                layer.__class__ = ColumnLinear
         elif isinstance(module, nn.Embedding) and role_of(f"{name}.weight") is Role.VOCABULARY:
-            model.set_submodule(name, VocabularyEmbedding(module, tensor))
-        else:
-            for part, parameter in list(module.named_parameters(recurse=False)):
-                shape = local_shape(f"{name}.{part}", tuple(parameter.shape), tensor.size)
-                setattr(module, part, nn.Parameter(parameter.new_empty(shape)))
+            layer = module
+            layer.__class__, layer.tensor = VocabularyEmbedding, tensor
+            layer.num_embeddings = len(layer.weight)
     for block in model.h:
         assert isinstance(block, Block)
         for region in (block.attn, block.mlp):
@@ -208,7 +199,8 @@ def split_model(model: GPT2, tensor: TensorGroup, device: TorchDevice) -> None:
         model.wpe.register_forward_pre_hook(lambda _, inputs: (tensor.local_shard(inputs[0]),))
     if isinstance(model.ln_f, LayerNorm):
         model.ln_f.register_forward_hook(lambda _, __, output: tensor.enter(output))
-    model.loss_of = types.MethodType(_loss_of(tensor), model)  # type: ignore[method-assign]
+    if hasattr(model, "wte"):
+        model.shard = VocabularyShard(group=tensor.group, first=tensor.rank * model.wte.num_embeddings)
 
 
 def _project_as_one(attention: Attention, x: Tensor) -> tuple[Tensor, ...]:
@@ -220,22 +212,6 @@ def _project_as_one(attention: Attention, x: Tensor) -> tuple[Tensor, ...]:
     weight = torch.cat([layer.weight.to(x.dtype) for layer in layers])
     bias = torch.cat([layer.bias.to(x.dtype) for layer in layers])
     return (F.linear(x, weight) + bias).chunk(3, -1)
-
-
-def _loss_of(tensor: TensorGroup) -> Any:
-    def loss_of(self: GPT2, hidden: Tensor, targets: Tensor) -> Tensor:
-        shard = VocabularyShard(group=tensor.group, first=tensor.rank * self.wte.num_embeddings)
-        return cross_entropy_sum(
-            hidden.flatten(0, 1),
-            self.wte.weight,
-            targets.flatten(),
-            self.config.vocab_size,
-            shard,
-            rows=self.loss_rows,
-            masked=self.masks_loss,
-        )
-
-    return loss_of
 
 
 def _draw_own_masks(attention: nn.Module, rank: int, device: TorchDevice) -> None:

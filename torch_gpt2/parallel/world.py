@@ -124,7 +124,8 @@ def open_world(config: Run, process: Process, device: TorchDevice) -> Iterator[W
                 device=device,
             )
     except (dist.DistError, RuntimeError) as error:
-        if not _is_lost_contact(error):
+        words = ("gloo", "connection closed by peer", "connection reset by peer", "timed out waiting")
+        if not isinstance(error, dist.DistError) and not any(word in str(error).lower() for word in words):
             raise
         reason = str(error).strip().partition("\n")[0].partition(" This is typically")[0]
         raise RunError(
@@ -216,12 +217,3 @@ def _make_groups(topology: Topology, rank: int) -> dict[GroupKind, dist.ProcessG
                 if rank in ranks:
                     found[kind] = group
     return found
-
-
-def _is_lost_contact(error: Exception) -> bool:
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error).lower()
-    return any(
-        word in text for word in ("gloo", "connection closed by peer", "connection reset by peer", "timed out waiting")
-    )

@@ -313,7 +313,7 @@ def test_packages_that_a_device_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "check_imports", lambda names, limit: (names, {}))
     monkeypatch.delenv("MASTER_PORT", raising=False)
     for npus, imported in (([0], ["mindspore", "hccl"]), ([], ["mindspore"])):
-        monkeypatch.setattr(hccn, "npu_numbers", lambda npus=npus: npus)
+        monkeypatch.setattr(hccn, "npu_numbers", lambda root=None, npus=npus: npus)
         assert Facts(DoctorRequest(device="cpu")).imports[0] == imported
 
 

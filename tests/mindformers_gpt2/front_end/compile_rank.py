@@ -33,7 +33,7 @@ from common.config.load import build_config
 from common.resolve.derive import resolve_config, written_ranks
 from common.resolve.vendor_settings import semi_auto_settings
 from mindformers_gpt2.device import MindSporeDevice
-from mindformers_gpt2.semi_auto.network import build_network, build_step
+from mindformers_gpt2.semi_auto.network import TrainingStep, build_network
 
 LIBRARIES = Path(ms.__file__).parent / "lib"
 KEPT: list[Any] = []
@@ -121,7 +121,7 @@ def main(tree: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
     Path(settings["strategy_ckpt_config"]["save_file"]).parent.mkdir(parents=True, exist_ok=True)
     ms.set_auto_parallel_context(**settings)
     network = build_network(config, MindSporeDevice(kind="npu", index=0, name="Ascend910B2"))
-    step = build_step(network, config, rank)
+    step = TrainingStep(network, config, rank)
     say_ascend()
     say_ranks(rank, world_size)
     assert config.train.global_batch_size is not None

@@ -19,7 +19,7 @@ from mindformers_gpt2.checkpoint import fill_weights
 from mindformers_gpt2.data import inputs_and_targets
 from mindformers_gpt2.device import MindSporeDevice, open_device
 from mindformers_gpt2.engine import Engine
-from mindformers_gpt2.semi_auto.network import TrainingGraph, build_network, build_step
+from mindformers_gpt2.semi_auto.network import TrainingGraph, TrainingStep, build_network
 from tests.tiny import SGD, tiny_config
 
 CPU = MindSporeDevice(kind="cpu", index=0, name="")
@@ -79,7 +79,7 @@ def test_a_step_is_that_of_the_engine_of_one_device() -> None:
     engine.begin(Start())
     expected = engine.run(iter(batches), 6)
     network = build_network(one, CPU)
-    step = build_step(network, one, 0)
+    step = TrainingStep(network, one, 0)
     step.optimizer.gradient_sync.all_reduce = Alone()
     fill_weights(step.master.tensors, initial_values(one))
     ms.ops.assign(step.limits, ms.Tensor((np.inf, np.inf), ms.float32))
