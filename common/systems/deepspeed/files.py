@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import read_bytes
@@ -78,16 +77,6 @@ class Checkpoint:
     """Numbers of the pipeline's layers that are transformer blocks."""
     optimizers: Sequence[Sequence[TensorFile]]
     """Optimizer states as [model-parallel rank][data rank]. Empty where they are in ``models`` or were not saved."""
-
-    @property
-    def tensor(self) -> int:
-        return len(self.layers)
-
-
-def _of_all(file: TensorFile) -> dict[str, Any]:
-    """Return the values that are the same in the files of all ranks."""
-    args = args_of(file)
-    return {name: file.tree.get(name) for name in _OF_ALL} | {name: args.get(name) for name in _ARGS_OF_ALL}
 
 
 def has_files(folder: Path) -> bool:
@@ -155,7 +144,12 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
         first = next(iter(files.values()))
         ranks = _world(first, "mp_world_size", max(files) + 1)
         require_ranks(folder, files, range(ranks), "mp_rank_{:02d}_model_states.pt".format)
-        require_same({file.path: _of_all(file) for file in files.values()}, lambda path: path.name)
+        told = {
+            file.path: {name: file.tree.get(name) for name in _OF_ALL}
+            | {name: args_of(file).get(name) for name in _ARGS_OF_ALL}
+            for file in files.values()
+        }
+        require_same(told, lambda path: path.name)
         numbers = sorted({number for number, _ in layers})
         tensor = max((rank for _, rank in layers), default=ranks - 1) + 1
         require_ranks(
