@@ -9,13 +9,12 @@ from typing import IO, Any
 
 from common.dialects.rules import ByHand, Fixed, MapTo, Rule, Switch, Table
 from common.errors import ConfigError
-from common.files import open_input, reading
+from common.structured_files import read_text
 from common.systems.dialect import read_word
 from common.systems.shell_script import Command, Word, read_script
 
-MAX_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 """Largest file of flags."""
-
 COMMAND_LINE = "command line"
 _WRITTEN = "# flags of the command line of "
 """First words of a file of a command line's flags, before the program."""
@@ -27,7 +26,8 @@ def read_flags(
     """Return the value and the place of each flag, and a remark on each that a later one replaces. A flag without a
     value is true; several values become a list. As in argparse, the last of two equal flags counts.
 
-    where: the file, or "command line". Raises ConfigError for a word without a flag.
+    where: the file, or "command line". Raises ConfigError for a word without a flag, a flag without its value, and a
+    switch with one.
     """
     tree: dict[str, Any] = {}
     sources: dict[tuple[str | int, ...], str] = {}
@@ -46,8 +46,12 @@ def read_flags(
         key = name.replace("-", "_")
         place = f"{_place(where, word)}: --{name}"
         rule = table.get(key)
-        is_text = values and isinstance(rule, ByHand) and rule.text
-        value = " ".join(values) if is_text else _value(values, rule, place)
+        if values and isinstance(rule, ByHand) and rule.text:
+            value: Any = " ".join(values)
+        else:
+            scalars = [read_word(each, rule, place) for each in values]
+            value = scalars[0] if len(scalars) == 1 else scalars or True
+        _check_value(value, rule, place)
         if key in tree and tree[key] != value:
             replaced[f"--{name} {tree[key]}"] = f"{place} {value} is given later and counts"
         tree[key] = value
@@ -55,23 +59,20 @@ def read_flags(
     return tree, sources, replaced
 
 
-def check_values(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str], table: Table) -> None:
-    """Check that flags have their values and switches have none. Raises ConfigError."""
-    for key, value in tree.items():
-        rule = table.get(key)
-        match rule:
-            case MapTo(change=change):
-                takes = not isinstance(change, Switch)
-            case ByHand(switch=switch):
-                takes = not switch
-            case Fixed(values=values):
-                takes = bool(values) and True not in values
-            case _:
-                continue
-        if value is True and takes:
-            raise ConfigError(f"{sources[key,]}: needs a value; give one, or leave the flag out")
-        if value is not True and isinstance(rule, ByHand) and not takes:
-            raise ConfigError(f"{sources[key,]}: takes no value, found {value!r}; leave the value out, or the flag")
+def _check_value(value: Any, rule: Rule | None, place: str) -> None:
+    match rule:
+        case MapTo(change=change):
+            takes = not isinstance(change, Switch)
+        case ByHand(switch=switch):
+            takes = not switch
+        case Fixed(values=values):
+            takes = bool(values) and True not in values
+        case _:
+            return
+    if value is True and takes:
+        raise ConfigError(f"{place}: needs a value; give one, or leave the flag out")
+    if value is not True and isinstance(rule, ByHand) and not takes:
+        raise ConfigError(f"{place}: takes no value, found {value!r}; leave the value out, or the flag")
 
 
 def _place(where: str, word: str) -> str:
@@ -90,18 +91,12 @@ def read_command(path: Path, others: Mapping[str, str] | None = None) -> tuple[s
     others: names of programs that are refused, and why. Raises ConfigError for those, for a file
     that cannot be read, and for values that only a shell knows.
     """
-    with open_input(path, ConfigError) as file, reading(path, ConfigError):
-        raw = file.read(MAX_BYTES + 1)
-    if len(raw) > MAX_BYTES:
-        raise ConfigError(f"{path}: is larger than {MAX_BYTES} bytes; give a file of flags")
+    text = read_text(path, limit=_MAX_BYTES)
     try:
-        text = raw.decode("utf-8-sig")
         if text.startswith(_WRITTEN):
             program, _, flags = text.removeprefix(_WRITTEN).partition("\n")
             return COMMAND_LINE, program, shlex.split(flags)
         program, words = _find_flags(_all_commands(read_script(text)), path)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: {error}; write the file in UTF-8") from None
     except ValueError as error:
         raise ConfigError(f"{path}:{error}; is this a list of flags?") from None
     for name, why in (others or {}).items():
@@ -172,10 +167,3 @@ def _is_flag(word: str) -> bool:
     return word.startswith("--") or (
         word.startswith("-") and len(word) > 1 and not word[1].isdigit() and word[1] != "."
     )
-
-
-def _value(values: list[str], rule: Rule | None, where: str) -> Any:
-    if not values:
-        return True
-    scalars = [read_word(value, rule, where) for value in values]
-    return scalars[0] if len(scalars) == 1 else scalars
