@@ -57,7 +57,7 @@ def open_foreign(
     system: Any = FORMATS[format]
     with ExitStack() as stack:
         with reading(path, CheckpointError):
-            opened = system.open_as(path, model) if system.open_as else system.open(path)
+            opened = system.open(path, model) if system.takes_model else system.open(path)
             weights = _without_padding(stack.enter_context(opened), model)
         files = {MODEL_FILE: ForeignTensors(path, weights.tensors)}
         if weights.run is not None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common.errors import TokenizerError
 from common.log import LOG
@@ -86,18 +85,12 @@ def write_gguf(folder: Path, weights: Weights, dtype: str | None) -> dict[str, i
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, array in zip(tensors, arrays_of(tensors), strict=True):
-            writer.write_tensor_data(_stored(array, types[name]))
+            writer.write_tensor_data(gguf.quants.quantize(contiguous(array), types[name]).view(_Written))
     finally:
         writer.close()
     with (folder / FILE).open("rb") as file:
         os.fsync(file.fileno())  # before the folder is renamed to its final name
     return {FILE: file_checksum(folder / FILE)}
-
-
-def _stored(array: NDArray[Any], kind: Any) -> NDArray[Any]:
-    import gguf
-
-    return gguf.quants.quantize(contiguous(array), kind).view(_Written)
 
 
 class _Written(np.ndarray[Any, Any]):
@@ -143,9 +136,7 @@ def _add_tokenizer(writer: Any, folder: Path, rows: int) -> None:
     writer.add_token_merges([f"{left} {right}" for left, right in vocabulary.merges])
     writer.add_bos_token_id(end if marks.bos_id is None else marks.bos_id)
     ends = [each for each in marks.ends if each < rows] or [end]
-    stops = (
-        writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id,
-    )  # fmt: skip
+    stops = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
     for number, add in zip(ends, stops, strict=False):
         add(number)
     writer.add_pad_token_id(marks.pad_id if marks.pad_id in range(rows) else end)
