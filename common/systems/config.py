@@ -118,27 +118,27 @@ FLAG_FILES = (".sh", ".txt", ".flags", ".args")
 class ConfigFile:
     """A configuration of ours or of another system, read once. ``open`` applies overrides to it.
 
-    dialect: the system whose words it has, None for ours; flags: of a file of flags. fill: see
+    where: the file, or "command line". dialect: the system whose words it has, None for ours. fill: see
     ``common.config.load.Fill``.
     """
 
     path: Path
     fill: Fill | None
-    where: str = ""
-    program: str = ""
-    flags: Sequence[str] | None = None
-    dialect: Dialect | None = None
-    tree: Mapping[str, Any] = field(default_factory=dict)
-    sources: Sources = field(default_factory=dict)
+    where: str
+    dialect: Dialect | None
+    tree: Mapping[str, Any]
+    sources: Sources
     has_parts: bool = False
     """Whether a file of ours has sections of MindFormers'."""
+    replaced: Mapping[str, str] = field(default_factory=dict)
+    """Flags that a later one replaces, with a remark on each."""
 
     @classmethod
     def read(cls, path: Path, fill: Fill | None = None) -> ConfigFile:
         """Read a file and those that it extends. Raises ConfigError."""
         if path.suffix in FLAG_FILES:
             where, program, flags = read_command(path, OTHER_PROGRAMS)
-            return cls(path=path, fill=fill, where=where, program=program, flags=flags)
+            return cls.of_flags(find_command_line(flags, program), flags, where, path, fill)
         fleetx.require_checkout(path)
         text = read_yaml_text(path)
         own, places = read_yaml(path, text=text)
@@ -158,15 +158,29 @@ class ConfigFile:
             or (isinstance(own.get("context"), Mapping) and "device_target" in own["context"]),
         )
 
+    @classmethod
+    def of_flags(
+        cls, system: str, words: Sequence[str], where: str, path: Path = Path(), fill: Fill | None = None
+    ) -> ConfigFile:
+        """Read the command line of another system: ``system`` is a key of COMMAND_LINES. Raises ConfigError."""
+        dialect = COMMAND_LINES[system]
+        tree, sources, replaced = read_flags(words, where, dialect.table)
+        own = [key for key in tree if has_rule(key, dialect.table)]
+        for other in COMMAND_LINES.values():
+            alien = [key for key in tree if key not in own and has_rule(key, other.table)]
+            if alien:
+                raise ConfigError(
+                    f"{sources[alien[0],]} is {other.system}'s, and"
+                    f" {'other flags are' if own else 'the flags here are'} {dialect.system}'s; keep one system's flags"
+                )
+        return cls(path=path, fill=fill, where=where, dialect=dialect, tree=tree, sources=sources, replaced=replaced)
+
     def open(self, overrides: Sequence[str] = ()) -> Opened:
         """Return the configuration with words ``section.key=value``, whose keys are ours or of the
         file's system. Raises ConfigError.
         """
-        if self.flags is not None:
-            system = find_command_line(self.flags, self.program)
-            return open_flags(system, self.flags, overrides, self.where, self.fill)
-        tree, sources = copy.deepcopy(dict(self.tree)), dict(self.sources)
-        if self.dialect is None:
+        tree, sources, dialect = copy.deepcopy(dict(self.tree)), dict(self.sources), self.dialect
+        if dialect is None:
             apply_overrides(tree, sources, overrides)
             ours = Translation(tree, sources)
             if self.has_parts:  # some of their keys have no effect in this run
@@ -177,11 +191,22 @@ class ConfigFile:
         for word in overrides:
             dotted = word.partition("=")[0]
             # a key of both systems means the same in each
-            if dotted in schema_keys() or dotted.partition(".")[0] not in _sections(self.dialect):
+            if dialect.programs or dotted in schema_keys() or dotted.partition(".")[0] not in _sections(dialect):
                 own.append(word)
             else:
-                _override(tree, sources, word, self.dialect.table)
-        return _finish(self.dialect, self.where, tree, sources, own, self.fill)
+                _override(tree, sources, word, dialect.table)
+        ours = dialect.translate(tree, sources)
+        rate = "model.attention_dropout"
+        if ours.get(rate) == ours.get("model.dropout") and not ours.origins.get(rate):
+            ours.drop(rate, "")  # their default: model.dropout=0 of a command line is for all parts
+        apply_overrides(ours.tree, ours.sources, own)
+        dialect.settle(ours)
+        for key, value in schema_defaults().items():  # what no key of theirs set, and ours are anyway
+            if ours.origins.get(key) == "" and ours.get(key) == value:
+                ours.drop(key, "")
+        config = build_config(ours.tree, ours.sources, self.fill)
+        ours.without_effect |= self.replaced
+        return Opened(config, ours, dialect.system, self.where)
 
 
 def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
@@ -203,42 +228,9 @@ def find_command_line(flags: Sequence[str], program: str = "") -> str:
     return max(COMMAND_LINES, key=lambda system: sum(has_rule(name, COMMAND_LINES[system].table) for name in names))
 
 
-def open_flags(
-    system: str,
-    words: Sequence[str],
-    overrides: Sequence[str] = (),
-    where: str = COMMAND_LINE,
-    fill: Fill | None = None,
-) -> Opened:
-    """Read the command line of another system: ``system`` is a key of COMMAND_LINES. Raises ConfigError."""
-    dialect = COMMAND_LINES[system]
-    tree, sources, replaced = read_flags(words, where, dialect.table)
-    own = [key for key in tree if has_rule(key, dialect.table)]
-    for other in COMMAND_LINES.values():
-        alien = [key for key in tree if key not in own and has_rule(key, other.table)]
-        if alien:
-            raise ConfigError(
-                f"{sources[alien[0],]} is {other.system}'s, and"
-                f" {'other flags are' if own else 'the flags here are'} {dialect.system}'s; keep one system's flags"
-            )
-    opened = _finish(dialect, where, tree, sources, overrides, fill)
-    opened.ours.without_effect.update(replaced)
-    return opened
-
-
-def _finish(
-    dialect: Dialect, origin: str, tree: dict[str, Any], sources: Sources, overrides: Sequence[str], fill: Fill | None
-) -> Opened:
-    ours = dialect.translate(tree, sources)
-    rate = "model.attention_dropout"
-    if ours.get(rate) == ours.get("model.dropout") and not ours.origins.get(rate):
-        ours.drop(rate, "")  # their default: model.dropout=0 of a command line is for all parts
-    apply_overrides(ours.tree, ours.sources, overrides)
-    dialect.settle(ours)
-    for key, value in schema_defaults().items():  # what no key of theirs set, and ours are anyway
-        if ours.origins.get(key) == "" and ours.get(key) == value:
-            ours.drop(key, "")
-    return Opened(build_config(ours.tree, ours.sources, fill), ours, dialect.system, origin)
+def open_flags(system: str, words: Sequence[str], overrides: Sequence[str] = (), where: str = COMMAND_LINE) -> Opened:
+    """Read the command line of another system as ``ConfigFile.of_flags``, and apply overrides."""
+    return ConfigFile.of_flags(system, words, where).open(overrides)
 
 
 def find_dialect(path: Path, tree: Mapping[str, Any], sources: Sources) -> Dialect | None:

@@ -115,15 +115,12 @@ def _all_commands(commands: Iterable[Command]) -> Iterator[Command]:
     """Yield commands, with those of ``sh -c "..."`` in its place."""
     for command in commands:
         words = command.words
-        script = next(
-            (word for shell, option, word in zip(words, words[1:], words[2:], strict=False)
-             if Path(shell).name in ("sh", "bash") and option == "-c"),
-            None,
-        )  # fmt: skip
-        if script is None:
-            yield command
+        for shell, option, script in zip(words, words[1:], words[2:], strict=False):
+            if Path(shell).name in ("sh", "bash") and option == "-c":
+                yield from _all_commands(read_script(script, script.line))
+                break
         else:
-            yield from _all_commands(read_script(script, script.line))
+            yield command
 
 
 def _find_flags(commands: Iterable[Command], path: Path) -> tuple[str, list[Word]]:

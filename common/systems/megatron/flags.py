@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from common.config.load import flatten
 from common.config.values import takes_momentum
 from common.dialects.megatron import (
     DEEPSPEED,
@@ -42,7 +43,8 @@ def read_deepspeed_file(path: str, where: str, flags: ForeignKeys, ours: Transla
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     places: dict[tuple[str | int, ...], str] = {(key,): f"{path} ({where})" for key in tree}
-    theirs = ForeignKeys("DeepSpeed", _without_auto(tree), places, DEEPSPEED_DEFAULTS)
+    said = {key: value for key, value in flatten(tree) if value != "auto"}  # that is what the flags say
+    theirs = ForeignKeys("DeepSpeed", said, places, DEEPSPEED_DEFAULTS)
     table = dict(DEEPSPEED)
     scale = theirs.peek("fp16.loss_scale")
     if not theirs.peek("fp16.enabled", False):
@@ -55,15 +57,6 @@ def read_deepspeed_file(path: str, where: str, flags: ForeignKeys, ours: Transla
     for flag, key in DEEPSPEED_FLAGS.items():
         if theirs.is_left_out(key) and not flags.is_left_out(flag):
             ours.leave_out(flags, flag, f"DeepSpeed reads {key} of {path}")
-
-
-def _without_auto(tree: dict[str, Any]) -> dict[str, Any]:
-    """Remove values "auto", which stand for those of the flags."""
-    return {
-        key: _without_auto(value) if isinstance(value, dict) else value
-        for key, value in tree.items()
-        if value != "auto"
-    }
 
 
 GPT2_VOCABULARY = 50257
