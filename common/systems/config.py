@@ -21,6 +21,7 @@ from common.config.load import (
     read_yaml_text,
 )
 from common.config.schema import RunConfig
+from common.dialects.megatron import OTHER_PROGRAMS
 from common.dialects.mindformers import PARTS
 from common.dialects.rules import Table, has_rule
 from common.errors import ConfigError
@@ -106,9 +107,6 @@ COMMAND_LINES = {
     "gpt2_chinese_eval": gpt2_chinese.EVALUATION,
 }
 """Systems with command lines, by the word of --from."""
-
-OTHER_PROGRAMS = {name: why for dialect in COMMAND_LINES.values() for name, why in dialect.other_programs.items()}
-"""Programs of these systems that take other flags, and what to do instead."""
 
 FLAG_FILES = (".sh", ".txt", ".flags", ".args")
 """Endings of files that hold command-line flags; any other file is YAML."""

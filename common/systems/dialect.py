@@ -304,8 +304,6 @@ class Dialect:
     """Keys at the top of a file by which it is recognized. No other system has them."""
     programs: tuple[str, ...] = ()
     """Programs that take its flags."""
-    other_programs: Mapping[str, str] = field(default_factory=dict)
-    """Programs of the system that take other flags, and what to do instead."""
 
     def translate(self, tree: Mapping[str, Any], sources: Sources) -> Translation:
         """Return our configuration of its keys, from their values and places. Raises ConfigError

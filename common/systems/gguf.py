@@ -40,10 +40,6 @@ NAME_MAP = name_map(
 """llama.cpp's names. Weights are (out, in). Without a head, the embedding serves as one."""
 _TYPES = {"float32": "F32", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
 """The type of matrices by dtype. Norms, biases and positions are float32 in all files."""
-_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7}
-"""LLAMA_FTYPE in llama.h."""
-_BLOCK = 32
-"""Weights that share a scale in Q8_0 and Q4_0."""
 
 
 def write_gguf(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
@@ -58,7 +54,7 @@ def write_gguf(folder: Path, weights: Weights, dtype: str | None) -> dict[str, i
 
     model, kind = weights.model, _TYPES[dtype or "float32"]
     if kind.startswith("Q"):
-        require_blocks(model, str(dtype), _BLOCK)
+        require_blocks(model, str(dtype), gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0])
     writer = gguf.GGUFWriter(folder / FILE, "gpt2")
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name("gpt2")
@@ -69,7 +65,7 @@ def write_gguf(folder: Path, weights: Weights, dtype: str | None) -> dict[str, i
     writer.add_head_count(model.num_heads)
     writer.add_layer_norm_eps(model.layer_norm_epsilon)
     writer.add_vocab_size(model.vocab_size)
-    writer.add_file_type(_FILE_TYPES[kind])
+    writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if kind == 'F32' else 'MOSTLY'}_{kind}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_tokenizer(writer, folder, model.vocab_size)
     tensors = export_names(NAME_MAP, weights.tensors, model, "float32")

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.folders import find_checkpoint, require_checkpoint
+from common.checkpoint.folders import require_checkpoint
 from common.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE, EngineState, TrainState, scheme_of
 from common.errors import ConfigError
@@ -22,10 +22,6 @@ from common.systems.weights import Weight, Weights, arrays_of, checked_model
 from common.tensor_files.safetensors_file import stream_safetensors
 from common.weights.names import parameter_of, parameter_shapes
 from common.weights.pieces import ShardedReader, open_stored
-
-
-def detects(path: Path) -> bool:
-    return find_checkpoint(path) is not None
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from common.checkpoint.folders import find_checkpoint
 from common.errors import ConfigError, UserError
 from common.paths import looked_in
 from common.systems import gguf, own_folder
@@ -67,7 +68,8 @@ FORMATS: dict[str, WeightFormat] = {
         takes_model=True, holds_run=False,
     ),
     "torch_gpt2": WeightFormat(
-        "torch_gpt2", own_folder.detects, own_folder.open_project, own_folder.write_project,
+        "torch_gpt2", lambda path: find_checkpoint(path) is not None,
+        own_folder.open_project, own_folder.write_project,
         open_to_compute=partial(own_folder.open_project, checksums=False),
         dtypes=(*FLOATS, "int8"),
     ),

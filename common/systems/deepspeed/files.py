@@ -79,12 +79,6 @@ class Checkpoint:
     """Optimizer states as [model-parallel rank][data rank]. Empty where they are in ``models`` or were not saved."""
 
 
-def has_files(folder: Path) -> bool:
-    return any(
-        pattern.fullmatch(path.name) for path in folder.glob("*_states.pt") for pattern in (_MODEL, _LAYER, _OPTIMIZER)
-    )
-
-
 def find_folder(path: Path) -> Path | None:
     """Return the folder that holds the files, None where ``path`` is not DeepSpeed's.
 
@@ -92,10 +86,10 @@ def find_folder(path: Path) -> Path | None:
     where several folders could be meant.
     """
     if path.is_file():
-        return path.parent if any(p.fullmatch(path.name) for p in (_MODEL, _LAYER)) else None
-    if has_files(path):
+        return path.parent if path.name.endswith("model_states.pt") else None
+    if any(path.glob("*_states.pt")):
         return path
-    folders = sorted(folder for folder in path.glob("*/") if has_files(folder))
+    folders = sorted({file.parent for file in path.glob("*/*_states.pt")})
     if not folders:
         return None
     for tracker, prefix in ((path / _LATEST, ""), (path / _MEGATRONS, "global_step")):

@@ -17,7 +17,6 @@ from common.dialects.megatron import (
     DEFAULTS,
     HELD,
     OF_LOADING,
-    OTHER_PROGRAMS,
     PROGRAM,
     STATIC,
     SYSTEM,
@@ -241,5 +240,5 @@ DIALECT = Dialect(
     parts=(
         _deepspeed, _precision, _recompute, _lengths, _validation, _data, _folders, _layout, _check_sizes,
     ),
-    settle=settle, programs=(PROGRAM,), other_programs=OTHER_PROGRAMS,
+    settle=settle, programs=(PROGRAM,),
 )  # fmt: skip
