@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,22 +105,18 @@ def open_megatron(path: Path, format: str) -> Iterator[Weights]:
     path: the root, one of its folders iter_... or release, or the file of a single rank. Raises
     CheckpointError and ConfigError.
     """
-    with open_shards(path) as files:
-        first = files[0][0]
+    with open_shards(path) as (files, tensor_ranks):
+        first = files[0]
         folder = first.path.parents[1]
         name_map = match_name_map(folder, format, NAME_MAPS[format], _weights_in(first))
         if format == "megatron":
             name_map = in_version(first.path, first.tree.get("checkpoint_version", 0), name_map)
         stored = [
-            [
-                {name: tensor for name, tensor in _weights_in(file).items() if not name_map.ignores(name)}
-                for file in stage
-            ]
-            for stage in files
+            {name: tensor for name, tensor in _weights_in(file).items() if not name_map.ignores(name)} for file in files
         ]
-        saved = [[read_optimizer(file) for file in stage] for stage in files]
+        saved = [read_optimizer(file) for file in files]
 
-        def named(values: Sequence[Sequence[Sequence[FileTensor]]]) -> list[dict[str, FileTensor]]:
+        def named(values: Iterable[Sequence[FileTensor]]) -> list[dict[str, FileTensor]]:
             """Name tensors that are in the optimizer's order. The names in the file are in the order of the modules.
 
             Megatron makes two groups, of parameters with decay (matrices) and without (vectors), each in the order of
@@ -130,24 +126,17 @@ def open_megatron(path: Path, format: str) -> Iterator[Weights]:
             all but the first stage: both are read.
             """
             try:
-                return join_stages(
-                    [
-                        [
-                            name_in_order({name: rank[name].shape for name in rank}, tensors)
-                            for rank, tensors in zip(*stage, strict=True)
-                        ]
-                        for stage in zip(stored, values, strict=True)
-                    ]
-                )
+                found = [
+                    name_in_order({name: weights[name].shape for name in weights}, tensors)
+                    for weights, tensors in zip(stored, values, strict=True)
+                ]
             except ValueError as error:
                 raise CheckpointError(f"{folder}: {error}") from None
+            return join_stages(found, tensor_ranks)
 
-        ranks, state = join_stages(stored), saved[0][0]
-        has_copies = all(one.copies for stage in saved for one in stage)
-        masters = named([[one.copies for one in stage] for stage in saved]) if has_copies else []
-        moments = {
-            part: named([[one.moments.get(part, ()) for one in stage] for stage in saved]) for part in state.moments
-        }
+        ranks, state = join_stages(stored, tensor_ranks), saved[0]
+        masters = named(one.copies for one in saved) if all(one.copies for one in saved) else []
+        moments = {part: named([one.moments.get(part, ()) for one in saved]) for part in state.moments}
         notes = {}
         if masters:
             notes["model"] = "weights of less precision, of which the optimizer has the float32"
@@ -286,9 +275,10 @@ def rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
 
 
 @contextmanager
-def open_shards(path: Path) -> Iterator[Sequence[Sequence[TensorFile]]]:
-    """Open the files of all ranks, by [stage][tensor rank]. Raises CheckpointError unless there is
-    one for each rank of the training, and ConfigError for Megatron's newer format.
+def open_shards(path: Path) -> Iterator[tuple[Sequence[TensorFile], int]]:
+    """Open the files of all ranks, by stage x tensor ranks + tensor rank, and return the number of tensor ranks.
+    Raises CheckpointError unless there is one for each rank of the training, and ConfigError for Megatron's newer
+    format.
     """
     folder = find_folder(path)
     if folder is None:
@@ -324,7 +314,7 @@ def open_shards(path: Path) -> Iterator[Sequence[Sequence[TensorFile]]]:
                     " ...); save it with Megatron without --num-layers-per-virtual-pipeline-stage"
                 )
         require_same({file.path: _of_all(file) for file in opened.values()}, lambda path: path.parent.name)
-        yield [[opened[rank, stage] for rank in range(tensor)] for stage in range(stages)]
+        yield [opened[rank, stage] for stage in range(stages) for rank in range(tensor)], tensor
 
 
 def _of_all(file: TensorFile) -> dict[str, Any]:
@@ -336,19 +326,19 @@ def _of_all(file: TensorFile) -> dict[str, Any]:
     }
 
 
-def join_stages(stages: Sequence[Sequence[Mapping[str, FileTensor]]]) -> list[dict[str, FileTensor]]:
-    """Return the tensors of each tensor rank by their names in the whole model. stages: by [stage]
-    [tensor rank] and by names in the stage, whose layers count from 0.
+def join_stages(files: Sequence[Mapping[str, FileTensor]], tensor_ranks: int) -> list[dict[str, FileTensor]]:
+    """Return the tensors of each tensor rank by their names in the whole model. files: in the order of ``open_shards``
+    and by names in the stage, whose layers count from 0.
     """
-    ranks: list[dict[str, FileTensor]] = [{} for _ in stages[0]]
+    ranks: list[dict[str, FileTensor]] = [{} for _ in range(tensor_ranks)]
     first_layer, last = 0, -1
-    for stage in stages:
-        for rank, found in zip(ranks, stage, strict=True):
-            for name in found:
-                parts = _LAYER.split(name, maxsplit=1)
-                if len(parts) == 3:
-                    last = max(last, first_layer + int(parts[1]))
-                    parts[1] = f"layers.{first_layer + int(parts[1])}."
-                rank["".join(parts)] = found[name]
-        first_layer = last + 1
+    for number, found in enumerate(files):
+        if number % tensor_ranks == 0:
+            first_layer = last + 1
+        for name in found:
+            parts = _LAYER.split(name, maxsplit=1)
+            if len(parts) == 3:
+                last = max(last, first_layer + int(parts[1]))
+                parts[1] = f"layers.{first_layer + int(parts[1])}."
+            ranks[number % tensor_ranks]["".join(parts)] = found[name]
     return ranks
