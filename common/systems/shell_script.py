@@ -62,6 +62,8 @@ class Word(str):
 
     line: int
     unknown: str
+    values: list[Word] | None = None
+    """Words of the list that an assignment ends in."""
 
     def __new__(cls, text: str, line: int, unknown: str = "") -> Word:
         word = super().__new__(cls, text)
@@ -106,8 +108,6 @@ class _Reader:
         self.unknown = ""
         self.outer: tuple[list[Word], str] | None = None
         """Words before a list, and the head of its assignment; None outside a list."""
-        self.lists: dict[str, list[Word]] = {}
-        """Lists that the command assigns."""
 
     def commands(self, text: str) -> Iterator[Command]:
         at, heredocs = 0, list[str]()
@@ -169,8 +169,8 @@ class _Reader:
 
     def _end_of_list(self, outer: tuple[list[Word], str]) -> None:
         self._end_of_word()
-        self.lists[outer[1].rstrip("+=")] = self.fields
-        (self.fields, self.part), self.outer = outer, None
+        word = Word(outer[1], self.line)
+        word.values, self.fields, self.outer = self.fields, [*outer[0], word], None
 
     def _command(self, *, is_ended: bool) -> Iterator[Command]:
         """End the command, and remember what it assigns."""
@@ -189,13 +189,12 @@ class _Reader:
             for name in words[1:] if words[0] == "unset" else ():
                 self.variables.pop(name, None)
             yield command
-        self.lists = {}
 
     def _assign(self, word: Word) -> None:
         match = _ASSIGNMENT.fullmatch(word)
         assert match is not None
         name, more, value = match.groups()
-        known, values = self.variables.get(name, []), self.lists.pop(name, None)
+        known, values = self.variables.get(name, []), word.values
         old = known if more else []
         is_mixed = len(known) > 1 or any(f"{name} is assigned {_MIXED}" in each.unknown for each in known)
         where = "inside a condition, loop or function" if self.depth else ""

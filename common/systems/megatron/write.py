@@ -138,21 +138,18 @@ def _optimizer(rank: _RankFile, rows: list[NameRow], *, mixed: bool) -> dict[str
     """
     run: Any = rank.weights.run
     engine = run["engine"]
-    groups = [[row for row in rows if decays(row.ours[0]) is decayed] for decayed in (True, False)]
+    rows = sorted(rows, key=lambda row: not decays(row.ours[0]))
+    groups = {
+        decayed: [number for number, row in enumerate(rows) if decays(row.ours[0]) is decayed]
+        for decayed in (True, False)
+    }
     parts = [part for part in STATE_PARTS if f"{EMBEDDING}.{part}" in rank.weights.moments]
     state = {
-        number: {part: rank.add(row, None, f".{part}") for part in parts}
-        for number, row in enumerate(itertools.chain(*groups))
-        if parts
+        number: {part: rank.add(row, None, f".{part}") for part in parts} for number, row in enumerate(rows) if parts
     }
-    first_of = itertools.accumulate(map(len, groups), initial=0)
-    inner = {
-        "state": state,
-        "param_groups": [
-            _group(run["config"]["optimizer"], engine["optimizer_steps"], decayed, [*range(first, first + len(group))])
-            for first, group, decayed in zip(first_of, groups, (True, False), strict=False)
-        ],
-    }
+    config, steps = run["config"]["optimizer"], engine["optimizer_steps"]
+    param_groups = [_group(config, steps, decayed, numbers) for decayed, numbers in groups.items()]
+    inner = {"state": state, "param_groups": param_groups}
     if not mixed:
         return inner
     outer: dict[str, Any] = {"optimizer": inner}
@@ -167,7 +164,7 @@ def _optimizer(rank: _RankFile, rows: list[NameRow], *, mixed: bool) -> dict[str
         }
     elif scale.get("mode") == "static":
         outer["grad_scaler"] = {}
-    outer["fp32_from_fp16_params"] = [[rank.add(row, "float32") for row in group] for group in groups]
+    outer["fp32_from_fp16_params"] = [[rank.add(rows[n], "float32") for n in numbers] for numbers in groups.values()]
     return outer
 
 
