@@ -21,7 +21,6 @@ from common.config.load import (
     read_yaml_text,
 )
 from common.config.schema import RunConfig
-from common.dialects.megatron import OTHER_PROGRAMS
 from common.dialects.mindformers import PARTS
 from common.dialects.rules import Table, has_rule
 from common.errors import ConfigError
@@ -135,7 +134,7 @@ class ConfigFile:
     def read(cls, path: Path, fill: Fill | None = None) -> ConfigFile:
         """Read a file and those that it extends. Raises ConfigError."""
         if path.suffix in FLAG_FILES:
-            where, program, flags = read_command(path, OTHER_PROGRAMS)
+            where, program, flags = read_command(path)
             return cls.of_flags(find_command_line(flags, program), flags, where, path, fill)
         fleetx.require_checkout(path)
         text = read_yaml_text(path)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from common.dialects.megatron import OTHER_PROGRAMS
 from common.dialects.rules import ByHand, Fixed, MapTo, Rule, Switch, Table
 from common.errors import ConfigError
 from common.structured_files import read_text
@@ -32,17 +33,17 @@ def read_flags(
     tree: dict[str, Any] = {}
     sources: dict[tuple[str | int, ...], str] = {}
     replaced: dict[str, str] = {}
-    number = 0
-    while number < len(words):
-        word = words[number]
-        if not _is_flag(word):
+    given: list[tuple[str, list[str]]] = []
+    for word in words:
+        if _is_flag(word):
+            given.append((word, []))
+        elif given and "=" not in given[-1][0]:
+            given[-1][1].append(str(word))
+        else:
             raise ConfigError(f"{_place(where, word)}: {word!r} stands where a flag is expected; flags begin with --")
+    for word, values in given:
         name, equals, text = word.lstrip("-").partition("=")
-        number += 1
-        values = [text] if equals else []
-        while not equals and number < len(words) and not _is_flag(words[number]):
-            values.append(str(words[number]))
-            number += 1
+        values = [text] if equals else values
         key = name.replace("-", "_")
         place = f"{_place(where, word)}: --{name}"
         rule = table.get(key)
@@ -84,12 +85,12 @@ def write_flag_file(file: IO[str], program: str, words: Sequence[str]) -> None:
     file.write(f"{_WRITTEN}{program}\n{shlex.join(words)}\n")
 
 
-def read_command(path: Path, others: Mapping[str, str] | None = None) -> tuple[str, str, list[str]]:
+def read_command(path: Path) -> tuple[str, str, list[str]]:
     """Return where the flags of a file come from, the program that it starts, empty where it does
     not say, and the words of its flags. The file is a script, or has one or several flags a line.
 
-    others: names of programs that are refused, and why. Raises ConfigError for those, for a file
-    that cannot be read, and for values that only a shell knows.
+    Raises ConfigError for a program that takes other flags, for a file that cannot be read, and for values that only a
+    shell knows.
     """
     text = read_text(path, limit=_MAX_BYTES)
     try:
@@ -99,7 +100,7 @@ def read_command(path: Path, others: Mapping[str, str] | None = None) -> tuple[s
         program, words = _find_flags(_all_commands(read_script(text)), path)
     except ValueError as error:
         raise ConfigError(f"{path}:{error}; is this a list of flags?") from None
-    for name, why in (others or {}).items():
+    for name, why in OTHER_PROGRAMS.items():
         if f"/{program}".endswith(f"/{name}"):
             raise ConfigError(f"{path}: {name} is another program: {why}")
     for word in words:
