@@ -117,4 +117,7 @@ class ForeignTensors:
 
     def read(self, name: str, piece: TensorSlice) -> NDArray[np.float32]:
         """Return a copy of a rectangle of a tensor. Elements beyond its rows are 0."""
-        return np.array(self.weights[name].cut(piece, "float32"), order="C")
+        part = self.weights[name].cut(piece, "float32")
+        values = np.zeros(piece.shape, np.float32)
+        values[: len(part)] = part
+        return values

@@ -44,13 +44,8 @@ class Weight(TensorKind):
         return to_type(self.load(), self.dtype, dtype)
 
     def cut(self, piece: TensorSlice, dtype: str) -> NDArray[Any]:
-        """Return a rectangle of the tensor in another type. Elements beyond its rows are 0."""
-        part = to_type(self.load()[tuple(slice(*span) for span in to_rectangle(piece))], self.dtype, dtype)
-        if part.shape == piece.shape:
-            return part
-        padded: NDArray[Any] = np.zeros(piece.shape, part.dtype)
-        padded[: len(part)] = part
-        return padded
+        """Return a rectangle of the tensor in another type."""
+        return to_type(self.load()[tuple(slice(*span) for span in to_rectangle(piece))], self.dtype, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,16 +204,16 @@ def export_names(
 
     dtype: type of all tensors, None to keep their own. prefix and suffix: as in ``import_names``.
     """
-    rows = name_map.rows(model.num_layers)
-    return {prefix + row.theirs: packed(row, tensors, model.num_heads, dtype, suffix) for row in rows}
 
+    def packed(row: NameRow) -> Weight:
+        parts = [tensors[name + suffix] for name in row.ours]
+        wanted = dtype or parts[0].dtype
+        shape = row.shape({name: part.shape for name, part in zip(row.ours, parts, strict=True)})
+        return Weight(
+            dtype=wanted, shape=shape, load=lambda: row.pack([part.load_as(wanted) for part in parts], model.num_heads)
+        )
 
-def packed(row: NameRow, tensors: Mapping[str, Weight], heads: int, dtype: str | None, suffix: str) -> Weight:
-    """Return one tensor as ``export_names``."""
-    parts = [tensors[name + suffix] for name in row.ours]
-    wanted = dtype or parts[0].dtype
-    shape = row.shape({name: part.shape for name, part in zip(row.ours, parts, strict=True)})
-    return Weight(dtype=wanted, shape=shape, load=lambda: row.pack([part.load_as(wanted) for part in parts], heads))
+    return {prefix + row.theirs: packed(row) for row in name_map.rows(model.num_layers)}
 
 
 def arrays_of(tensors: Mapping[str, Weight]) -> Iterator[NDArray[Any]]:

@@ -11,12 +11,12 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from isal.isal_zlib import crc32
@@ -41,6 +41,8 @@ _STAND_INS: dict[str, Callable[..., Any]] = KNOWN | {
 _MAX_CLASSES = 64
 _AFTER_RECORD, _DIRECTORY = b"PK\x07\x08", b"PK\x01\x02"
 """Marks in a zip: after a record, where its CRC-32 is, and before its entry in the directory."""
+Parts: TypeAlias = Sequence[NDArray[Any]]
+"""Arrays whose bytes in row-major order, one after the other, are a tensor."""
 
 
 class TorchName(str):
@@ -149,11 +151,11 @@ def _compare_checksums(path: Path, content: Bytes, *, of_tensors: bool) -> None:
                     )
 
 
-def write_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any]]) -> None:
+def write_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any] | Parts]) -> None:
     """Write and fsync ``tree``: dicts, lists, tuples, ``argparse.Namespace``, plain values, ``TorchName`` and
     ``TensorLeaf``.
 
-    arrays: one for each leaf, in the order in which the names first occur; bfloat16 as uint16 words. No
+    arrays: one, or its parts, for each leaf, in the order in which the names first occur; bfloat16 as uint16 words. No
     array is kept. OSError is left to the caller, who owns the folder. With weights_only, torch accepts Namespace and
     numpy values only after ``add_safe_globals``, as with its own files.
     """
@@ -201,9 +203,10 @@ class _Records:
     CRC-32, which torch would take ten times as long to compute.
     """
 
-    def __init__(self, file: ChecksummedFile, places: set[int], arrays: Iterable[NDArray[Any]]) -> None:
+    def __init__(self, file: ChecksummedFile, places: set[int], arrays: Iterable[NDArray[Any] | Parts]) -> None:
         """places: addresses of the tensors. arrays: in the order in which torch saves those."""
-        self.arrays = (each for each in arrays if each.size)
+        parts = ((each,) if isinstance(each, np.ndarray) else each for each in arrays)
+        self.arrays = (each for each in parts if any(part.size for part in each))
         self._file, self._places, self._sums = file, places, list[bytes]()
 
     def flush(self) -> None:
@@ -213,7 +216,8 @@ class _Records:
         """Write a record, or what the zip has around it."""
         if np.frombuffer(data, np.uint8).ctypes.data in self._places:
             self._file.checksum, first = 0, self._file.position
-            self._file.write_array(next(self.arrays))
+            for part in next(self.arrays):
+                self._file.write_array(part)
             assert self._file.position == first + len(data), "an array is that of its leaf"
             return
         piece, entry, sums = bytearray(data), 0, iter(self._sums)

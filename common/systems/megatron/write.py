@@ -6,26 +6,25 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common.config.values import STATE_PARTS, RuleName
 from common.files import atomic_write, fsync_folder
 from common.parallel.batch import batch_sizes, check_divides, pad_vocabulary
-from common.parallel.sharding import slice_of
+from common.parallel.sharding import local_shape, slice_of
 from common.systems.megatron.read import FILE, NAME_MAPS, TRACKER
-from common.systems.name_map import NameMap, NameRow
+from common.systems.name_map import NameRow
 from common.systems.run_state import write_model_yaml
-from common.systems.weights import Weight, Weights, packed
+from common.systems.weights import Weights
 from common.tensor_files.arrays import prefetch_arrays
-from common.tensor_files.torch_files import TensorLeaf, TorchName, write_torch
-from common.weights.names import EMBEDDING, POSITIONS, decays, parameter_of
+from common.tensor_files.torch_files import Parts, TensorLeaf, TorchName, write_torch
+from common.weights.names import EMBEDDING, POSITIONS, decays
 
 
 @dataclass(kw_only=True)
@@ -33,40 +32,53 @@ class _RankFile:
     """Tensors of a rank's file in its order, and the way each is made."""
 
     weights: Weights
-    """Parts of the tensor rank."""
-    heads: int
-    makers: dict[str, Callable[[], NDArray[Any]]] = field(default_factory=dict)
+    format: str
+    tensor: int
+    tensor_rank: int
+    stages: int
+    stage: int
+    makers: dict[str, Callable[[], Parts]] = field(default_factory=dict)
+
+    def rows(self) -> list[NameRow]:
+        """Return a row for each of its tensors in the order of Megatron's modules, with layers numbered from 0."""
+        name_map = NAME_MAPS[self.format][0]
+        layers = self.weights.model.num_layers // self.stages
+        start = [row for row in name_map.global_rows if row.ours[0] in (EMBEDDING, POSITIONS)]
+        blocks = [
+            row.in_block(self.stage * layers + layer, layer) for layer in range(layers) for row in name_map.layer_rows
+        ]
+        end = [row for row in name_map.global_rows if row not in start]
+        if self.stage and name_map.head:
+            end.append(replace(start[0], theirs=name_map.head))
+        return [*(start if self.stage == 0 else ()), *blocks, *(end if self.stage == self.stages - 1 else ())]
 
     def add(self, row: NameRow, dtype: str | None, part: str = "") -> TensorLeaf:
         """Add a tensor.
 
         part: the part of the optimizer's state, empty for the weight. dtype: None keeps that of the source.
         """
-        made = packed(row, self.weights.moments if part else self.weights.tensors, self.heads, dtype, part)
-        name = f"{row.theirs}{part}:{made.dtype}"
-        self.makers[name] = made.load
-        return TensorLeaf(dtype=made.dtype, shape=made.shape, name=name)
+        model, tensor = self.weights.model, self.tensor
+        source = self.weights.moments if part else self.weights.tensors
+        wanted = dtype or source[row.ours[0] + part].dtype
+        shapes, makers = {}, []  # a maker for each parameter in the tensor
+        for name in row.ours:
+            weight = source[name + part]
+            whole = weight.shape
+            if name == EMBEDDING:
+                rows = pad_vocabulary(model.vocab_size, model.vocab_multiple, tensor)
+                whole = (rows, *whole[1:])
+            shapes[name] = local_shape(name, whole, tensor)
+            piece = slice_of(name, whole, tensor=tensor, tensor_rank=self.tensor_rank)
+            makers.append(partial(weight.cut, piece, wanted))
+        leaf = TensorLeaf(dtype=wanted, shape=row.shape(shapes), name=f"{row.theirs}{part}:{wanted}")
 
+        def make() -> Parts:
+            packed = row.pack([make_one() for make_one in makers], model.num_heads // tensor)
+            missing = leaf.shape[0] - len(packed)  # rows of zeros pad the vocabulary
+            return [packed, np.zeros((missing, *leaf.shape[1:]), packed.dtype)] if missing else [packed]
 
-def _rows(name_map: NameMap, layers: int, stage: int, stages: int) -> list[NameRow]:
-    """Return a row for each tensor of a stage in the order of Megatron's modules, with layers numbered from 0."""
-    start = [row for row in name_map.global_rows if row.ours[0] in (EMBEDDING, POSITIONS)]
-    blocks = [row.in_block(stage * layers + layer, layer) for layer in range(layers) for row in name_map.layer_rows]
-    end = [row for row in name_map.global_rows if row not in start]
-    if stage and name_map.head:
-        end.append(replace(start[0], theirs=name_map.head))
-    return [*(start if stage == 0 else ()), *blocks, *(end if stage == stages - 1 else ())]
-
-
-def _of_rank(tensors: Mapping[str, Weight], rows: int, ranks: int, rank: int) -> dict[str, Weight]:
-    """Return the parts of a tensor rank, of the table with padding up to ``rows``."""
-    found = {}
-    for name, weight in tensors.items():
-        parameter = parameter_of(name)
-        whole = (rows if parameter == EMBEDDING else weight.shape[0], *weight.shape[1:])
-        piece = slice_of(parameter, whole, tensor=ranks, tensor_rank=rank)
-        found[name] = replace(weight, shape=piece.shape, load=partial(weight.cut, piece, weight.dtype))
-    return found
+        self.makers[leaf.name] = make
+        return leaf
 
 
 def write_megatron(
@@ -83,12 +95,12 @@ def write_megatron(
     check_divides("--pipeline_stage", stages, "model.num_layers", model.num_layers)
     step, precision = 0 if weights.run is None else weights.run["state"]["step"], _precision(weights, dtype)
     checkpoint = folder / (f"iter_{step:07d}" if step else "release")
-    padded = pad_vocabulary(model.vocab_size, model.vocab_multiple, tensor)
     for stage, tensor_rank in itertools.product(range(stages), range(tensor)):
-        tensors, moments = (_of_rank(each, padded, tensor, tensor_rank) for each in (weights.tensors, weights.moments))
-        rank = _RankFile(weights=replace(weights, tensors=tensors, moments=moments), heads=model.num_heads // tensor)
+        rank = _RankFile(
+            weights=weights, format=format, tensor=tensor, tensor_rank=tensor_rank, stages=stages, stage=stage
+        )
         name = f"mp_rank_{tensor_rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
-        rows = _rows(NAME_MAPS[format][0], model.num_layers // stages, stage, stages)
+        rows = rank.rows()
         flat = {row.theirs: rank.add(row, dtype) for row in rows}
         tree: dict[str, Any] = {
             "args": _model_args(weights, precision, tensor, stages),
@@ -156,7 +168,7 @@ def _optimizer(rank: _RankFile, rows: list[NameRow], *, mixed: bool) -> dict[str
     scale = engine["loss_scale"]
     if scale.get("mode") == "dynamic":
         name = "grad_scaler.scale"
-        rank.makers[name] = lambda: np.array([scale["value"]], np.float32)
+        rank.makers[name] = lambda: [np.array([scale["value"]], np.float32)]
         outer["grad_scaler"] = {
             "scale": TensorLeaf(dtype="float32", shape=(1,), name=name),
             "growth_tracker": scale["finite_steps"],
