@@ -211,8 +211,7 @@ def check_inputs(run_mode: str, config: Run) -> Checkpoint | None:
         try:
             return checkpoint_to_use(config)
         except CheckpointError:
-            # a fault in the prompts comes first, as it does with a checkpoint
-            if run_mode == "predict":
+            if run_mode == "predict":  # a fault in the prompts comes first, as it does with a checkpoint
                 encode_prompts(config, open_tokenizer(config)[0])
             raise
     except NoCheckpointError as error:

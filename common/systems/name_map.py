@@ -64,6 +64,15 @@ class NameRow:
             copy_array(place, part.reshape(place.shape))
         return fused.T if self.transposed else fused
 
+    def pieces(self, parts: Sequence[NDArray[Any]], heads: int) -> Sequence[NDArray[Any]]:
+        """Return arrays whose bytes, one after the other, are those of ``pack``. They are views of
+        the parts where rows of these stay together.
+        """
+        if len(parts) == 1 or self.transposed or self.fusion is not Fusion.HEADS:
+            return [self.pack(parts, heads)]
+        by_head = [part.reshape(heads, -1, *part.shape[1:]) for part in parts]
+        return [part[head] for head in range(heads) for part in by_head]
+
     def part(self, theirs: NDArray[Any], heads: int, number: int) -> NDArray[Any]:
         """Return one of our parameters from their tensor: the inverse of ``pack``. It is a view
         where that is possible.

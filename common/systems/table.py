@@ -38,14 +38,12 @@ class WeightFormat:
     """Tells whether a path looks like this format."""
     open: Callable[..., AbstractContextManager[Weights]] | None = None
     """Opens weights. Raises CheckpointError and ConfigError. None: the format is written only."""
-    write: Callable[[Path, Weights, str | None], dict[str, int]] | None = None
+    write: Callable[..., dict[str, int]] | None = None
     """Writes weights: (empty folder, weights, dtype) -> the CRC-32 of each file by its name. None:
     the format is read only.
     """
-    write_shards: Callable[[Path, Weights, str | None, int, int], dict[str, int]] | None = None
-    """Writes as ``write`` does, with a file for each tensor and pipeline rank. None: a model is one
-    file for any layout.
-    """
+    has_ranks: bool = False
+    """Whether ``write`` takes numbers of tensor and pipeline ranks too, with a file for each."""
     dtypes: tuple[str, ...] = FLOATS
     """Types of weights that ``write`` can write."""
     holds_run: bool = True
@@ -95,8 +93,8 @@ FORMATS: dict[str, WeightFormat] = {
             f"a checkpoint of {title}",
             partial(megatron.detects, format=name),
             partial(megatron.open_megatron, format=name),
-            write := partial(to_megatron.write_megatron, format=name),
-            write_shards=write,
+            partial(to_megatron.write_megatron, format=name),
+            has_ranks=True,
         )
         for name, title in (("megatron", "Megatron-LM"), ("megatron_core", "Megatron-Core"))
     },

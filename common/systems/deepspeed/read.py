@@ -95,16 +95,12 @@ def _part(name: str, shape: tuple[int, ...], vector: Sequence[FileTensor], first
     return tensor
 
 
-_Named: TypeAlias = Mapping[str, FileTensor]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Saved:
     """State of a model-parallel rank's optimizer, by the names of the parameters."""
 
-    masters: _Named
-    """Float32 weights; nothing where the weights themselves are float32."""
-    moments: Mapping[str, _Named]
+    parts: Mapping[str, Mapping[str, FileTensor]]
+    """Parts of the state, and as "" the float32 weights, which are absent where the weights themselves are float32."""
     steps: Mapping[Path, int | None]
     """Number of updates that were made, by file."""
     state: Mapping[str, Any]
@@ -170,13 +166,10 @@ def _read_partitions(files: Sequence[TensorFile], model: TensorFile, there: Chec
                 found |= cut(vectors, group, gap)
             return found
 
+        kept = [part for part in STATE_PARTS if inner[0] and part in inner[0][0]]
         return Saved(
-            masters=merged(state["single_partition_of_fp32_groups"] for state in states),
-            moments={
-                part: merged([record[part] for record in records] for records in inner)
-                for part in STATE_PARTS
-                if inner[0] and part in inner[0][0]
-            },
+            parts={"": merged(state["single_partition_of_fp32_groups"] for state in states)}
+            | {part: merged([record[part] for record in records] for records in inner) for part in kept},
             steps={
                 file.path: _steps(records, state) for file, records, state in zip(files, inner, states, strict=True)
             },
@@ -238,9 +231,9 @@ def _read_whole(model: TensorFile, layers: list[Shapes], *, is_last: bool) -> Sa
         others = matrices[: max(0, len(matrices) - sum(len(shape) > 1 for shape in shapes.values()))]
         return name_in_order(shapes, [value for value in values if value not in others])
 
+    lists |= {"": copies or flat} if copies or flat else {}
     return Saved(
-        masters=named(copies or flat) if copies or flat else {},
-        moments={part: named(values) for part, values in lists.items()},
+        parts={part: named(values) for part, values in lists.items()},
         steps={model.path: _steps(records, inner)},
         state=tree,
     )
@@ -267,25 +260,22 @@ def open_deepspeed(path: Path) -> Iterator[Weights]:
         name_map = in_version(first.path, first.tree.get("checkpoint_version", 0), NAME_MAP)
         ranks = [{name: tensor for layer in layers for name, tensor in layer.items()} for layers in there.layers]
         saved, why_not = read_optimizers(there)
-        notes = {}
-        masters: Ranks = []
-        if saved and all(one.masters for one in saved):
-            masters = _by_tensor_rank(len(ranks), [one.masters for one in saved])
-            notes["module"] = "weights of less precision, of which the optimizer has the float32"
-        moments = {
-            part: _by_tensor_rank(len(ranks), [one.moments[part] for one in saved])
-            for part in (saved[0].moments if saved else ())
+        parts = {
+            part: _by_tensor_rank(len(ranks), [one.parts.get(part, {}) for one in saved])
+            for part in (saved[0].parts if saved else ())
         }
+        why = "weights of less precision, of which the optimizer has the float32"
+        notes = {"module": why} if "" in parts else {}
         step = first.tree.get("global_steps", first.tree.get("iteration", 0))
         yield weights_of_ranks(
             path, "deepspeed", first, there.folder, name_map, ranks,
-            masters=masters, moments=moments, notes=notes, counter="global_steps", step=step,
+            masters=parts.pop("", []), moments=parts, notes=notes, counter="global_steps", step=step,
             new_run=lambda: _run_of(first, saved[0], step),
             without_run={"optimizer": why_not} if why_not else {},
         )  # fmt: skip
 
 
-def _by_tensor_rank(count: int, stages: Sequence[_Named]) -> list[dict[str, FileTensor]]:
+def _by_tensor_rank(count: int, stages: Sequence[Mapping[str, FileTensor]]) -> Ranks:
     """Join the stages of each of ``count`` tensor ranks, with the embeddings of the first stage."""
     ranks: list[dict[str, FileTensor]] = [{} for _ in range(count)]
     for number, tensors in enumerate(stages):
@@ -299,7 +289,7 @@ def _run_of(first: TensorFile, saved: Saved, step: Any) -> dict[str, Any]:
     samples = args_of(first).get("consumed_train_samples")
     steps = next(iter(saved.steps.values()))
     run = new_run(
-        rule_keeping(saved.moments),
+        rule_keeping([part for part in saved.parts if part]),
         step=step,
         updates=step - skipped if steps is None else steps,
         scale=_scale(saved.state),

@@ -73,9 +73,9 @@ class _RankFile:
         leaf = TensorLeaf(dtype=wanted, shape=row.shape(shapes), name=f"{row.theirs}{part}:{wanted}")
 
         def make() -> Parts:
-            packed = row.pack([make_one() for make_one in makers], model.num_heads // tensor)
-            missing = leaf.shape[0] - len(packed)  # rows of zeros pad the vocabulary
-            return [packed, np.zeros((missing, *leaf.shape[1:]), packed.dtype)] if missing else [packed]
+            parts = row.pieces([make_one() for make_one in makers], model.num_heads // tensor)
+            missing = leaf.shape[0] - sum(map(len, parts))  # rows of zeros pad the vocabulary
+            return [*parts, np.zeros((missing, *leaf.shape[1:]), parts[0].dtype)] if missing else parts
 
         self.makers[leaf.name] = make
         return leaf

@@ -408,7 +408,7 @@ def test_a_run_resumes_bit_for_bit(
     whole = train(tmp_path / "whole", corpus_prefix, 6, **changes)
     before = train(tmp_path / "half", corpus_prefix, 3, **changes)
     for number, target in enumerate([*way, "torch_gpt2"]):
-        ranks = {"model_parallel": 2, "pipeline_stage": 2} if FORMATS[target].write_shards else {}
+        ranks = {"model_parallel": 2, "pipeline_stage": 2} if FORMATS[target].has_ranks else {}
         result = convert(before, tmp_path / str(number), target_format=target, verify=True, **ranks)
         assert result["step"] == 3
         before = tmp_path / str(number)
