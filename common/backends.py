@@ -41,7 +41,7 @@ from common.resolve.derive import (
     uses_one_device,
 )
 from common.resolve.engine_checks import check_here
-from common.systems.table import explained
+from common.systems.table import explain
 from common.tokenizer import Tokenizer, require_files
 from common.training.data import Corpus, open_corpus, open_tokenizer, require_entries, tokenizer_source
 from common.training.export import export, exported_vocabulary
@@ -211,12 +211,12 @@ def check_inputs(run_mode: str, config: Run) -> Checkpoint | None:
         try:
             return checkpoint_to_use(config)
         except CheckpointError:
-            # a fault in the prompts comes first, as it does with a checkpoint
-            if run_mode == "predict":
+            if run_mode == "predict":  # a fault in the prompts comes first, as it does with a checkpoint
                 encode_prompts(config, open_tokenizer(config)[0])
             raise
     except NoCheckpointError as error:
-        raise explained(error) from None
+        where, why = error.where, error.why
+        raise CheckpointError(f"{where}: no whole checkpoint here ({why}): {explain(where, why)}") from None
 
 
 def _check_training(run_mode: str, config: Run) -> Checkpoint | None:

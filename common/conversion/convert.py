@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,18 +177,17 @@ def _writer(target_format: str, tensor: int, stages: int) -> Callable[[Path, Wei
     format = FORMATS[target_format]
     if min(tensor, stages) < 1:
         raise ConfigError(f"--model_parallel={tensor} --pipeline_stage={stages}: give numbers of ranks, 1 or more")
+    if format.write is None:
+        raise ConfigError(f"--to {target_format}: this format is read only; say --to hf, which other programs know")
     if (tensor, stages) == (1, 1):
-        if format.write is None:
-            raise ConfigError(f"--to {target_format}: this format is read only; say --to hf, which other programs know")
         return format.write
-    shards = format.write_shards
-    if shards is None:
-        sharded = " and ".join(name for name, format in FORMATS.items() if format.write_shards)
+    if not format.has_ranks:
+        sharded = " and ".join(name for name, format in FORMATS.items() if format.has_ranks)
         raise ConfigError(
             f"--model_parallel={tensor} --pipeline_stage={stages}: {target_format} is one model for"
             f" any layout; leave them out (only {sharded} have a file for each rank)"
         )
-    return lambda folder, weights, dtype: shards(folder, weights, dtype, tensor, stages)
+    return partial(format.write, tensor=tensor, stages=stages)
 
 
 def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> dict[str, Any]:

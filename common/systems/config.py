@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.aliases import Sources
-from common.config.hints import schema_keys
+from common.config.hints import schema_defaults, schema_keys
 from common.config.load import (
     Fill,
     apply_overrides,
@@ -26,7 +26,7 @@ from common.dialects.rules import Table, has_rule
 from common.errors import ConfigError
 from common.systems import gpt2_chinese
 from common.systems.dialect import Dialect, Translation, read_foreign, read_word
-from common.systems.flags import COMMAND_LINE, check_values, read_command, read_flags
+from common.systems.flags import COMMAND_LINE, read_command, read_flags
 from common.systems.fleetx import config as fleetx
 from common.systems.megatron import flags as megatron
 from common.systems.mindformers import config as mindformers
@@ -40,14 +40,12 @@ class Opened:
     """Configuration, and how it was translated if it came from another system.
 
     system: the system whose keys the file has, None for ours. origin: the file, or "command line".
-    parts_of: the system whose sections a file of ours has.
     """
 
     config: RunConfig
     ours: Translation
     system: str | None = None
     origin: str = ""
-    parts_of: str = ""
 
     @property
     def remark(self) -> str | None:
@@ -63,39 +61,23 @@ class Opened:
 
     @property
     def yaml(self) -> str:
-        """YAML that the configuration was translated into. It is empty for a file of ours."""
-        if self.system is not None:
-            return _annotated(self.system, self.origin, self.ours)
-        remarks = "\n".join(_remarks(self.parts_of, self.ours))
-        return f"{dump_config(self.config)}{remarks}\n" if remarks else ""
-
-
-def _annotated(system: str, origin: str, ours: Translation) -> str:
-    """Return the YAML of a translated configuration. Behind each key stands the original one, and
-    at the end what has no effect here, by reason.
-    """
-    lines = [
-        f"# {origin}: written for {system}, in the words of this project.",
-        *_lines(system, ours, ours.tree, ()),
-        *_remarks(system, ours),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _remarks(system: str, ours: Translation) -> list[str]:
-    """Return comments with the keys that have no effect, by reason."""
-    lines: list[str] = []
-    reasons: dict[str, list[str]] = {}
-    for key, why in ours.without_effect.items():
-        reasons.setdefault(why, []).append(key)
-    if reasons:
-        lines += ["", f"# Keys of {system} that have no effect here:"]
-    for why, keys in reasons.items():
-        text = f"{', '.join(keys)}: {why}"
-        lines += textwrap.wrap(
-            text, 100, initial_indent="#   ", subsequent_indent="#     ", break_on_hyphens=False, break_long_words=False
-        )
-    return lines
+        """YAML that the configuration was translated into. Behind each key stands the original one, and
+        at the end what has no effect here, by reason. A file of ours has YAML where keys have no effect.
+        """
+        reasons: dict[str, list[str]] = {}
+        for key, why in self.ours.without_effect.items():
+            reasons.setdefault(why, []).append(key)
+        system = self.system or mindformers.DIALECT.system
+        remarks = ["", f"# Keys of {system} that have no effect here:"] if reasons else []
+        for why, keys in reasons.items():
+            remarks += textwrap.wrap(
+                f"{', '.join(keys)}: {why}", 100, initial_indent="#   ", subsequent_indent="#     ",
+                break_on_hyphens=False, break_long_words=False,
+            )  # fmt: skip
+        if self.system is None:
+            return "\n".join([dump_config(self.config).rstrip("\n"), *remarks, ""]) if remarks else ""
+        head = f"# {self.origin}: written for {system}, in the words of this project."
+        return "\n".join([head, *_lines(system, self.ours, self.ours.tree, ()), *remarks, ""])
 
 
 def _lines(system: str, ours: Translation, tree: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
@@ -125,9 +107,6 @@ COMMAND_LINES = {
 }
 """Systems with command lines, by the word of --from."""
 
-OTHER_PROGRAMS = {name: why for dialect in COMMAND_LINES.values() for name, why in dialect.other_programs.items()}
-"""Programs of these systems that take other flags, and what to do instead."""
-
 FLAG_FILES = (".sh", ".txt", ".flags", ".args")
 """Endings of files that hold command-line flags; any other file is YAML."""
 
@@ -136,27 +115,27 @@ FLAG_FILES = (".sh", ".txt", ".flags", ".args")
 class ConfigFile:
     """A configuration of ours or of another system, read once. ``open`` applies overrides to it.
 
-    dialect: the system whose words it has, None for ours; flags: of a file of flags. fill: see
+    where: the file, or "command line". dialect: the system whose words it has, None for ours. fill: see
     ``common.config.load.Fill``.
     """
 
     path: Path
     fill: Fill | None
-    where: str = ""
-    program: str = ""
-    flags: Sequence[str] | None = None
-    dialect: Dialect | None = None
-    tree: Mapping[str, Any] = field(default_factory=dict)
-    sources: Sources = field(default_factory=dict)
+    where: str
+    dialect: Dialect | None
+    tree: Mapping[str, Any]
+    sources: Sources
     has_parts: bool = False
     """Whether a file of ours has sections of MindFormers'."""
+    replaced: Mapping[str, str] = field(default_factory=dict)
+    """Flags that a later one replaces, with a remark on each."""
 
     @classmethod
     def read(cls, path: Path, fill: Fill | None = None) -> ConfigFile:
         """Read a file and those that it extends. Raises ConfigError."""
         if path.suffix in FLAG_FILES:
-            where, program, flags = read_command(path, OTHER_PROGRAMS)
-            return cls(path=path, fill=fill, where=where, program=program, flags=flags)
+            where, program, flags = read_command(path)
+            return cls.of_flags(find_command_line(flags, program), flags, where, path, fill)
         fleetx.require_checkout(path)
         text = read_yaml_text(path)
         own, places = read_yaml(path, text=text)
@@ -172,54 +151,64 @@ class ConfigFile:
             dialect=dialect,
             tree=tree,
             sources=sources,
-            has_parts=_has_parts(own),
+            has_parts=not PARTS.isdisjoint(own)
+            or (isinstance(own.get("context"), Mapping) and "device_target" in own["context"]),
         )
+
+    @classmethod
+    def of_flags(
+        cls, system: str, words: Sequence[str], where: str, path: Path = Path(), fill: Fill | None = None
+    ) -> ConfigFile:
+        """Read the command line of another system: ``system`` is a key of COMMAND_LINES. Raises ConfigError."""
+        dialect = COMMAND_LINES[system]
+        tree, sources, replaced = read_flags(words, where, dialect.table)
+        own = [key for key in tree if has_rule(key, dialect.table)]
+        for other in COMMAND_LINES.values():
+            alien = [key for key in tree if key not in own and has_rule(key, other.table)]
+            if alien:
+                raise ConfigError(
+                    f"{sources[alien[0],]} is {other.system}'s, and"
+                    f" {'other flags are' if own else 'the flags here are'} {dialect.system}'s; keep one system's flags"
+                )
+        return cls(path=path, fill=fill, where=where, dialect=dialect, tree=tree, sources=sources, replaced=replaced)
 
     def open(self, overrides: Sequence[str] = ()) -> Opened:
         """Return the configuration with words ``section.key=value``, whose keys are ours or of the
         file's system. Raises ConfigError.
         """
-        if self.flags is not None:
-            system = find_command_line(self.flags, self.program)
-            return open_flags(system, self.flags, overrides, self.where, self.fill)
-        tree, sources = copy.deepcopy(dict(self.tree)), dict(self.sources)
-        if self.dialect is None:
-            return self._open_own(tree, sources, overrides)
+        tree, sources, dialect = copy.deepcopy(dict(self.tree)), dict(self.sources), self.dialect
+        if dialect is None:
+            apply_overrides(tree, sources, overrides)
+            ours = Translation(tree, sources)
+            if self.has_parts:  # some of their keys have no effect in this run
+                ours.origins = {".".join(map(str, key)): ".".join(map(str, key)) for key in sources}
+                mindformers.settle(ours, whole=False)
+            return Opened(build_config(ours.tree, ours.sources, self.fill), ours, origin=self.where)
         own = []
         for word in overrides:
-            if _is_theirs(self.dialect, word):
-                _override(tree, sources, word, self.dialect.table)
-            else:
+            dotted = word.partition("=")[0]
+            # a key of both systems means the same in each
+            if dialect.programs or dotted in schema_keys() or dotted.partition(".")[0] not in _sections(dialect):
                 own.append(word)
-        return _finish(self.dialect, self.where, tree, sources, own, self.fill)
-
-    def _open_own(self, tree: dict[str, Any], sources: Sources, overrides: Sequence[str]) -> Opened:
-        """Remove keys of MindFormers' sections that have no effect in this run."""
-        apply_overrides(tree, sources, overrides)
-        ours = Translation(tree, sources)
-        if self.has_parts:
-            ours.origins = {".".join(map(str, key)): ".".join(map(str, key)) for key in sources}
-            mindformers.settle(ours, whole=False)
+            else:
+                _override(tree, sources, word, dialect.table)
+        ours = dialect.translate(tree, sources)
+        rate = "model.attention_dropout"
+        if ours.get(rate) == ours.get("model.dropout") and not ours.origins.get(rate):
+            ours.drop(rate, "")  # their default: model.dropout=0 of a command line is for all parts
+        apply_overrides(ours.tree, ours.sources, own)
+        dialect.settle(ours)
+        for key, value in schema_defaults().items():  # what no key of theirs set, and ours are anyway
+            if ours.origins.get(key) == "" and ours.get(key) == value:
+                ours.drop(key, "")
         config = build_config(ours.tree, ours.sources, self.fill)
-        return Opened(config, ours, origin=self.where, parts_of=mindformers.DIALECT.system)
+        ours.without_effect |= self.replaced
+        return Opened(config, ours, dialect.system, self.where)
 
 
 def open_config(path: str | Path, overrides: Sequence[str] = ()) -> Opened:
     """Read a configuration, whose model has sizes, and apply overrides. Raises ConfigError."""
     return ConfigFile.read(Path(path)).open(overrides)
-
-
-def _has_parts(tree: Mapping[str, Any]) -> bool:
-    """Tell whether a file of ours has sections of MindFormers'."""
-    context = tree.get("context")
-    return not PARTS.isdisjoint(tree) or (isinstance(context, Mapping) and "device_target" in context)
-
-
-def _is_theirs(dialect: Dialect, word: str) -> bool:
-    """Tell whether an override has a key of a dialect. A key of both systems means the same in each."""
-    dotted = word.partition("=")[0]
-    section = dotted.partition(".")[0]
-    return dotted not in schema_keys() and section in _sections(dialect)
 
 
 def _sections(dialect: Dialect) -> set[str]:
@@ -236,67 +225,35 @@ def find_command_line(flags: Sequence[str], program: str = "") -> str:
     return max(COMMAND_LINES, key=lambda system: sum(has_rule(name, COMMAND_LINES[system].table) for name in names))
 
 
-def open_flags(
-    system: str,
-    words: Sequence[str],
-    overrides: Sequence[str] = (),
-    where: str = COMMAND_LINE,
-    fill: Fill | None = None,
-) -> Opened:
-    """Read the command line of another system: ``system`` is a key of COMMAND_LINES. Raises ConfigError."""
-    dialect = COMMAND_LINES[system]
-    tree, sources, replaced = read_flags(words, where, dialect.table)
-    own = [key for key in tree if has_rule(key, dialect.table)]
-    for other in COMMAND_LINES.values():
-        alien = [key for key in tree if key not in own and has_rule(key, other.table)]
-        if alien:
-            raise ConfigError(
-                f"{sources[alien[0],]} is {other.system}'s, and"
-                f" {'other flags are' if own else 'the flags here are'} {dialect.system}'s; keep one system's flags"
-            )
-    check_values(tree, sources, dialect.table)
-    opened = _finish(dialect, where, tree, sources, overrides, fill)
-    opened.ours.without_effect.update(replaced)
-    return opened
-
-
-def _finish(
-    dialect: Dialect, origin: str, tree: dict[str, Any], sources: Sources, overrides: Sequence[str], fill: Fill | None
-) -> Opened:
-    ours = dialect.translate(tree, sources)
-    ours.join_dropout()
-    apply_overrides(ours.tree, ours.sources, overrides)
-    dialect.settle(ours)
-    ours.drop_own_defaults()
-    return Opened(build_config(ours.tree, ours.sources, fill), ours, dialect.system, origin)
+def open_flags(system: str, words: Sequence[str], overrides: Sequence[str] = (), where: str = COMMAND_LINE) -> Opened:
+    """Read the command line of another system as ``ConfigFile.of_flags``, and apply overrides."""
+    return ConfigFile.of_flags(system, words, where).open(overrides)
 
 
 def find_dialect(path: Path, tree: Mapping[str, Any], sources: Sources) -> Dialect | None:
     """Return the system whose keys a YAML has, None for ours. Raises ConfigError for keys of several systems."""
-    found = [(dialect, sorted(_marks(tree, dialect))) for dialect in DIALECTS]
-    found = [(dialect, marks) for dialect, marks in found if marks]
+    model, found = tree.get("model"), list[tuple[Dialect, list[str]]]()
+    for each in DIALECTS:
+        marks = each.marks & tree.keys()
+        if each is mindformers.DIALECT and isinstance(model, Mapping) and "model_config" in model:
+            marks |= {"model"}
+        if marks:
+            found.append((each, sorted(marks)))
     if not found:
         return None
     if len(found) > 1:
         places = "; ".join(
-            f"{sources.get((marks[0],), path)}: {marks[0]} is {dialect.system}'s" for dialect, marks in found
+            f"{sources.get((mark,), path)}: {mark} is {dialect.system}'s" for dialect, (mark, *_) in found
         )
         raise ConfigError(f"{path}: mixes the words of several systems: {places}; keep one")
-    dialect, marks = found[0]
+    dialect, (mark, *_) = found[0]
     own = {"base", "train", "precision", "logging"} & tree.keys()
     if own:
         raise ConfigError(
-            f"{sources.get((min(own),), path)}: {min(own)} is ours, and {marks[0]} ({sources.get((marks[0],), path)})"
+            f"{sources.get((min(own),), path)}: {min(own)} is ours, and {mark} ({sources.get((mark,), path)})"
             f" is {dialect.system}'s; keep one system's words in a file, and give the rest on the command line"
         )
     return dialect
-
-
-def _marks(tree: Mapping[str, Any], dialect: Dialect) -> set[str]:
-    marks = set(dialect.marks & tree.keys())
-    if dialect is mindformers.DIALECT and isinstance(model := tree.get("model"), Mapping) and "model_config" in model:
-        marks.add("model")
-    return marks
 
 
 def _override(tree: dict[str, Any], sources: Sources, word: str, table: Table) -> None:

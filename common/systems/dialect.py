@@ -5,13 +5,12 @@ result. A key without a rule is refused.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from common.config.aliases import Sources
-from common.config.hints import schema_defaults
 from common.config.load import flatten, read_value, read_with_bases, read_yaml
 from common.dialects.rules import ByHand, Defaults, Fixed, Ignored, MapTo, Rule, Table, is_number
 from common.errors import ConfigError
@@ -98,11 +97,6 @@ class Translation:
         """Set a key of ours to what their key ``name`` becomes. Raises ConfigError as ``set``."""
         self.set(key, value, theirs.where(name), theirs.named(name))
 
-    def set_left_out(self, key: str, value: Any) -> None:
-        """Set a key of ours that no key of theirs has set. One that does so later replaces it."""
-        if self.get(key) is None:
-            self.set(key, value)
-
     def get(self, key: str, default: Any = None) -> Any:
         at: Any = self.tree
         for name in key.split("."):
@@ -111,14 +105,6 @@ class Translation:
             at = at[name]
         return at
 
-    def join_dropout(self) -> None:
-        """Leave out their default rate of attention where it is that of the other parts:
-        model.dropout=0 of a command line is then for all.
-        """
-        rate, key = self.get("model.attention_dropout"), "model.attention_dropout"
-        if rate == self.get("model.dropout") and not self.origins.get(key):
-            self.tree.get("model", {}).pop("attention_dropout", None)
-
     def settle_end_of_text(self, token: int) -> None:
         """Name the token of data.eod_mask_loss, which is theirs. A smaller vocabulary does not have
         it, unless data.tokenizer says which one it has.
@@ -126,17 +112,15 @@ class Translation:
         size = self.get("model.vocab_size")
         if not self.get("data.eod_mask_loss") or not isinstance(size, int):
             return
-        if size > token:
-            self.set_left_out("data.eod_id", token)
+        if self.get("data.eod_id") is None and size > token:
+            self.set("data.eod_id", token)
         elif self.get("data.eod_id") is None and self.get("data.tokenizer") is None:
             self.drop("data.eod_mask_loss", f"the vocabulary has {size} tokens, and its end of text is {token}")
 
     def drop(self, key: str, why: str) -> None:
         """Remove a key or a section that has no effect. Values of the command line stay."""
-        *sections, name = key.split(".")
-        at: Any = self.tree
-        for section in sections:
-            at = at.get(section) if isinstance(at, dict) else None
+        section, _, name = key.rpartition(".")
+        at = self.get(section) if section else self.tree
         if not isinstance(at, dict) or name not in at or self.sources.get(tuple(key.split("."))) == "command line":
             return
         at.pop(name)
@@ -157,35 +141,28 @@ class Translation:
         theirs.take(key)
         self.note_given(theirs, key, why)
 
-    def drop_own_defaults(self) -> None:
-        """Remove what no key of theirs set and the schema takes anyway."""
-        for key, value in schema_defaults().items():
-            if self.origins.get(key) == "" and self.get(key) == value:
-                self.drop(key, "")
-
 
 class ForeignKeys:
-    """The foreign keys that no rule has read yet."""
+    """The keys of another system, which rules read one by one."""
 
     def __init__(
         self,
         system: str,
         tree: Mapping[str, Any],
         sources: Mapping[tuple[str | int, ...], str],
-        defaults: Defaults | None = None,
+        defaults: Defaults,
     ) -> None:
-        self.system = system
-        self.defaults = defaults or {}
-        self._sources = sources
-        self._left = dict(flatten(tree))
-        self.names = tuple(self._left)
-        self._given = {key for key, value in self._left.items() if value is not None and value != ""}
+        self.system, self.defaults, self._sources = system, defaults, sources
+        self.left = dict(flatten(tree))
+        """Keys that no rule has read yet, and their values."""
+        self.names = tuple(self.left)
+        self._given = {key for key, value in self.left.items() if value is not None and value != ""}
 
     def peek(self, key: str, default: Any = None) -> Any:
         """Return the value of a key. Where it is absent, null or an empty text, it is their
         default, and else ``default``.
         """
-        value = self._left.get(key)
+        value = self.left.get(key)
         return self.defaults.get(key, default) if value is None or value == "" else value
 
     def is_left_out(self, key: str) -> bool:
@@ -198,7 +175,7 @@ class ForeignKeys:
 
     def take(self, key: str, default: Any = None) -> Any:
         value = self.peek(key, default)
-        self._left.pop(key, None)
+        self.left.pop(key, None)
         return value
 
     def take_number(self, key: str, default: float | None = None) -> Any:
@@ -210,18 +187,16 @@ class ForeignKeys:
 
     def take_count(self, key: str, default: int | None = None, least: int = 1) -> Any:
         """Take a whole number, at least ``least``. Raises ConfigError for any other value."""
-        value = self.take(key, default)
+        value = self.peek_count(key, default, least)
+        self.left.pop(key, None)
+        return value
+
+    def peek_count(self, key: str, default: int | None = None, least: int = 1) -> Any:
+        """Return the value of ``take_count`` without taking it."""
+        value = self.peek(key, default)
         if value is not None and (type(value) is not int or value < least):
             self.refuse(key, value, f"expected a whole number above {least - 1}")
         return value
-
-    def peek_count(self, key: str, default: int | None = None) -> Any:
-        """Return the value of ``take_count`` without taking it."""
-        value = self._left.get(key)
-        found = self.take_count(key, default)
-        if key in self.names:
-            self._left[key] = value
-        return found
 
     def where(self, key: str) -> str:
         """Return ``file:line`` of a key, or of its section."""
@@ -233,11 +208,8 @@ class ForeignKeys:
     def refuse(self, key: str, value: Any, instead: str) -> NoReturn:
         raise ConfigError(f"{self.where(key)}: {key}={repr(value)[:80]}: {instead}")
 
-    def left(self) -> tuple[str, ...]:
-        return tuple(self._left)
-
-    def under(self, prefix: str) -> Iterator[str]:
-        return (key for key in self.left() if key.startswith(prefix))
+    def under(self, prefix: str) -> list[str]:
+        return [key for key in self.left if key.startswith(prefix)]
 
 
 def apply(table: Table, theirs: ForeignKeys, ours: Translation) -> None:
@@ -247,12 +219,13 @@ def apply(table: Table, theirs: ForeignKeys, ours: Translation) -> None:
     for pattern, rule in table.items():
         if isinstance(rule, ByHand):
             continue
-        if isinstance(rule, MapTo) and pattern in theirs.defaults and theirs.is_left_out(pattern):
-            ours.set_left_out(rule.key, rule.change(theirs.defaults[pattern]))
+        is_default = pattern in theirs.defaults and theirs.is_left_out(pattern)
+        if is_default and isinstance(rule, MapTo) and ours.get(rule.key) is None:
+            ours.set(rule.key, rule.change(theirs.defaults[pattern]))
         if pattern.endswith("*"):
             keys = [key for key in theirs.under(pattern[:-1]) if not _has_own_rule(key, table)]
         else:
-            keys = [pattern] if pattern in theirs.left() else []
+            keys = [pattern] if pattern in theirs.left else []
         for key in keys:
             value = theirs.take(key)
             if value is not None:
@@ -286,20 +259,16 @@ def _obey(rule: Rule, key: str, value: Any, theirs: ForeignKeys, ours: Translati
                 theirs.refuse(key, value, instead)
 
 
-def require_all_taken(theirs: ForeignKeys, known: Iterable[str]) -> None:
+def require_all_taken(theirs: ForeignKeys, table: Table) -> None:
     """Require a rule for every key. Raises ConfigError that names the nearest key with one."""
-    left = theirs.left()
-    if not left:
-        return
     lines = []
-    names = tuple(known)
-    for key in left[:10]:
-        if any(name.startswith(f"{key}.") for name in names):
+    for key in [*theirs.left][:10]:
+        if any(name.startswith(f"{key}.") for name in table):
             found = kind_of(theirs.peek(key))
             lines.append(f"{theirs.where(key)}: {key}: expected keys and values, found {found}")
             continue
         near = difflib.get_close_matches(
-            key, [name for name in names if not (name.endswith("*") or key.startswith(f"{name}."))], n=1, cutoff=0.75
+            key, [name for name in table if not (name.endswith("*") or key.startswith(f"{name}."))], n=1, cutoff=0.75
         )
         hint = (
             f"did you mean {near[0]}?"
@@ -307,7 +276,8 @@ def require_all_taken(theirs: ForeignKeys, known: Iterable[str]) -> None:
             else f"it is not known of {theirs.system}; take it out, or say the same in our words"
         )
         lines.append(f"{theirs.where(key)}: {key}: unknown key; {hint}")
-    raise ConfigError("\n".join(lines))
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,8 +304,6 @@ class Dialect:
     """Keys at the top of a file by which it is recognized. No other system has them."""
     programs: tuple[str, ...] = ()
     """Programs that take its flags."""
-    other_programs: Mapping[str, str] = field(default_factory=dict)
-    """Programs of the system that take other flags, and what to do instead."""
 
     def translate(self, tree: Mapping[str, Any], sources: Sources) -> Translation:
         """Return our configuration of its keys, from their values and places. Raises ConfigError

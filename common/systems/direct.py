@@ -21,7 +21,7 @@ from common.errors import CheckpointError, UserError
 from common.files import reading
 from common.systems import own_folder
 from common.systems.table import FORMATS, detect
-from common.systems.weights import Weight, Weights, to_type
+from common.systems.weights import Weight, Weights
 from common.tokenizer.folder import Folder
 from common.weights.names import EMBEDDING, check_tensors
 from common.weights.pieces import TensorSlice
@@ -54,21 +54,16 @@ def open_foreign(
     MODEL_FILE, and OPTIMIZER_FILE unless it holds only weights. ``left_out``: data that was not
     read, and why. model: the config's, used where the files do not record theirs.
     """
-    system = FORMATS[format]
+    system: Any = FORMATS[format]
     with ExitStack() as stack:
-        opened = system.open_to_compute or system.open
-        assert opened is not None
         with reading(path, CheckpointError):
-            weights = stack.enter_context(system.open_as(path, model) if system.open_as else opened(path))
-            weights = _without_padding(weights, model)
+            opened = system.open(path, model) if system.takes_model else system.open(path)
+            weights = _without_padding(stack.enter_context(opened), model)
         files = {MODEL_FILE: ForeignTensors(path, weights.tensors)}
         if weights.run is not None:
             files[OPTIMIZER_FILE] = ForeignTensors(path, weights.moments)
-        manifest = own_folder.manifest_of(weights) | {
-            "files": {name: {} for name in files},
-            "left_out": dict(weights.ignored),
-        }
-        yield manifest, files
+        listed = {"files": {name: {} for name in files}, "left_out": dict(weights.ignored)}
+        yield own_folder.manifest_of(weights) | listed, files
 
 
 _MAX_RANKS = 8
@@ -92,8 +87,7 @@ def _without_padding(weights: Weights, model: ResolvedModel) -> Weights:
         )
 
     def first_rows(weight: Weight) -> Weight:
-        shape = (size, *weight.shape[1:])
-        return replace(weight, shape=shape, load=lambda: weight.load()[:size])
+        return replace(weight, shape=(size, *weight.shape[1:]), load=lambda: weight.load()[:size])
 
     def cut(tensors: Mapping[str, Weight]) -> dict[str, Weight]:
         return {name: first_rows(each) if name.startswith(EMBEDDING) else each for name, each in tensors.items()}
@@ -119,14 +113,11 @@ class ForeignTensors:
 
     def require(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Require exactly these tensors with these shapes. Raises CheckpointError."""
-        found = {name: weight.shape for name, weight in self.weights.items()}
-        check_tensors(self.path, found, expected)
+        check_tensors(self.path, {name: weight.shape for name, weight in self.weights.items()}, expected)
 
     def read(self, name: str, piece: TensorSlice) -> NDArray[np.float32]:
         """Return a copy of a rectangle of a tensor. Elements beyond its rows are 0."""
-        weight = self.weights[name]
-        spans = [piece.rows, *([piece.columns] if piece.columns else [])]
-        part = weight.load()[tuple(slice(*span) for span in spans)]
+        part = self.weights[name].cut(piece, "float32")
         values = np.zeros(piece.shape, np.float32)
-        values[: len(part)] = to_type(part, weight.dtype, "float32")
+        values[: len(part)] = part
         return values

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from common.dialects.megatron import OTHER_PROGRAMS
 from common.dialects.rules import ByHand, Fixed, MapTo, Rule, Switch, Table
 from common.errors import ConfigError
-from common.files import open_input, reading
+from common.structured_files import read_text
 from common.systems.dialect import read_word
 from common.systems.shell_script import Command, Word, read_script
 
-MAX_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 """Largest file of flags."""
-
 COMMAND_LINE = "command line"
 _WRITTEN = "# flags of the command line of "
 """First words of a file of a command line's flags, before the program."""
@@ -27,27 +27,32 @@ def read_flags(
     """Return the value and the place of each flag, and a remark on each that a later one replaces. A flag without a
     value is true; several values become a list. As in argparse, the last of two equal flags counts.
 
-    where: the file, or "command line". Raises ConfigError for a word without a flag.
+    where: the file, or "command line". Raises ConfigError for a word without a flag, a flag without its value, and a
+    switch with one.
     """
     tree: dict[str, Any] = {}
     sources: dict[tuple[str | int, ...], str] = {}
     replaced: dict[str, str] = {}
-    number = 0
-    while number < len(words):
-        word = words[number]
-        if not _is_flag(word):
+    given: list[tuple[str, list[str]]] = []
+    for word in words:
+        if _is_flag(word):
+            given.append((word, []))
+        elif given and "=" not in given[-1][0]:
+            given[-1][1].append(str(word))
+        else:
             raise ConfigError(f"{_place(where, word)}: {word!r} stands where a flag is expected; flags begin with --")
+    for word, values in given:
         name, equals, text = word.lstrip("-").partition("=")
-        number += 1
-        values = [text] if equals else []
-        while not equals and number < len(words) and not _is_flag(words[number]):
-            values.append(str(words[number]))
-            number += 1
+        values = [text] if equals else values
         key = name.replace("-", "_")
         place = f"{_place(where, word)}: --{name}"
         rule = table.get(key)
-        is_text = values and isinstance(rule, ByHand) and rule.text
-        value = " ".join(values) if is_text else _value(values, rule, place)
+        if values and isinstance(rule, ByHand) and rule.text:
+            value: Any = " ".join(values)
+        else:
+            scalars = [read_word(each, rule, place) for each in values]
+            value = scalars[0] if len(scalars) == 1 else scalars or True
+        _check_value(value, rule, place)
         if key in tree and tree[key] != value:
             replaced[f"--{name} {tree[key]}"] = f"{place} {value} is given later and counts"
         tree[key] = value
@@ -55,23 +60,20 @@ def read_flags(
     return tree, sources, replaced
 
 
-def check_values(tree: Mapping[str, Any], sources: Mapping[tuple[str | int, ...], str], table: Table) -> None:
-    """Check that flags have their values and switches have none. Raises ConfigError."""
-    for key, value in tree.items():
-        rule = table.get(key)
-        match rule:
-            case MapTo(change=change):
-                takes = not isinstance(change, Switch)
-            case ByHand(switch=switch):
-                takes = not switch
-            case Fixed(values=values):
-                takes = bool(values) and True not in values
-            case _:
-                continue
-        if value is True and takes:
-            raise ConfigError(f"{sources[key,]}: needs a value; give one, or leave the flag out")
-        if value is not True and isinstance(rule, ByHand) and not takes:
-            raise ConfigError(f"{sources[key,]}: takes no value, found {value!r}; leave the value out, or the flag")
+def _check_value(value: Any, rule: Rule | None, place: str) -> None:
+    match rule:
+        case MapTo(change=change):
+            takes = not isinstance(change, Switch)
+        case ByHand(switch=switch):
+            takes = not switch
+        case Fixed(values=values):
+            takes = bool(values) and True not in values
+        case _:
+            return
+    if value is True and takes:
+        raise ConfigError(f"{place}: needs a value; give one, or leave the flag out")
+    if value is not True and isinstance(rule, ByHand) and not takes:
+        raise ConfigError(f"{place}: takes no value, found {value!r}; leave the value out, or the flag")
 
 
 def _place(where: str, word: str) -> str:
@@ -83,28 +85,22 @@ def write_flag_file(file: IO[str], program: str, words: Sequence[str]) -> None:
     file.write(f"{_WRITTEN}{program}\n{shlex.join(words)}\n")
 
 
-def read_command(path: Path, others: Mapping[str, str] | None = None) -> tuple[str, str, list[str]]:
+def read_command(path: Path) -> tuple[str, str, list[str]]:
     """Return where the flags of a file come from, the program that it starts, empty where it does
     not say, and the words of its flags. The file is a script, or has one or several flags a line.
 
-    others: names of programs that are refused, and why. Raises ConfigError for those, for a file
-    that cannot be read, and for values that only a shell knows.
+    Raises ConfigError for a program that takes other flags, for a file that cannot be read, and for values that only a
+    shell knows.
     """
-    with open_input(path, ConfigError) as file, reading(path, ConfigError):
-        raw = file.read(MAX_BYTES + 1)
-    if len(raw) > MAX_BYTES:
-        raise ConfigError(f"{path}: is larger than {MAX_BYTES} bytes; give a file of flags")
+    text = read_text(path, limit=_MAX_BYTES)
     try:
-        text = raw.decode("utf-8-sig")
         if text.startswith(_WRITTEN):
             program, _, flags = text.removeprefix(_WRITTEN).partition("\n")
             return COMMAND_LINE, program, shlex.split(flags)
         program, words = _find_flags(_all_commands(read_script(text)), path)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: {error}; write the file in UTF-8") from None
     except ValueError as error:
         raise ConfigError(f"{path}:{error}; is this a list of flags?") from None
-    for name, why in (others or {}).items():
+    for name, why in OTHER_PROGRAMS.items():
         if f"/{program}".endswith(f"/{name}"):
             raise ConfigError(f"{path}: {name} is another program: {why}")
     for word in words:
@@ -120,15 +116,12 @@ def _all_commands(commands: Iterable[Command]) -> Iterator[Command]:
     """Yield commands, with those of ``sh -c "..."`` in its place."""
     for command in commands:
         words = command.words
-        script = next(
-            (word for shell, option, word in zip(words, words[1:], words[2:], strict=False)
-             if Path(shell).name in ("sh", "bash") and option == "-c"),
-            None,
-        )  # fmt: skip
-        if script is None:
-            yield command
+        for shell, option, script in zip(words, words[1:], words[2:], strict=False):
+            if Path(shell).name in ("sh", "bash") and option == "-c":
+                yield from _all_commands(read_script(script, script.line))
+                break
         else:
-            yield from _all_commands(read_script(script, script.line))
+            yield command
 
 
 def _find_flags(commands: Iterable[Command], path: Path) -> tuple[str, list[Word]]:
@@ -172,10 +165,3 @@ def _is_flag(word: str) -> bool:
     return word.startswith("--") or (
         word.startswith("-") and len(word) > 1 and not word[1].isdigit() and word[1] != "."
     )
-
-
-def _value(values: list[str], rule: Rule | None, where: str) -> Any:
-    if not values:
-        return True
-    scalars = [read_word(value, rule, where) for value in values]
-    return scalars[0] if len(scalars) == 1 else scalars

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common.errors import TokenizerError
 from common.log import LOG
@@ -41,10 +40,6 @@ NAME_MAP = name_map(
 """llama.cpp's names. Weights are (out, in). Without a head, the embedding serves as one."""
 _TYPES = {"float32": "F32", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
 """The type of matrices by dtype. Norms, biases and positions are float32 in all files."""
-_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7}
-"""LLAMA_FTYPE in llama.h."""
-_BLOCK = 32
-"""Weights that share a scale in Q8_0 and Q4_0."""
 
 
 def write_gguf(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
@@ -59,7 +54,7 @@ def write_gguf(folder: Path, weights: Weights, dtype: str | None) -> dict[str, i
 
     model, kind = weights.model, _TYPES[dtype or "float32"]
     if kind.startswith("Q"):
-        require_blocks(model, str(dtype), _BLOCK)
+        require_blocks(model, str(dtype), gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0])
     writer = gguf.GGUFWriter(folder / FILE, "gpt2")
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name("gpt2")
@@ -70,7 +65,7 @@ def write_gguf(folder: Path, weights: Weights, dtype: str | None) -> dict[str, i
     writer.add_head_count(model.num_heads)
     writer.add_layer_norm_eps(model.layer_norm_epsilon)
     writer.add_vocab_size(model.vocab_size)
-    writer.add_file_type(_FILE_TYPES[kind])
+    writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if kind == 'F32' else 'MOSTLY'}_{kind}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_tokenizer(writer, folder, model.vocab_size)
     tensors = export_names(NAME_MAP, weights.tensors, model, "float32")
@@ -86,18 +81,12 @@ def write_gguf(folder: Path, weights: Weights, dtype: str | None) -> dict[str, i
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, array in zip(tensors, arrays_of(tensors), strict=True):
-            writer.write_tensor_data(_stored(array, types[name]))
+            writer.write_tensor_data(gguf.quants.quantize(contiguous(array), types[name]).view(_Written))
     finally:
         writer.close()
     with (folder / FILE).open("rb") as file:
         os.fsync(file.fileno())  # before the folder is renamed to its final name
     return {FILE: file_checksum(folder / FILE)}
-
-
-def _stored(array: NDArray[Any], kind: Any) -> NDArray[Any]:
-    import gguf
-
-    return gguf.quants.quantize(contiguous(array), kind).view(_Written)
 
 
 class _Written(np.ndarray[Any, Any]):
@@ -143,9 +132,7 @@ def _add_tokenizer(writer: Any, folder: Path, rows: int) -> None:
     writer.add_token_merges([f"{left} {right}" for left, right in vocabulary.merges])
     writer.add_bos_token_id(end if marks.bos_id is None else marks.bos_id)
     ends = [each for each in marks.ends if each < rows] or [end]
-    stops = (
-        writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id,
-    )  # fmt: skip
+    stops = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
     for number, add in zip(ends, stops, strict=False):
         add(number)
     writer.add_pad_token_id(marks.pad_id if marks.pad_id in range(rows) else end)

@@ -75,8 +75,8 @@ def _train(theirs: ForeignKeys, ours: Translation) -> None:
     level = str(theirs.take("fp16_opt_level"))
     if theirs.take("fp16"):
         # training fails with Apex's O3, which keeps no float32 weights; ours keeps them
-        word = "pure_fp16" if level == "O3" else level
-        ours.set("precision", word, theirs.where("fp16_opt_level"), "fp16_opt_level")
+        level = "pure_fp16" if level == "O3" else level
+        ours.set("precision", level, theirs.where("fp16_opt_level"), "fp16_opt_level")
     else:
         ours.note_given(theirs, "fp16_opt_level", "--fp16 is not given")
     # theirs counts micro batches
@@ -84,9 +84,8 @@ def _train(theirs: ForeignKeys, ours: Translation) -> None:
     ours.set("logging.interval", lines, theirs.where("log_step"), "log_step")
     _take_data(theirs, ours, "data.train")
     stride, window = theirs.take("stride"), ours.get("model.seq_length")
-    if isinstance(stride, int) and isinstance(window, int) and stride > window:
-        # the original leaves the tokens between windows out, in every epoch
-        stride = window
+    if isinstance(stride, int) and isinstance(window, int):
+        stride = min(stride, window)  # the original leaves the tokens between windows out, in every epoch
     ours.set("data.stride", stride, theirs.where("stride"), "stride")
 
 
@@ -136,7 +135,26 @@ def _generate(theirs: ForeignKeys, ours: Translation) -> None:
     """
     _take_lengths(theirs, ours)
     _take_tokenizer(theirs, ours)
-    (_take_titles if OF_TITLES.keys() & set(theirs.names) else _take_prefix)(theirs, ours)
+    if not OF_TITLES.keys() & set(theirs.names):
+        start = _START if "n_ctx" in theirs.defaults else ""
+        ours.set("predict.prompt", f"{start}{theirs.take('prefix')}", theirs.where("prefix"), "prefix")
+        ours.set("predict.num_sequences", theirs.take("nsamples"), theirs.where("nsamples"), "nsamples")
+        folder = theirs.take("save_samples_path")
+        if theirs.take("save_samples"):
+            file = str(Path(str(folder)) / "samples.txt")
+            ours.set("predict.output_file", file, theirs.where("save_samples"), "save_samples")
+        else:
+            ours.note_given(theirs, "save_samples_path", "--save_samples is not given")
+        return
+    titles = theirs.take("titles")
+    if file := theirs.take("titles_file"):
+        ours.set("predict.prompt_file", str(file), theirs.where("titles_file"), "titles_file")
+        ours.note_given(theirs, "titles", "--titles_file has the titles")
+    else:
+        ours.set("predict.prompt", str(titles).split(), theirs.where("titles"), "titles")
+    count, folder = theirs.take("articles_per_title"), str(Path(str(theirs.take("save_path"))))
+    ours.set("predict.num_sequences", count, theirs.where("articles_per_title"), "articles_per_title")
+    ours.set("predict.output_folder", folder, theirs.where("save_path"), "save_path")
 
 
 def _take_lengths(theirs: ForeignKeys, ours: Translation) -> None:
@@ -159,44 +177,19 @@ def _take_lengths(theirs: ForeignKeys, ours: Translation) -> None:
     ours.set("predict.max_new_tokens", length, theirs.where("length"), "length")
 
 
-def _take_prefix(theirs: ForeignKeys, ours: Translation) -> None:
-    start = _START if "n_ctx" in theirs.defaults else ""
-    ours.set("predict.prompt", f"{start}{theirs.take('prefix')}", theirs.where("prefix"), "prefix")
-    ours.set("predict.num_sequences", theirs.take("nsamples"), theirs.where("nsamples"), "nsamples")
-    folder = theirs.take("save_samples_path")
-    if theirs.take("save_samples"):
-        file = str(Path(str(folder)) / "samples.txt")
-        ours.set("predict.output_file", file, theirs.where("save_samples"), "save_samples")
-    else:
-        ours.note_given(theirs, "save_samples_path", "--save_samples is not given")
-
-
-def _take_titles(theirs: ForeignKeys, ours: Translation) -> None:
-    titles, file = theirs.take("titles"), theirs.take("titles_file")
-    if file:
-        ours.set("predict.prompt_file", str(file), theirs.where("titles_file"), "titles_file")
-        ours.note_given(theirs, "titles", "--titles_file has the titles")
-    else:
-        ours.set("predict.prompt", str(titles).split(), theirs.where("titles"), "titles")
-    for flag, key in (("articles_per_title", "predict.num_sequences"), ("save_path", "predict.output_folder")):
-        value = theirs.take(flag)
-        ours.set(key, value if flag != "save_path" else str(Path(value)), theirs.where(flag), flag)
-
-
 def _take_model(path: Path, where: str, ours: Translation) -> None:
     """Take the model from model_config.json, or from the config.json beside weights.
 
     where: the place that names the file, which may be one of GPT2-Chinese's own. Raises ConfigError
     for a missing file or size.
     """
-    if not path.is_file() and not path.is_absolute():
-        path = next(filter(Path.is_file, (path, _OWN / path)), path)
-    if not path.is_file():
+    file = next(filter(Path.is_file, (path, _OWN / path)), None)
+    if file is None:
         raise ConfigError(
             f"{where}: {path}: no such file{looked_in(path)}; expected GPT2-Chinese's"
             " model_config.json, with n_ctx, n_embd, n_head, n_layer and vocab_size"
         )
-    _take_sizes(read_json_mapping(path), str(path), ours)
+    _take_sizes(read_json_mapping(file), str(file), ours)
 
 
 def _take_sizes(fields: Mapping[str, Any], path: str, ours: Translation) -> None:
@@ -218,24 +211,21 @@ def _take_sizes(fields: Mapping[str, Any], path: str, ours: Translation) -> None
 
 def _take_tokenizer(theirs: ForeignKeys, ours: Translation) -> None:
     """Take the kind and the files of the tokenizer, by --segment and --bpe_token."""
-    path, segment = theirs.take("tokenizer_path"), theirs.take("segment")
-    encoder, merges = theirs.take("encoder_json"), theirs.take("vocab_bpe")
-    if theirs.take("bpe_token"):
-        is_model = str(encoder).endswith(".model")
-        kind = "SentencePieceTokenizer" if is_model else "GPT2BPETokenizer"
-        ours.set("data.tokenizer.type", kind, theirs.where("bpe_token"), "bpe_token")
-        files = {"vocab_file": ("encoder_json", encoder)}
-        files |= {} if is_model else {"merge_file": ("vocab_bpe", merges)}
-        for flag in ("tokenizer_path", "segment"):
-            ours.note_given(theirs, flag, "--bpe_token takes --encoder_json")
+    of_words, of_bpe = ("tokenizer_path", "segment"), ("encoder_json", "vocab_bpe")
+    given = {flag: theirs.take(flag) for flag in (*of_words, *of_bpe, "bpe_token")}
+    if given["bpe_token"]:
+        is_model = str(given["encoder_json"]).endswith(".model")
+        kind, switch = "SentencePieceTokenizer" if is_model else "GPT2BPETokenizer", "bpe_token"
+        files = {"vocab_file": "encoder_json"} | ({} if is_model else {"merge_file": "vocab_bpe"})
+        unused, why = of_words, "--bpe_token takes --encoder_json"
     else:
-        kind = "BertWordLevel" if segment else "BertWordPieceLowerCase"
-        ours.set("data.tokenizer.type", kind, theirs.where("segment"), "segment" * bool(segment))
-        files = {"vocab_file": ("tokenizer_path", path)}
-        for flag in ("encoder_json", "vocab_bpe"):
-            ours.note_given(theirs, flag, "it is for --bpe_token")
-    for key, (flag, file) in files.items():
-        ours.set(f"data.tokenizer.{key}", str(file), theirs.where(flag), flag)
+        kind, switch = "BertWordLevel" if given["segment"] else "BertWordPieceLowerCase", "segment"
+        files, unused, why = {"vocab_file": "tokenizer_path"}, of_bpe, "it is for --bpe_token"
+    ours.set("data.tokenizer.type", kind, theirs.where(switch), switch if given[switch] else "")
+    for key, flag in files.items():
+        ours.set(f"data.tokenizer.{key}", str(given[flag]), theirs.where(flag), flag)
+    for flag in unused:
+        ours.note_given(theirs, flag, why)
 
 
 TRAINING = Dialect(

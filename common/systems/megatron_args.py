@@ -8,14 +8,14 @@ model.yaml beside the checkpoint, which ours have.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common.config.resolved import ResolvedModel
 from common.errors import ConfigError
-from common.systems.name_map import Fusion, NameMap, Ranks, join_ranks, name_map, read_joined
+from common.systems.name_map import Fusion, NameMap, Ranks, join_ranks, name_map
 from common.systems.run_state import MODEL_YAML, checked_run, read_model_yaml, require_moments, require_one_run
 from common.systems.weights import Weight, Weights, checked_model, import_names, weights_from
 from common.tensor_files.arrays import TensorFile
@@ -100,24 +100,20 @@ def weights_of_ranks(
     """
     table = name_map.table
     rows = sum(rank[table].shape[0] for rank in ranks if table in rank and rank[table].shape)
-    folders = (folder, folder.parent)
-    model, run, more = model_of_args(first.path, args_of(first), rows, len(ranks), folders)
-    of_names = {row.theirs: row for row in name_map.rows(model.num_layers)}
-
-    def named(parts: Ranks, suffix: str = "") -> dict[str, Weight]:
-        joined = join_ranks(folder, parts, of_names)
-        return import_names(folder, name_map, joined, model, suffix=suffix, read=read_joined)
-
+    model, run, of_args = model_of_args(first, folder, rows, len(ranks))
+    layers = model.num_layers
     weights = weights_from(
-        folder, name_map, join_ranks(folder, ranks, of_names), model,
-        format=format, path=path, ignored={**notes, **more}, read=read_joined,
+        folder, name_map, join_ranks(folder, ranks, name_map, layers), model,
+        format=format, path=path, ignored={**notes, **of_args},
     )  # fmt: skip
     if masters:
-        weights = replace(weights, tensors=named(masters))
+        joined = join_ranks(folder, masters, name_map, layers)
+        weights = replace(weights, tensors=import_names(folder, name_map, joined, model))
     state: dict[str, Weight] = {}
     for part, parts in moments.items():
-        state |= named(parts, f".{part}")
-    more = {}
+        joined = join_ranks(folder, parts, name_map, layers)
+        state |= import_names(folder, name_map, joined, model, suffix=f".{part}")
+    more: dict[str, str] = {}
     if run is not None:
         require_one_run(first.path, counter, step, run["state"]["step"])
     elif state:
@@ -129,20 +125,22 @@ def weights_of_ranks(
             ) from None
         run = checked_run(first.path, run)
     else:
-        stood = {counter: "where training stood, without the state of the optimizer"}
-        more = {**without_run, **(stood if step else {})}
+        more |= without_run
+        if step:
+            more[counter] = "where training stood, without the state of the optimizer"
     state = {} if run is None else require_moments(folder, state, run, model)
     return replace(weights, moments=state, run=run, ignored={**weights.ignored, **more})
 
 
 def model_of_args(
-    path: Path, args: Mapping[str, Any], rows: int, tensor: int, folders: Sequence[Path]
+    first: TensorFile, folder: Path, rows: int, tensor: int
 ) -> tuple[ResolvedModel, dict[str, Any] | None, dict[str, str]]:
     """Return the model, where its run stood as a model.yaml tells it, and notes for the user.
 
-    path: of the file with ``args``. rows: of the padded embedding. tensor: tensor ranks. folders:
-    where a model.yaml may be. Raises ConfigError.
+    first: the file with the args. folder: the one that may hold a model.yaml, or its parent. rows: of the padded
+    embedding. tensor: tensor ranks. Raises ConfigError.
     """
+    path, args = first.path, args_of(first)
     for name, usual in _FIXED.items():
         if args.get(name) not in (None, *usual):
             raise ConfigError(
@@ -154,8 +152,7 @@ def model_of_args(
         notes["args.bias_gelu_fusion=False"] = (
             "the exact gelu, which it was trained with: GPT-2's is the tanh formula, up to 5e-4 away"
         )
-    file = next((file for folder in folders if (file := folder / MODEL_YAML).is_file()), None)
-    if file is not None:
+    if file := next(filter(Path.is_file, (folder / MODEL_YAML, folder.parent / MODEL_YAML)), None):
         model, run = read_model_yaml(file)
         for ours, theirs in _MODEL.items():
             if args.get(theirs) not in (None, getattr(model, ours)):
@@ -167,7 +164,7 @@ def model_of_args(
     if missing:
         raise ConfigError(
             f"{path}: its args lack {', '.join(missing)}; put the section model of the config"
-            f" beside {folders[0].name} as {MODEL_YAML}"
+            f" beside {folder.name} as {MODEL_YAML}"
         )
     section = {ours: args[theirs] for ours, theirs in (_MODEL | _REST).items() if args.get(theirs) is not None}
     # newer versions have the second name
@@ -176,8 +173,19 @@ def model_of_args(
     multiple = section.setdefault("vocab_multiple", 128)
     # another type is refused below
     padding = multiple * tensor if type(multiple) is int else 0
-    section["vocab_size"], note = _vocabulary(args, rows, padding)
-    return (checked_model(path, {"seq_length": section["max_positions"], **section}), None, notes | note)
+    # transformers' converter writes the first; with NullTokenizer the second leaves out the end of
+    # a document, which it puts after all
+    vocabulary = args.get("orig_vocab_size") or args.get("vocab_size")
+    section["vocab_size"] = rows
+    if isinstance(vocabulary, int):
+        section["vocab_size"] = vocabulary + (args.get("tokenizer_type") == "NullTokenizer")
+    elif args.get("tokenizer_type") == "GPT2BPETokenizer" and 0 <= rows - _GPT2_VOCABULARY < padding:
+        section["vocab_size"] = _GPT2_VOCABULARY
+    else:
+        notes["padded_vocab_size"] = (
+            f"the true vocabulary, which args do not tell: all {rows} rows are kept; say it in a {MODEL_YAML}"
+        )
+    return checked_model(path, {"seq_length": section["max_positions"], **section}), None, notes
 
 
 def in_version(path: Path, version: Any, name_map: NameMap) -> NameMap:
@@ -187,21 +195,5 @@ def in_version(path: Path, version: Any, name_map: NameMap) -> NameMap:
             f"{path}: checkpoint_version is {version!r}, of which the order of query,"
             f" key and value is unknown; expected {', '.join(map(str, _ORDERS))}"
         )
-    return name_map.fused(_ORDERS[version])
-
-
-def _vocabulary(args: Mapping[str, Any], rows: int, padding: int) -> tuple[Any, dict[str, str]]:
-    """Return the true vocabulary of an embedding of ``rows`` rows, and a note. Fewer than
-    ``padding`` rows are padding.
-    """
-    # transformers' converter writes the first; with NullTokenizer the second leaves out the end of
-    # a document, which it puts after all
-    vocabulary = args.get("orig_vocab_size") or args.get("vocab_size")
-    if isinstance(vocabulary, int):
-        return vocabulary + (args.get("tokenizer_type") == "NullTokenizer"), {}
-    if args.get("tokenizer_type") == "GPT2BPETokenizer" and 0 <= rows - _GPT2_VOCABULARY < padding:
-        return _GPT2_VOCABULARY, {}
-    return rows, {
-        "padded_vocab_size": f"the true vocabulary, which args do not tell: all {rows} rows are"
-        f" kept; say it in a {MODEL_YAML}"
-    }
+    order = _ORDERS[version]
+    return replace(name_map, layer_rows=tuple(replace(row, fusion=order) for row in name_map.layer_rows))

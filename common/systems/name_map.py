@@ -68,10 +68,8 @@ class NameRow:
         """Return arrays whose bytes, one after the other, are those of ``pack``. They are views of
         the parts where rows of these stay together.
         """
-        if len(parts) == 1 or self.transposed or self.fusion is Fusion.OUTPUTS:
+        if len(parts) == 1 or self.transposed or self.fusion is not Fusion.HEADS:
             return [self.pack(parts, heads)]
-        if self.fusion is Fusion.BLOCKS:
-            return parts
         by_head = [part.reshape(heads, -1, *part.shape[1:]) for part in parts]
         return [part[head] for head in range(heads) for part in by_head]
 
@@ -119,30 +117,25 @@ class NameMap:
     def ignores(self, theirs: str) -> bool:
         return re.fullmatch(self.ignored, theirs) is not None
 
-    def fused(self, fusion: Fusion) -> NameMap:
-        """Return the map with another order of query, key and value."""
-        return replace(self, layer_rows=tuple(replace(row, fusion=fusion) for row in self.layer_rows))
-
 
 def name_map(
     table: Mapping[str, str],
     *,
     transposed: Collection[str] = (),
     fusion: Fusion = Fusion.BLOCKS,
-    head: str | None = None,
-    ignored: str = r"(?!)",
+    **more: str,
 ) -> NameMap:
     """Return the map of ``table``: our module or tensor -> theirs, in the order of their modules.
 
     Ours are ``wte.weight``, ``wpe.weight``, ``ln_f``, and in a block ``ln_1``, ``attn.c_proj`` and so on.
     ``attn.qkv_proj`` is query, key and value in one tensor. A module has a weight and a bias. Other names of these two
-    stand at its end: ``gamma|beta``. transposed: modules whose weight is (in, out).
+    stand at its end: ``gamma|beta``. transposed: modules whose weight is (in, out). more: head and ignored of the map.
     """
     rows = [row for ours, theirs in table.items() for row in _rows_of(ours, theirs, ours in transposed, fusion)]
     global_rows, layer_rows = (
         tuple(row for row in rows if ("{layer}" in row.ours[0]) is in_block) for in_block in (False, True)
     )
-    return NameMap(global_rows=global_rows, layer_rows=layer_rows, head=head, ignored=ignored)
+    return NameMap(global_rows=global_rows, layer_rows=layer_rows, **more)
 
 
 def _rows_of(ours: str, theirs: str, transposed: bool, fusion: Fusion) -> Iterator[NameRow]:
@@ -230,12 +223,9 @@ def require_same(told: Mapping[Path, Mapping[str, Any]], called: Callable[[Path]
                 )
 
 
-def join_ranks(where: Path, ranks: Ranks, rows: Mapping[str, NameRow]) -> dict[str, Joined]:
-    """Join each tensor of a model. rows: by the format's names.
-
-    Raises CheckpointError where ranks do not fit together.
-    """
-    joined = {}
+def join_ranks(where: Path, ranks: Ranks, name_map: NameMap, layers: int) -> dict[str, Joined]:
+    """Join each tensor of a model of ``layers`` blocks. Raises CheckpointError where ranks do not fit together."""
+    joined, rows = {}, {row.theirs: row for row in name_map.rows(layers)}
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         parts = [rank[name] for rank in ranks if name in rank]
         if len(parts) < len(ranks):
@@ -267,11 +257,12 @@ def _join(where: Path, name: str, parts: Sequence[FileTensor], row: NameRow | No
     return Joined(dtype=first.dtype, shape=shape, parts=tuple(parts), dim=dim)
 
 
-def read_joined(tensor: Joined, row: NameRow, part: int, heads: int) -> NDArray[Any]:
-    """Return one of the parameters in a tensor, of which each rank holds its own heads. It is a
+def read_part(tensor: Any, row: NameRow, part: int, heads: int) -> NDArray[Any]:
+    """Return one of the parameters in a tensor of a file, or of ranks that hold their own heads each. It is a
     view of the file where that is possible.
     """
-    arrays = [row.part(shard.read(), heads // len(tensor.parts), part) for shard in tensor.parts]
+    shards = tensor.parts if isinstance(tensor, Joined) else (tensor,)
+    arrays = [row.part(shard.read(), heads // len(shards), part) for shard in shards]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, tensor.dim)
 
 

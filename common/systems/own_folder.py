@@ -4,14 +4,14 @@ of weights. Both backends share them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.folders import find_checkpoint, require_checkpoint
+from common.checkpoint.folders import require_checkpoint
 from common.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE, EngineState, TrainState, scheme_of
 from common.errors import ConfigError
@@ -22,10 +22,6 @@ from common.systems.weights import Weight, Weights, arrays_of, checked_model
 from common.tensor_files.safetensors_file import stream_safetensors
 from common.weights.names import parameter_of, parameter_shapes
 from common.weights.pieces import ShardedReader, open_stored
-
-
-def detects(path: Path) -> bool:
-    return find_checkpoint(path) is not None
 
 
 @contextmanager
@@ -42,37 +38,28 @@ def open_project(path: Path, *, checksums: bool = True) -> Iterator[Weights]:
         open_stored(checkpoint, OPTIMIZER_FILE, manifest) as optimizer,
     ):
         stored.require(shapes)
-        tensors = {name: _weight(stored, name, shape) for name, shape in shapes.items()}
+        data = manifest["config"].get("data")
+        records = (data.get("tokenizer") if isinstance(data, dict) else None, manifest.get("tokenizer"))
         weights = Weights(
             path=checkpoint,
             format="torch_gpt2",
             model=model,
-            tensors=tensors,
-            tokenizer=_tokenizer_of(manifest),
+            tensors={name: _weight(stored, name, shape) for name, shape in shapes.items()},
+            tokenizer={key: value for each in records if isinstance(each, dict) for key, value in each.items()} or None,
             scheme=scheme_of(checkpoint, manifest),
         )
         if manifest["files"].keys() == {MODEL_FILE}:  # an export, or weights without a run
             yield weights
             return
-        run = checked_run(
-            checkpoint / MANIFEST, {key: value for key, value in manifest.items() if key not in _OF_THE_FOLDER}
-        )
+        of_the_folder = ("format_version", "converted_from", "files")
+        record = {key: value for key, value in manifest.items() if key not in of_the_folder}
+        run = checked_run(checkpoint / MANIFEST, record)
         run["config"] = {key: value for key, value in run["config"].items() if key != "model"}
         of_moments = moment_shapes(model, run["config"]["optimizer"]["name"]) if optimizer else {}
         optimizer.require(of_moments)
         moments = {name: _weight(optimizer, name, shape) for name, shape in of_moments.items()}
         moments = require_moments(checkpoint / OPTIMIZER_FILE, moments, run, model)
         yield replace(weights, moments=moments, run=run)
-
-
-_OF_THE_FOLDER = ("format_version", "converted_from", "files")
-"""Keys of a manifest that describe the folder, not the run."""
-
-
-def _tokenizer_of(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
-    data = manifest["config"].get("data")
-    parts = (data.get("tokenizer") if isinstance(data, dict) else None, manifest.get("tokenizer"))
-    return {key: value for part in parts if isinstance(part, dict) for key, value in part.items()} or None
 
 
 def _weight(stored: ShardedReader, name: str, shape: tuple[int, ...]) -> Weight:
@@ -96,7 +83,13 @@ def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str
         sums = {MODEL_FILE: stream_safetensors(folder / MODEL_FILE, kinds, arrays_of_integers(values, scheme))}
     else:
         files = {MODEL_FILE: weights.tensors} | ({} if weights.run is None else {OPTIMIZER_FILE: weights.moments})
-        sums = {name: _write_tensors(folder / name, tensors) for name, tensors in files.items()}
+        sums = {}
+        for name, tensors in files.items():
+            whole = {
+                key: replace(weight, dtype="float32", load=partial(weight.load_as, "float32"))
+                for key, weight in tensors.items()
+            }
+            sums[name] = stream_safetensors(folder / name, whole, arrays_of(whole))
     manifest = {
         **manifest_of(weights),
         "converted_from": {"format": weights.format, "path": str(weights.path.resolve())},
@@ -116,11 +109,3 @@ def manifest_of(weights: Weights) -> dict[str, Any]:
     }
     run |= weights.run or {}
     return {**run, "config": {**run.get("config", {}), "model": weights.model.model_dump()}}
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Weight]) -> int:
-    whole = {
-        name: replace(weight, dtype="float32", load=partial(weight.load_as, "float32"))
-        for name, weight in tensors.items()
-    }
-    return stream_safetensors(path, whole, arrays_of(whole))

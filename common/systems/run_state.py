@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from common.checkpoint.snapshot import EngineState, TrainState
 from common.config.resolved import ResolvedModel
+from common.config.schema import TrainConfig
 from common.config.values import RULES, RuleName
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
@@ -26,15 +27,10 @@ NO_SCALE = {"mode": "none", "value": 1.0, "finite_steps": 0, "overflows": 0}
 
 
 _COUNT = Annotated[int, Field(ge=0, lt=2**53)]
-_RAMP = (
-    Annotated[list[Annotated[int, Field(gt=0, lt=2**53)]], Field(min_length=3, max_length=3)]
-    | list[Annotated[list[_COUNT], Field(min_length=2, max_length=2)]]
-)
 _TYPES: dict[str, Any] = {
     "state": {
-        "step": _COUNT, "consumed_samples": _COUNT, "sample_hash": str, "skipped_steps": _COUNT,
-        "skipped_in_a_row": _COUNT, "updated_samples": _COUNT,
-        "losses?": list[float], "grad_norms?": list[float],
+        **dict.fromkeys(("step", "consumed_samples", "updated_samples", "skipped_steps", "skipped_in_a_row"), _COUNT),
+        "sample_hash": str, "losses?": list[float], "grad_norms?": list[float],
     },
     "engine": {
         "optimizer_steps": _COUNT,
@@ -44,16 +40,14 @@ _TYPES: dict[str, Any] = {
     },
     "config": {
         "optimizer": {
-            "name": RuleName, "learning_rate?": float,
-            "min_learning_rate?": float | None, "schedule?": str,
-            "warmup_steps?": _COUNT | None, "decay_steps?": _COUNT | None, "weight_decay?": float,
-            "warmup_samples?": _COUNT | None, "decay_samples?": _COUNT | None,
-            "warmup_fraction?": float | None,
-            "beta1?": float, "beta2?": float,
-            "epsilon?": float, "momentum?": float,
+            "name": RuleName, "schedule?": str,
+            **dict.fromkeys(("learning_rate?", "weight_decay?", "beta1?", "beta2?", "epsilon?", "momentum?"), float),
+            **dict.fromkeys(("min_learning_rate?", "warmup_fraction?"), float | None),
+            **dict.fromkeys(("warmup_steps?", "decay_steps?", "warmup_samples?", "decay_samples?"), _COUNT | None),
         },
         "precision?": {"compute?": Literal["float32", "float16", "bfloat16"]},
-        "train?": {"global_batch_size?": _COUNT | None, "rampup_batch_size?": _RAMP | None},
+        "train?": {"global_batch_size?": _COUNT | None,
+            "rampup_batch_size?": TrainConfig.model_fields["rampup_batch_size"].annotation},
         "loss_scale?": {"hysteresis?": _COUNT},
     },
     "tokenizer?": dict[str, Any] | None,

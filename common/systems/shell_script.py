@@ -24,7 +24,6 @@ def _nested(opening: str, closing: str) -> str:
 
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_HEAD = re.compile(r"[A-Za-z_]\w*\+?=")
 _EXPANSION = (
     r"(?P<expansion>\$(?P<name>[A-Za-z_]\w*|[0-9@*#?!$-])"
     r"|\$\{(?P<long>[A-Za-z_]\w*|[0-9]+|[@*])(?P<all>\[[@*]\])?(?::?-(?P<default>[^${}`]*))?\}"
@@ -61,14 +60,15 @@ _MAX_CHARACTERS = 1 << 22
 class Word(str):
     """A word, with the number of its line. unknown: why only a shell knows its value, or empty."""
 
-    line: int = 0
-    unknown: str = ""
+    line: int
+    unknown: str
+    values: list[Word] | None = None
+    """Words of the list that an assignment ends in."""
 
-
-def _word(text: str, line: int, unknown: str = "") -> Word:
-    word = Word(text)
-    word.line, word.unknown = line, unknown
-    return word
+    def __new__(cls, text: str, line: int, unknown: str = "") -> Word:
+        word = super().__new__(cls, text)
+        word.line, word.unknown = line, unknown
+        return word
 
 
 @dataclass
@@ -108,8 +108,6 @@ class _Reader:
         self.unknown = ""
         self.outer: tuple[list[Word], str] | None = None
         """Words before a list, and the head of its assignment; None outside a list."""
-        self.lists: dict[str, list[Word]] = {}
-        """Lists that the command assigns."""
 
     def commands(self, text: str) -> Iterator[Command]:
         at, heredocs = 0, list[str]()
@@ -171,13 +169,19 @@ class _Reader:
 
     def _end_of_list(self, outer: tuple[list[Word], str]) -> None:
         self._end_of_word()
-        self.lists[outer[1].rstrip("+=")] = self.fields
-        (self.fields, self.part), self.outer = outer, None
+        word = Word(outer[1], self.line)
+        word.values, self.fields, self.outer = self.fields, [*outer[0], word], None
 
     def _command(self, *, is_ended: bool) -> Iterator[Command]:
         """End the command, and remember what it assigns."""
         self._end_of_word()
-        words, self.fields = self._without_keywords(self.fields), []
+        words, self.fields = self.fields, []
+        while words and words[0] in (*_OPENS, *_CLOSES, *_GOES_ON, *_EXPORTS):
+            if words[0] in _OPENS:
+                self.depth += 1
+            if words[0] in _CLOSES:
+                self.depth = max(0, self.depth - 1)
+            words = [] if words[0] in ("for", "case", "select", "function") else words[1:]
         if words:
             command = Command(words, is_ended, self.depth)
             for word in words if command.is_assignment else ():
@@ -185,44 +189,31 @@ class _Reader:
             for name in words[1:] if words[0] == "unset" else ():
                 self.variables.pop(name, None)
             yield command
-        self.lists = {}
-
-    def _without_keywords(self, words: list[Word]) -> list[Word]:
-        """Return the words of a simple command, and count what is around it."""
-        while words and words[0] in (*_OPENS, *_CLOSES, *_GOES_ON, *_EXPORTS):
-            if words[0] in _OPENS:
-                self.depth += 1
-            if words[0] in _CLOSES:
-                self.depth = max(0, self.depth - 1)
-            if words[0] in ("for", "case", "select", "function"):
-                return []
-            words = words[1:]
-        return words
 
     def _assign(self, word: Word) -> None:
         match = _ASSIGNMENT.fullmatch(word)
         assert match is not None
         name, more, value = match.groups()
-        known, values = self.variables.get(name, []), self.lists.pop(name, None)
+        known, values = self.variables.get(name, []), word.values
         old = known if more else []
         is_mixed = len(known) > 1 or any(f"{name} is assigned {_MIXED}" in each.unknown for each in known)
         where = "inside a condition, loop or function" if self.depth else ""
         where = _MIXED if is_mixed and values is None else where
         if where:
             unknown = f"{name} is assigned {where} at line {word.line}"
-            self.variables[name] = [_word(f"${name}", word.line, unknown)]
+            self.variables[name] = [Word(f"${name}", word.line, unknown)]
         elif values is not None:
             self.variables[name] = [*old, *values]
         else:
             unknown = next((each.unknown for each in (*old, word) if each.unknown), "")
-            self.variables[name] = [_word("".join([*old, value]), word.line, unknown)]
+            self.variables[name] = [Word("".join([*old, value]), word.line, unknown)]
 
     def _add(self, text: str) -> None:
         self.part = (self.part or "") + text
 
     def _end_of_word(self) -> None:
         if self.part is not None:
-            self.fields.append(_word(self.part, self.line, self.unknown))
+            self.fields.append(Word(self.part, self.line, self.unknown))
         self.part, self.unknown = None, ""
 
     def _expand(self, match: re.Match[str], *, is_quoted: bool) -> None:
@@ -235,15 +226,15 @@ class _Reader:
             if name in ("@", "*"):
                 values = []  # a script without arguments
             elif match["default"] is not None and not "".join(values or ()):
-                values = [_word(match["default"], self.line)]
+                values = [Word(match["default"], self.line)]
             elif values is not None and not is_list:
                 values = values[:1]
         elif raw.startswith("$((") and raw.endswith("))"):
             why, values = "only integers from 0 are calculated", self._calculate(raw[3:-2])
-        is_assigned = _HEAD.match(self.part or "") and all(
+        is_assigned = _ASSIGNMENT.match(self.part or "") and all(
             word in _EXPORTS or _ASSIGNMENT.fullmatch(word) for word in self.fields
         )
-        for number, value in enumerate([_word(raw, self.line, why)] if values is None else values):
+        for number, value in enumerate([Word(raw, self.line, why)] if values is None else values):
             if number and is_list and not is_assigned:
                 self._end_of_word()
             elif number:
@@ -263,16 +254,13 @@ class _Reader:
 
     def _calculate(self, text: str) -> list[Word] | None:
         """Return the value of an expression of integers, None where it is another one."""
-
-        def value_of(match: re.Match[str]) -> str:
-            return "".join(self.variables.get(match[1], ["?"]))
-
-        text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", value_of, text)
+        name = r"\$?\{?([A-Za-z_]\w*)\}?"
+        text = re.sub(name, lambda match: "".join(self.variables.get(match[1], ["?"])), text)
         if len(text) > 200 or "//" in text or "**" in text:
             return None
         try:
             tree = ast.parse(text.strip().replace("/", "//"), mode="eval")
-            return [_word(str(_evaluate(tree.body)), self.line)]
+            return [Word(str(_evaluate(tree.body)), self.line)]
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
             return None
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from common.checkpoint.folders import NoCheckpointError
-from common.config.resolved import ResolvedModel
-from common.errors import CheckpointError, ConfigError, UserError
+from common.checkpoint.folders import find_checkpoint
+from common.errors import ConfigError, UserError
 from common.paths import looked_in
 from common.systems import gguf, own_folder
 from common.systems.deepspeed import read as deepspeed
@@ -37,24 +36,22 @@ class WeightFormat:
     """Name in messages, such as "a Hugging Face folder"."""
     detects: Callable[[Path], bool]
     """Tells whether a path looks like this format."""
-    open: Callable[[Path], AbstractContextManager[Weights]] | None = None
+    open: Callable[..., AbstractContextManager[Weights]] | None = None
     """Opens weights. Raises CheckpointError and ConfigError. None: the format is written only."""
-    write: Callable[[Path, Weights, str | None], dict[str, int]] | None = None
+    write: Callable[..., dict[str, int]] | None = None
     """Writes weights: (empty folder, weights, dtype) -> the CRC-32 of each file by its name. None:
     the format is read only.
     """
-    write_shards: Callable[[Path, Weights, str | None, int, int], dict[str, int]] | None = None
-    """Writes as ``write`` does, with a file for each tensor and pipeline rank. None: a model is one
-    file for any layout.
-    """
+    has_ranks: bool = False
+    """Whether ``write`` takes numbers of tensor and pipeline ranks too, with a file for each."""
     dtypes: tuple[str, ...] = FLOATS
     """Types of weights that ``write`` can write."""
     holds_run: bool = True
     """Whether the format holds the optimizer's state and the position of training."""
     hugging_face_config: bool = False
     """Whether transformers' config.json belongs beside what ``write`` writes."""
-    open_as: Callable[[Path, ResolvedModel], AbstractContextManager[Weights]] | None = None
-    """Opens weights whose files do not describe their model, with a given model."""
+    takes_model: bool = False
+    """Whether ``open`` takes the config's model too, for files that do not describe theirs."""
     open_to_compute: Callable[[Path], AbstractContextManager[Weights]] | None = None
     """Opens weights to run them, without checksums of large files. None: ``open`` does."""
 
@@ -62,42 +59,28 @@ class WeightFormat:
 _QUANTIZED = ("float32", "float16", "int8", "int4")
 
 
-def _of_megatron(name: str, title: str) -> WeightFormat:
-    write = partial(to_megatron.write_megatron, format=name)
-    return WeightFormat(
-        title,
-        partial(megatron.detects, format=name),
-        partial(megatron.open_megatron, format=name),
-        write,
-        write_shards=write,
-    )
-
-
-def _of_mindformers(name: str, title: str) -> WeightFormat:
-    return WeightFormat(
-        title,
-        partial(mindformers.detects, format=name),
-        partial(mindformers.open_mindformers, format=name),
-        partial(to_mindformers.write_mindformers, format=name),
-        open_as=lambda path, model: mindformers.open_mindformers(path, name, model),
-    )
-
-
 FORMATS: dict[str, WeightFormat] = {
     "hf": WeightFormat(
         "a Hugging Face folder", hugging_face.detects, hugging_face.open_hugging_face,
         hugging_face.write_hugging_face,
-        open_as=hugging_face.open_hugging_face, holds_run=False,
+        takes_model=True, holds_run=False,
     ),
     "torch_gpt2": WeightFormat(
-        "torch_gpt2", own_folder.detects, own_folder.open_project, own_folder.write_project,
+        "torch_gpt2", lambda path: find_checkpoint(path) is not None,
+        own_folder.open_project, own_folder.write_project,
         open_to_compute=partial(own_folder.open_project, checksums=False),
         dtypes=(*FLOATS, "int8"),
     ),
-    "mindformers": _of_mindformers("mindformers", "a checkpoint of MindFormers (.ckpt)"),
-    "mindformers_r0.3": _of_mindformers(
-        "mindformers_r0.3", "a checkpoint of MindFormers before 0.6 (.ckpt)"
-    ),
+    **{
+        name: WeightFormat(
+            f"a checkpoint of MindFormers{release} (.ckpt)",
+            partial(mindformers.detects, format=name),
+            partial(mindformers.open_mindformers, format=name),
+            partial(to_mindformers.write_mindformers, format=name),
+            takes_model=True,
+        )
+        for name, release in (("mindformers", ""), ("mindformers_r0.3", " before 0.6"))
+    },
     "fleetx": WeightFormat(
         "a checkpoint of PaddleFleetX", fleetx.detects, fleetx.open_fleetx, holds_run=False
     ),
@@ -105,8 +88,16 @@ FORMATS: dict[str, WeightFormat] = {
     "deepspeed": WeightFormat(
         "a checkpoint of Megatron-DeepSpeed", deepspeed.detects, deepspeed.open_deepspeed
     ),
-    "megatron": _of_megatron("megatron", "a checkpoint of Megatron-LM"),
-    "megatron_core": _of_megatron("megatron_core", "a checkpoint of Megatron-Core"),
+    **{
+        name: WeightFormat(
+            f"a checkpoint of {title}",
+            partial(megatron.detects, format=name),
+            partial(megatron.open_megatron, format=name),
+            partial(to_megatron.write_megatron, format=name),
+            has_ranks=True,
+        )
+        for name, title in (("megatron", "Megatron-LM"), ("megatron_core", "Megatron-Core"))
+    },
     "oneflow": WeightFormat(
         "a snapshot of OneFlow's GPT", oneflow.detects, oneflow.open_oneflow
     ),
@@ -136,11 +127,6 @@ def detect(path: Path) -> str:
         f"no weights of a known format here; say --from, one of {', '.join(FORMATS)}, or give another path"
     )
     raise ConfigError(f"{path}: {reason}")
-
-
-def explained(error: NoCheckpointError) -> CheckpointError:
-    """Return the error that says what is there instead of a checkpoint, and what to do."""
-    return CheckpointError(f"{error.where}: no whole checkpoint here ({error.why}): {explain(error.where, error.why)}")
 
 
 def explain(where: Path, why: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from common.config.resolved import ResolvedModel, resolve_model
 from common.config.schema import ModelConfig
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import shown
-from common.systems.name_map import NameMap, NameRow
+from common.systems.name_map import NameMap, NameRow, read_part
 from common.tensor_files.arrays import (
     FileTensor,
     TensorKind,
@@ -25,7 +25,7 @@ from common.tensor_files.arrays import (
     widen_bfloat16,
 )
 from common.weights.names import check_tensors, parameter_shapes
-from common.weights.pieces import Scheme
+from common.weights.pieces import Scheme, TensorSlice, to_rectangle
 
 FLOATS = ("float32", "float16", "bfloat16")
 MAX_LAYERS = 10_000
@@ -42,6 +42,10 @@ class Weight(TensorKind):
     def load_as(self, dtype: str) -> NDArray[Any]:
         """Return the tensor in another type, rounded to the nearest."""
         return to_type(self.load(), self.dtype, dtype)
+
+    def cut(self, piece: TensorSlice, dtype: str) -> NDArray[Any]:
+        """Return a rectangle of the tensor in another type."""
+        return to_type(self.load()[tuple(slice(*span) for span in to_rectangle(piece))], self.dtype, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +88,11 @@ class Weights:
 
             return replace(weight, load=load)
 
-        tensors, moments = (
-            {name: counted(weight) for name, weight in group.items()} for group in (self.tensors, self.moments)
+        return replace(
+            self,
+            tensors={name: counted(weight) for name, weight in self.tensors.items()},
+            moments={name: counted(weight) for name, weight in self.moments.items()},
         )
-        return replace(self, tensors=tensors, moments=moments)
 
 
 def checked_model(path: Path, section: Mapping[str, Any]) -> ResolvedModel:
@@ -128,14 +133,6 @@ def check_tied(path: Path, name: str, head: FileTensor, table: FileTensor) -> No
         )
 
 
-ReadPart: TypeAlias = Callable[[Any, NameRow, int, int], NDArray[Any]]
-"""Reader of a parameter: (tensor of a file, its row, number of the parameter in it, heads) -> array."""
-
-
-def _read_part(tensor: FileTensor, row: NameRow, part: int, heads: int) -> NDArray[Any]:
-    return row.part(tensor.read(), heads, part)
-
-
 def weights_from(
     file: Path,
     name_map: NameMap,
@@ -145,13 +142,12 @@ def weights_from(
     format: str,
     path: Path,
     ignored: Mapping[str, str],
-    read: ReadPart = _read_part,
 ) -> Weights:
     """Return the weights of ``file``, which was found at ``path``. Raises CheckpointError as ``import_names`` does."""
     table = name_map.table
     rows = stored[table].shape[0] if table in stored and stored[table].shape else 0
     padding = {f"{table}[{model.vocab_size}:{rows}]": "rows that pad the vocabulary"} if rows > model.vocab_size else {}
-    tensors = import_names(file, name_map, stored, model, read=read)
+    tensors = import_names(file, name_map, stored, model)
     return Weights(path=path, format=format, model=model, tensors=tensors, ignored={**ignored, **padding})
 
 
@@ -164,13 +160,12 @@ def import_names(
     prefix: str = "",
     end: str = "",
     suffix: str = "",
-    read: ReadPart = _read_part,
 ) -> dict[str, Weight]:
     """Return the parameters under our names. Each has ``prefix`` before its name in ``stored`` and ``end`` after it,
     and ``suffix`` after its name here.
 
-    read: reader of a tensor of ``stored``, where those are not whole tensors of one file. Raises CheckpointError
-    listing all that are missing, unexpected or of another shape. The embedding may have rows of padding.
+    Raises CheckpointError listing all that are missing, unexpected or of another shape. The embedding may have rows
+    of padding.
     """
     shapes = parameter_shapes(model)
     rows = [replace(row, theirs=f"{prefix}{row.theirs}{end}") for row in name_map.rows(model.num_layers)]
@@ -189,11 +184,11 @@ def import_names(
     def weight(row: NameRow, part: int, shape: tuple[int, ...]) -> Weight:
         tensor = stored[row.theirs]
         return Weight(
-            dtype=tensor.dtype, shape=shape, load=lambda: read(tensor, row, part, model.num_heads)[: shape[0]]
+            dtype=tensor.dtype, shape=shape, load=lambda: read_part(tensor, row, part, model.num_heads)[: shape[0]]
         )
 
-    places = {name: (row, part) for row in rows for part, name in enumerate(row.ours)}
-    return {name + suffix: weight(*places[name], shape) for name, shape in shapes.items()}
+    made = {name: weight(row, part, shapes[name]) for row in rows for part, name in enumerate(row.ours)}
+    return {name + suffix: made[name] for name in shapes}
 
 
 def export_names(

@@ -74,7 +74,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name in WRITTEN:
         (folder / name).mkdir()
         if name == "megatron":
-            FORMATS[name].write_shards(folder / name, weights, None, 2, 1)
+            FORMATS[name].write(folder / name, weights, None, 2, 1)
         else:
             FORMATS[name].write(folder / name, weights, None)
     yield folder

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from common.errors import CheckpointError, ConfigError
 from common.structured_files import read_bytes
@@ -79,22 +78,6 @@ class Checkpoint:
     optimizers: Sequence[Sequence[TensorFile]]
     """Optimizer states as [model-parallel rank][data rank]. Empty where they are in ``models`` or were not saved."""
 
-    @property
-    def tensor(self) -> int:
-        return len(self.layers)
-
-
-def _of_all(file: TensorFile) -> dict[str, Any]:
-    """Return the values that are the same in the files of all ranks."""
-    args = args_of(file)
-    return {name: file.tree.get(name) for name in _OF_ALL} | {name: args.get(name) for name in _ARGS_OF_ALL}
-
-
-def has_files(folder: Path) -> bool:
-    return any(
-        pattern.fullmatch(path.name) for path in folder.glob("*_states.pt") for pattern in (_MODEL, _LAYER, _OPTIMIZER)
-    )
-
 
 def find_folder(path: Path) -> Path | None:
     """Return the folder that holds the files, None where ``path`` is not DeepSpeed's.
@@ -103,10 +86,10 @@ def find_folder(path: Path) -> Path | None:
     where several folders could be meant.
     """
     if path.is_file():
-        return path.parent if any(p.fullmatch(path.name) for p in (_MODEL, _LAYER)) else None
-    if has_files(path):
+        return path.parent if path.name.endswith("model_states.pt") else None
+    if any(path.glob("*_states.pt")):
         return path
-    folders = sorted(folder for folder in path.glob("*/") if has_files(folder))
+    folders = sorted({file.parent for file in path.glob("*/*_states.pt")})
     if not folders:
         return None
     for tracker, prefix in ((path / _LATEST, ""), (path / _MEGATRONS, "global_step")):
@@ -155,7 +138,12 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
         first = next(iter(files.values()))
         ranks = _world(first, "mp_world_size", max(files) + 1)
         require_ranks(folder, files, range(ranks), "mp_rank_{:02d}_model_states.pt".format)
-        require_same({file.path: _of_all(file) for file in files.values()}, lambda path: path.name)
+        told = {
+            file.path: {name: file.tree.get(name) for name in _OF_ALL}
+            | {name: args_of(file).get(name) for name in _ARGS_OF_ALL}
+            for file in files.values()
+        }
+        require_same(told, lambda path: path.name)
         numbers = sorted({number for number, _ in layers})
         tensor = max((rank for _, rank in layers), default=ranks - 1) + 1
         require_ranks(

@@ -19,7 +19,7 @@ from common.dialects.rules import whole
 from common.errors import CheckpointError, ConfigError
 from common.systems.deepspeed.files import NAME_MAP, Checkpoint, find_folder, open_checkpoint, short_name
 from common.systems.megatron_args import args_of, in_version, weights_of_ranks
-from common.systems.name_map import Ranks, name_in_order
+from common.systems.name_map import Ranks, name_in_order, require_same
 from common.systems.run_state import NO_SCALE, first_number, new_run
 from common.systems.strangers import UNDER_DEEPSPEED
 from common.systems.weights import Weights
@@ -72,46 +72,37 @@ def _elements(shapes: Iterable[tuple[int, ...]]) -> int:
 
 def _part(name: str, shape: tuple[int, ...], vector: Sequence[FileTensor], first: int) -> FileTensor:
     """Return the tensor whose elements begin at ``first`` of a vector."""
-    places = list(_segments(vector, first, math.prod(shape)))
-    checks = [check for check in dict.fromkeys(part.check for part, _ in places) if check]
-
-    def check() -> None:
-        for one in checks:
-            one()
-
-    tensor = FileTensor(
-        name=name, dtype="float32", shape=shape, segments=tuple(segment for _, segment in places), check=check
-    )
-    there = sum(segment.size for segment in tensor.segments)
-    if there != tensor.nbytes:
-        raise ValueError(f"of {name} {list(shape)} only {there} of {tensor.nbytes} bytes are there")
-    return tensor
-
-
-def _segments(vector: Sequence[FileTensor], first: int, count: int) -> Iterator[tuple[FileTensor, Bytes]]:
-    """Yield the bytes of ``count`` elements from ``first`` on, part by part."""
-    start, item = 0, NUMPY_TYPES["float32"].itemsize
+    start, end, item = 0, first + math.prod(shape), NUMPY_TYPES["float32"].itemsize
+    segments: list[Bytes] = []
+    checks: dict[Callable[[], None] | None, None] = {}
     for part in vector:
         if part.dtype != "float32" or len(part.shape) != 1 or part.strides is not None:
             raise ValueError(f"a part of it is {part.dtype} {list(part.shape)}")
-        low, high = max(first - start, 0), min(first + count - start, part.shape[0])
+        low, high = max(first - start, 0), min(end - start, part.shape[0])
         if low < high:
-            yield part, part.segments[0][low * item : high * item]
+            segments.append(part.segments[0][low * item : high * item])
+            checks[part.check] = None
         start += part.shape[0]
 
+    def check() -> None:
+        for one in filter(None, checks):
+            one()
 
-_Named: TypeAlias = Mapping[str, FileTensor]
+    tensor = FileTensor(name=name, dtype="float32", shape=shape, segments=tuple(segments), check=check)
+    there = sum(segment.size for segment in segments)
+    if there != tensor.nbytes:
+        raise ValueError(f"of {name} {list(shape)} only {there} of {tensor.nbytes} bytes are there")
+    return tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
     """State of a model-parallel rank's optimizer, by the names of the parameters."""
 
-    masters: _Named
-    """Float32 weights; nothing where the weights themselves are float32."""
-    moments: Mapping[str, _Named]
-    steps: int | None
-    """Number of updates that were made."""
+    parts: Mapping[str, Mapping[str, FileTensor]]
+    """Parts of the state, and as "" the float32 weights, which are absent where the weights themselves are float32."""
+    steps: Mapping[Path, int | None]
+    """Number of updates that were made, by file."""
     state: Mapping[str, Any]
     """Tree of the optimizer, which holds the loss scale."""
 
@@ -126,34 +117,23 @@ def read_optimizers(there: Checkpoint) -> tuple[list[Saved], str]:
         found = [
             _read_partitions(files, model, there) for files, model in zip(there.optimizers, there.models, strict=True)
         ]
-        paths = [files[0].path for files in there.optimizers]
+    elif not all(isinstance(model.tree.get("optimizer"), dict) for model in there.models):
+        return [], ""
     else:
+        left: list[list[Shapes]] = [
+            [{name: part.shape for name, part in layer.items()} for layer in layers] for layers in there.layers
+        ]
+        ranks, last_stage = len(left), len(there.models) - len(left)
         try:
-            found = _read_all_whole(there)
+            found = [
+                _read_whole(model, left[number % ranks], is_last=number >= last_stage)
+                for number, model in enumerate(there.models)
+            ]
         except _OTHER_FORMS as error:
             return [], f"not of these weights, or of an unknown form ({error!r}): only weights"
-        paths = [model.path for model in there.models]
-    for one, path in zip(found, paths, strict=False):
-        if one.steps != found[0].steps:
-            raise CheckpointError(
-                f"{path}: its optimizer has made {one.steps} updates, and that of {paths[0].name}"
-                f" {found[0].steps}: these files are of several checkpoints; copy one whole"
-            )
+    told = {path: {"number of updates": steps} for one in found for path, steps in one.steps.items()}
+    require_same(told, lambda path: path.name)
     return found, ""
-
-
-def _read_all_whole(there: Checkpoint) -> list[Saved]:
-    trees = [model.tree.get("optimizer") for model in there.models]
-    if not all(isinstance(tree, dict) for tree in trees):
-        return []
-    found = []
-    for tensor in range(there.tensor):
-        layers: list[Shapes] = [{name: part.shape for name, part in layer.items()} for layer in there.layers[tensor]]
-        stages = trees[tensor :: there.tensor]
-        for stage, tree in enumerate(stages):
-            found.append(_read_whole(tree, layers, is_last=stage == len(stages) - 1))
-    by_stage = len(trees) // there.tensor
-    return [found[t * by_stage + s] for s in range(by_stage) for t in range(there.tensor)]
 
 
 _OTHER_FORMS = (KeyError, IndexError, TypeError, AttributeError, ValueError)
@@ -178,26 +158,21 @@ def _read_partitions(files: Sequence[TensorFile], model: TensorFile, there: Chec
         ]
         gaps = states[0].get("param_alignment_paddings") or [()] * len(groups)
         inner = [_records(state) for state in states]
-        steps = [_steps(records, state) for records, state in zip(inner, states, strict=True)]
-        for file, step in zip(files, steps, strict=True):
-            if step != steps[0]:
-                raise ValueError(f"{file.path.name} has made {step} updates, {path.name} {steps[0]}")
 
-        def merged(vectors: Callable[[int], Sequence[FileTensor]]) -> dict[str, FileTensor]:
+        def merged(ranks: Iterable[Sequence[FileTensor]]) -> dict[str, FileTensor]:
+            """ranks: the vector of each group, by data rank."""
             found: dict[str, FileTensor] = {}
-            for number, (group, gap) in enumerate(zip(groups, gaps, strict=True)):
-                found |= cut(vectors(number), group, gap)
+            for group, gap, vectors in zip(groups, gaps, zip(*ranks, strict=True), strict=True):
+                found |= cut(vectors, group, gap)
             return found
 
-        masters = "single_partition_of_fp32_groups"
+        kept = [part for part in STATE_PARTS if inner[0] and part in inner[0][0]]
         return Saved(
-            masters=merged(lambda number: [state[masters][number] for state in states]),
-            moments={
-                part: merged(lambda number, part=part: [one[number][part] for one in inner])  # type: ignore[misc]
-                for part in STATE_PARTS
-                if inner[0] and part in inner[0][0]
+            parts={"": merged(state["single_partition_of_fp32_groups"] for state in states)}
+            | {part: merged([record[part] for record in records] for records in inner) for part in kept},
+            steps={
+                file.path: _steps(records, state) for file, records, state in zip(files, inner, states, strict=True)
             },
-            steps=steps[0],
             state=states[0],
         )
     except _OTHER_FORMS as error:
@@ -226,11 +201,13 @@ def _steps(records: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> in
     return None if found is None else whole(first_number(found))
 
 
-def _read_whole(tree: Mapping[str, Any], layers: list[Shapes], is_last: bool) -> Saved:
+def _read_whole(model: TensorFile, layers: list[Shapes], *, is_last: bool) -> Saved:
     """Read an optimizer without partitions.
 
-    layers: parameters of the layers after the earlier stages. Those of this stage are removed from it.
+    layers: parameters of the layers after the earlier stages. Those of this stage are removed from it. They are found
+    by the number of elements in its optimizer.
     """
+    tree = model.tree["optimizer"]
     inner = tree.get("optimizer_state_dict", tree)
     ids = [number for group in inner["param_groups"] for number in group["params"]]
     records = [inner["state"][number] for number in ids if number in inner["state"]]
@@ -238,41 +215,28 @@ def _read_whole(tree: Mapping[str, Any], layers: list[Shapes], is_last: bool) ->
     flat = list(tree.get("fp32_groups_flat", ()))
     lists = {part: [one[part] for one in records] for part in STATE_PARTS if records and part in records[0]}
     own = copies or flat or next(iter(lists.values()), [])
-    shapes = _of_stage(layers, _elements(one.shape for one in own), is_last=is_last)
+    elements, shapes = _elements(one.shape for one in own), dict[str, tuple[int, ...]]()
+    while layers and (is_last or elements > 0):
+        layer = layers.pop(0)
+        shapes |= layer
+        elements -= _elements(layer.values())
+    if not is_last and elements:
+        raise ValueError("the layers do not end where it ends")
 
     def named(values: Sequence[FileTensor]) -> dict[str, FileTensor]:
         if flat:
             return own_parameters(values, shapes)
-        return name_in_order(shapes, _own(values, shapes))
+        # a last stage has a copy of the embeddings before its own matrices
+        matrices = [value for value in values if len(value.shape) > 1]
+        others = matrices[: max(0, len(matrices) - sum(len(shape) > 1 for shape in shapes.values()))]
+        return name_in_order(shapes, [value for value in values if value not in others])
 
+    lists |= {"": copies or flat} if copies or flat else {}
     return Saved(
-        masters=named(copies or flat) if copies or flat else {},
-        moments={part: named(values) for part, values in lists.items()},
-        steps=_steps(records, inner),
+        parts={part: named(values) for part, values in lists.items()},
+        steps={model.path: _steps(records, inner)},
         state=tree,
     )
-
-
-def _of_stage(layers: list[Shapes], elements: int, *, is_last: bool) -> Shapes:
-    """Remove the layers of a stage from ``layers``, and return them. They are found by the number
-    of elements in its optimizer.
-    """
-    found: dict[str, tuple[int, ...]] = {}
-    while layers and (is_last or elements > 0):
-        layer = layers.pop(0)
-        found |= layer
-        elements -= _elements(layer.values())
-    if not is_last and elements:
-        raise ValueError("the layers do not end where it ends")
-    return found
-
-
-def _own(values: Sequence[FileTensor], shapes: Shapes) -> list[FileTensor]:
-    """Drop the copy of the embeddings, which a last stage has before its own matrices."""
-    matrices = [value for value in values if len(value.shape) > 1]
-    more = len(matrices) - sum(len(shape) > 1 for shape in shapes.values())
-    left_out = {id(value) for value in matrices[: max(0, more)]}
-    return [value for value in values if id(value) not in left_out]
 
 
 def detects(path: Path) -> bool:
@@ -296,32 +260,26 @@ def open_deepspeed(path: Path) -> Iterator[Weights]:
         name_map = in_version(first.path, first.tree.get("checkpoint_version", 0), NAME_MAP)
         ranks = [{name: tensor for layer in layers for name, tensor in layer.items()} for layers in there.layers]
         saved, why_not = read_optimizers(there)
-        notes = {}
-        masters: Ranks = []
-        if saved and all(one.masters for one in saved):
-            masters = _by_tensor_rank(there, saved, lambda one: one.masters)
-            notes["module"] = "weights of less precision, of which the optimizer has the float32"
-        moments = {
-            part: _by_tensor_rank(there, saved, lambda one, part=part: one.moments[part])  # type: ignore[misc]
-            for part in (saved[0].moments if saved else ())
+        parts = {
+            part: _by_tensor_rank(len(ranks), [one.parts.get(part, {}) for one in saved])
+            for part in (saved[0].parts if saved else ())
         }
+        why = "weights of less precision, of which the optimizer has the float32"
+        notes = {"module": why} if "" in parts else {}
         step = first.tree.get("global_steps", first.tree.get("iteration", 0))
         yield weights_of_ranks(
             path, "deepspeed", first, there.folder, name_map, ranks,
-            masters=masters, moments=moments, notes=notes, counter="global_steps", step=step,
+            masters=parts.pop("", []), moments=parts, notes=notes, counter="global_steps", step=step,
             new_run=lambda: _run_of(first, saved[0], step),
             without_run={"optimizer": why_not} if why_not else {},
         )  # fmt: skip
 
 
-def _by_tensor_rank(
-    there: Checkpoint, saved: Sequence[Saved], pick: Callable[[Saved], Mapping[str, FileTensor]]
-) -> list[dict[str, FileTensor]]:
-    """Join the stages of each tensor rank, with the embeddings of the first stage."""
-    ranks: list[dict[str, FileTensor]] = [{} for _ in range(there.tensor)]
-    for number, one in enumerate(saved):
-        rank = ranks[number % there.tensor]
-        rank |= {name: tensor for name, tensor in pick(one).items() if name not in rank}
+def _by_tensor_rank(count: int, stages: Sequence[Mapping[str, FileTensor]]) -> Ranks:
+    """Join the stages of each of ``count`` tensor ranks, with the embeddings of the first stage."""
+    ranks: list[dict[str, FileTensor]] = [{} for _ in range(count)]
+    for number, tensors in enumerate(stages):
+        ranks[number % count] = {**tensors, **ranks[number % count]}
     return ranks
 
 
@@ -329,10 +287,11 @@ def _run_of(first: TensorFile, saved: Saved, step: Any) -> dict[str, Any]:
     """Return the state of the run, as far as DeepSpeed's numbers hold it."""
     skipped = whole(first.tree.get("skipped_steps", 0))
     samples = args_of(first).get("consumed_train_samples")
+    steps = next(iter(saved.steps.values()))
     run = new_run(
-        rule_keeping(saved.moments),
+        rule_keeping([part for part in saved.parts if part]),
         step=step,
-        updates=step - skipped if saved.steps is None else whole(saved.steps),
+        updates=step - skipped if steps is None else steps,
         scale=_scale(saved.state),
         consumed_samples=whole(first.tree.get("global_samples", 0) if samples is None else samples),
     )

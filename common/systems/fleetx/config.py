@@ -332,7 +332,7 @@ def _quantized_layers(section: str, theirs: ForeignKeys, ours: Translation) -> N
         skip += _skipped(key, theirs.take(key), theirs)
     if skip:
         ours.put("quantization.skip", skip, theirs, prefix)
-    elif prefix in theirs.left() and theirs.peek(prefix) is None:
+    elif prefix in theirs.left and theirs.peek(prefix) is None:
         theirs.take(prefix)
 
 

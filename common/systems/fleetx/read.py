@@ -21,7 +21,6 @@ from common.systems.name_map import (
     join_ranks,
     match_name_map,
     name_map,
-    read_joined,
     require_ranks,
     require_same,
 )
@@ -174,12 +173,11 @@ def open_fleetx(path: Path) -> Iterator[Weights]:
         model = read_config(file)
         ranks = [_weights_of(files) for files in parts]
         name_map = match_name_map(where, "fleetx", NAME_MAPS, ranks[0])
-        rows = {row.theirs: row for row in name_map.rows(model.num_layers)}
         state = file.with_name("model_state.pdopt")
         ignored = {state.name: "state of the optimizer"} if state.is_file() else {}
         yield weights_from(
-            where, name_map, join_ranks(where, ranks, rows), model,
-            format="fleetx", path=path, ignored=ignored, read=read_joined,
+            where, name_map, join_ranks(where, ranks, name_map, model.num_layers), model,
+            format="fleetx", path=path, ignored=ignored,
         )  # fmt: skip
 
 

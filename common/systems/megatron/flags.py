@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from common.config.load import flatten
 from common.config.values import takes_momentum
 from common.dialects.megatron import (
     DEEPSPEED,
@@ -16,7 +17,6 @@ from common.dialects.megatron import (
     DEFAULTS,
     HELD,
     OF_LOADING,
-    OTHER_PROGRAMS,
     PROGRAM,
     STATIC,
     SYSTEM,
@@ -42,7 +42,8 @@ def read_deepspeed_file(path: str, where: str, flags: ForeignKeys, ours: Transla
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     places: dict[tuple[str | int, ...], str] = {(key,): f"{path} ({where})" for key in tree}
-    theirs = ForeignKeys("DeepSpeed", _without_auto(tree), places, DEEPSPEED_DEFAULTS)
+    said = {key: value for key, value in flatten(tree) if value != "auto"}  # that is what the flags say
+    theirs = ForeignKeys("DeepSpeed", said, places, DEEPSPEED_DEFAULTS)
     table = dict(DEEPSPEED)
     scale = theirs.peek("fp16.loss_scale")
     if not theirs.peek("fp16.enabled", False):
@@ -51,21 +52,10 @@ def read_deepspeed_file(path: str, where: str, flags: ForeignKeys, ours: Transla
         table |= {f"fp16.{name}": Ignored("the scale is static") for name in _OF_DYNAMIC}
         table["fp16.loss_scale"] = MapTo("loss_scale.initial", number)
         ours.set("loss_scale.mode", "static", theirs.where("fp16"), "fp16.loss_scale")
-    left_out = [flag for flag, key in DEEPSPEED_FLAGS.items() if theirs.is_left_out(key)]
     apply(table, theirs, ours)
-    for flag in left_out:
-        if not flags.is_left_out(flag):
-            flags.take(flag)
-            ours.note(flag, f"DeepSpeed reads {DEEPSPEED_FLAGS[flag]} of {path}")
-
-
-def _without_auto(tree: dict[str, Any]) -> dict[str, Any]:
-    """Remove values "auto", which stand for those of the flags."""
-    return {
-        key: _without_auto(value) if isinstance(value, dict) else value
-        for key, value in tree.items()
-        if value != "auto"
-    }
+    for flag, key in DEEPSPEED_FLAGS.items():
+        if theirs.is_left_out(key) and not flags.is_left_out(flag):
+            ours.leave_out(flags, flag, f"DeepSpeed reads {key} of {path}")
 
 
 GPT2_VOCABULARY = 50257
@@ -74,16 +64,15 @@ _NOTHING_LOADED = "nothing is loaded"
 
 def _check_sizes(theirs: ForeignKeys, ours: Translation) -> None:
     """Check sizes that follow from others here. Raises ConfigError for another value."""
-    names = ("kv_channels", "hidden_size", "num_attention_heads")
-    channels, width, heads = (theirs.peek_count(name) for name in names)
+    count = theirs.peek_count
+    channels, width, heads = count("kv_channels"), count("hidden_size"), count("num_attention_heads")
     if None not in (channels, width, heads) and channels * heads != width:
-        theirs.refuse(names[0], channels, "heads have hidden_size / num_attention_heads")
-    names = ("padded_vocab_size", "make_vocab_size_divisible_by", "tensor_model_parallel_size")
-    rows, multiple, ranks = (theirs.peek_count(name) for name in names)
-    padded = pad_vocabulary(theirs.peek_count("vocab_size", GPT2_VOCABULARY), multiple, ranks)
+        theirs.refuse("kv_channels", channels, "heads have hidden_size / num_attention_heads")
+    multiple, ranks = count("make_vocab_size_divisible_by"), count("tensor_model_parallel_size")
+    rows, padded = count("padded_vocab_size"), pad_vocabulary(count("vocab_size", GPT2_VOCABULARY), multiple, ranks)
     if rows not in (None, padded):
         instead = f"the table has {padded} rows; give --make-vocab-size-divisible-by"
-        theirs.refuse(names[0], rows, instead)
+        theirs.refuse("padded_vocab_size", rows, instead)
 
 
 def _precision(theirs: ForeignKeys, ours: Translation) -> None:
@@ -91,8 +80,7 @@ def _precision(theirs: ForeignKeys, ours: Translation) -> None:
         if theirs.take(flag):
             ours.put("precision.parameters", dtype, theirs, flag)
             ours.put("precision.compute", dtype, theirs, flag)
-    scale = theirs.take_number("loss_scale")
-    if scale:
+    if scale := theirs.take_number("loss_scale"):
         ours.put("loss_scale.mode", "static", theirs, "loss_scale")
         ours.put("loss_scale.initial", float(scale), theirs, "loss_scale")
         if not theirs.is_left_out("initial_loss_scale"):
@@ -100,27 +88,28 @@ def _precision(theirs: ForeignKeys, ours: Translation) -> None:
 
 
 def _recompute(theirs: ForeignKeys, ours: Translation) -> None:
-    is_full = theirs.peek("recompute_granularity") == "full"
     method, flag = theirs.take("recompute_method"), "recompute_num_layers"
     layers = theirs.take_count(flag)
-    if is_full and method == "block" and layers is not None:
+    if theirs.peek("recompute_granularity") == "full" and method == "block" and layers is not None:
         ours.put("train.recompute_layers", layers, theirs, flag)
         return
-    if method is not None:
-        ours.note("recompute_method", "each block is recomputed by itself")
-    if layers is not None:
-        ours.note(flag, "it acts with --recompute-granularity full --recompute-method block")
+    ours.note_given(theirs, "recompute_method", "each block is recomputed by itself")
+    ours.note_given(theirs, flag, "it acts with --recompute-granularity full --recompute-method block")
 
 
 def _lengths(theirs: ForeignKeys, ours: Translation) -> None:
-    ramp, samples = _ramp(theirs), theirs.take_count("train_samples")
-    if ramp is not None:
-        flag = "rampup_batch_size"
+    flag, samples = "rampup_batch_size", theirs.take_count("train_samples")
+    if (value := theirs.take(flag)) is not None:
+        try:
+            ramp = [whole(number) for number in listed(value)]
+        except ValueError:
+            ramp = []
+        if len(ramp) != 3 or min(ramp) < 1:
+            theirs.refuse(flag, value, "expected three counts: the first size, the increment, samples")
         ours.put("train.rampup_batch_size", ramp, theirs, flag)
     length = theirs.peek_count("seq_length") or theirs.peek_count("encoder_seq_length")
     flag = "step_batch_size_schedule"
-    schedule = theirs.take(flag)
-    if schedule is not None:
+    if (schedule := theirs.take(flag)) is not None:
         steps = _steps(theirs, flag, schedule, length or 1)
         ours.put("train.rampup_batch_size", steps, theirs, flag)
         ours.put("train.global_batch_size", steps[-1][1], theirs, flag)
@@ -149,20 +138,6 @@ def _validation(theirs: ForeignKeys, ours: Translation) -> None:
         ours.set("profile.stop", last, theirs.where("profile"), "profile_step_end")
 
 
-def _ramp(theirs: ForeignKeys) -> list[int] | None:
-    flag = "rampup_batch_size"
-    value = theirs.take(flag)
-    if value is None:
-        return None
-    try:
-        numbers = [whole(number) for number in listed(value)]
-    except ValueError:
-        numbers = []
-    if len(numbers) != 3 or min(numbers) < 1:
-        theirs.refuse(flag, value, "expected three counts: the first size, the increment, samples")
-    return numbers
-
-
 def _steps(theirs: ForeignKeys, flag: str, text: Any, length: int) -> list[list[int]]:
     """Return pairs (first sample, size) of ``TOKENS:SIZE TOKENS:SIZE ...``. Megatron-LM's
     num_microbatches_calculator.py of 2026 divides the tokens by the length of a sample.
@@ -182,11 +157,14 @@ def _steps(theirs: ForeignKeys, flag: str, text: Any, length: int) -> list[list[
 
 def _data(theirs: ForeignKeys, ours: Translation) -> None:
     for flag in ("data_path", "train_data_path"):
-        paths = theirs.take(flag)
-        if paths is not None:
+        if (paths := theirs.take(flag)) is not None:
             ours.put("data.train", listed(paths), theirs, flag)
             if flag == "train_data_path" and "valid_data_path" not in theirs.names:
                 ours.put("data.split", "1,0,0", theirs, flag)
+    flag = "wandb_project"
+    if (project := theirs.take(flag)) is not None:
+        ours.put("logging.trackers", ["wandb"], theirs, flag)
+        ours.put("logging.project", str(project), theirs, flag)
 
 
 def _folders(theirs: ForeignKeys, ours: Translation) -> None:
@@ -218,31 +196,18 @@ def _folders(theirs: ForeignKeys, ours: Translation) -> None:
     apply(table, theirs, ours)
 
 
-def _trackers(theirs: ForeignKeys, ours: Translation) -> None:
-    flag = "wandb_project"
-    if (project := theirs.take(flag)) is not None:
-        ours.put("logging.trackers", ["wandb"], theirs, flag)
-        ours.put("logging.project", str(project), theirs, flag)
-
-
 def _layout(theirs: ForeignKeys, ours: Translation) -> None:
-    flag, other = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
-    pieces = theirs.take_count(other)
-    part = theirs.take_count(flag)
-    if part:
-        stages = theirs.peek_count("pipeline_model_parallel_size", 1)
+    """FSDP's strategy says what the distributed optimizer splits, where both are given."""
+    flag = "num_virtual_stages_per_pipeline_rank"
+    pieces = theirs.take_count(flag)
+    if part := theirs.take_count("num_layers_per_virtual_pipeline_stage"):
+        flag, stages = "num_layers_per_virtual_pipeline_stage", theirs.peek_count("pipeline_model_parallel_size", 1)
         pieces = max(1, theirs.peek_count("num_layers", 1) // (stages * part))
-    else:
-        flag = other
     if pieces:
         ours.put("parallel.virtual_stages", pieces, theirs, flag)
         ours.put("parallel.pipeline_schedule", "interleaved_1f1b", theirs, flag)
-
-
-def _zero(theirs: ForeignKeys, ours: Translation) -> None:
-    """Let FSDP's strategy say what the distributed optimizer splits, where both are given."""
     flag = "data_parallel_sharding_strategy"
-    if theirs.peek(flag) is not None and theirs.take("use_distributed_optimizer"):
+    if not theirs.is_left_out(flag) and theirs.take("use_distributed_optimizer"):
         ours.note("use_distributed_optimizer", f"--{flag.replace('_', '-')} says it")
 
 
@@ -273,8 +238,7 @@ DIALECT = Dialect(
         "model.vocab_size": GPT2_VOCABULARY,  # Megatron counts the tokenizer's
     },
     parts=(
-        _deepspeed, _precision, _recompute, _lengths, _validation, _data, _folders, _layout, _zero,
-        _trackers, _check_sizes,
+        _deepspeed, _precision, _recompute, _lengths, _validation, _data, _folders, _layout, _check_sizes,
     ),
-    settle=settle, programs=(PROGRAM,), other_programs=OTHER_PROGRAMS,
+    settle=settle, programs=(PROGRAM,),
 )  # fmt: skip

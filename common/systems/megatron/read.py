@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,6 @@ from common.systems.megatron_args import args_of, in_version, names_of_modules, 
 from common.systems.name_map import (
     Fusion,
     NameMap,
-    Ranks,
     by_ranks,
     match_name_map,
     name_in_order,
@@ -86,7 +85,7 @@ def read_optimizer(file: TensorFile) -> SavedState:
         return SavedState(why_not=f"state of the optimizer: of no form that is known ({error!r}): only weights")
 
 
-def detects(path: Path, format: str = "megatron") -> bool:
+def detects(path: Path, format: str) -> bool:
     try:
         folder = find_folder(path)
         files = rank_files(folder) if folder else {}
@@ -100,20 +99,24 @@ def detects(path: Path, format: str = "megatron") -> bool:
 
 
 @contextmanager
-def open_megatron(path: Path, format: str = "megatron") -> Iterator[Weights]:
+def open_megatron(path: Path, format: str) -> Iterator[Weights]:
     """Open a checkpoint.
 
     path: the root, one of its folders iter_... or release, or the file of a single rank. Raises
     CheckpointError and ConfigError.
     """
-    with open_shards(path) as files:
-        first = files[0][0]
+    with open_shards(path) as (files, tensor_ranks):
+        first = files[0]
         folder = first.path.parents[1]
-        name_map = _name_map(folder, first, format)
-        saved = [[read_optimizer(file) for file in stage] for stage in files]
-        stored = [[_weights_in(file, name_map) for file in stage] for stage in files]
+        name_map = match_name_map(folder, format, NAME_MAPS[format], _weights_in(first))
+        if format == "megatron":
+            name_map = in_version(first.path, first.tree.get("checkpoint_version", 0), name_map)
+        stored = [
+            {name: tensor for name, tensor in _weights_in(file).items() if not name_map.ignores(name)} for file in files
+        ]
+        saved = [read_optimizer(file) for file in files]
 
-        def named(pick: Callable[[SavedState], Sequence[FileTensor]]) -> list[dict[str, FileTensor]]:
+        def named(values: Iterable[Sequence[FileTensor]]) -> list[dict[str, FileTensor]]:
             """Name tensors that are in the optimizer's order. The names in the file are in the order of the modules.
 
             Megatron makes two groups, of parameters with decay (matrices) and without (vectors), each in the order of
@@ -123,31 +126,27 @@ def open_megatron(path: Path, format: str = "megatron") -> Iterator[Weights]:
             all but the first stage: both are read.
             """
             try:
-                return join_stages(
-                    [
-                        [
-                            name_in_order({name: rank[name].shape for name in rank}, pick(one))
-                            for rank, one in zip(*stage, strict=True)
-                        ]
-                        for stage in zip(stored, saved, strict=True)
-                    ]
-                )
+                found = [
+                    name_in_order({name: weights[name].shape for name in weights}, tensors)
+                    for weights, tensors in zip(stored, values, strict=True)
+                ]
             except ValueError as error:
                 raise CheckpointError(f"{folder}: {error}") from None
+            return join_stages(found, tensor_ranks)
 
-        ranks, state = join_stages(stored), saved[0][0]
-        has_copies = all(one.copies for stage in saved for one in stage)
-        masters = named(lambda one: one.copies) if has_copies else []
-        moments = {
-            part: named(lambda one, part=part: one.moments.get(part, ()))  # type: ignore[misc]
-            for part in state.moments
-        }
+        ranks, state = join_stages(stored, tensor_ranks), saved[0]
+        masters = named(one.copies for one in saved) if all(one.copies for one in saved) else []
+        moments = {part: named([one.moments.get(part, ()) for one in saved]) for part in state.moments}
         notes = {}
         if masters:
             notes["model"] = "weights of less precision, of which the optimizer has the float32"
-        notes |= _tied_head(folder, name_map, masters or ranks)
-        for rank in (*ranks, *masters, *(rank for part in moments.values() for rank in part)):
-            rank.pop(name_map.head or "", None)
+        table, head = name_map.table, name_map.head or ""
+        if all({head, table} <= rank.keys() for rank in masters or ranks):
+            for rank in masters or ranks:
+                check_tied(folder, head, rank[head], rank[table])
+            notes[head] = f"tied to {table}"
+        for rank in (*ranks, *masters, *itertools.chain(*moments.values())):
+            rank.pop(head, None)
         step = first.tree.get("iteration", first.tree.get("total_iters", 0))
         yield weights_of_ranks(
             path, format, first, folder, name_map, ranks,
@@ -157,28 +156,8 @@ def open_megatron(path: Path, format: str = "megatron") -> Iterator[Weights]:
         )  # fmt: skip
 
 
-def _name_map(folder: Path, first: TensorFile, format: str) -> NameMap:
-    names = [name.removeprefix("model.") for name in first if name.startswith("model.")]
-    name_map = match_name_map(folder, format, NAME_MAPS[format], names)
-    if name_map not in NAME_MAPS["megatron"]:
-        return name_map
-    return in_version(first.path, first.tree.get("checkpoint_version", 0), name_map)
-
-
-def _weights_in(file: TensorFile, name_map: NameMap) -> dict[str, FileTensor]:
-    prefix = "model."
-    names = [name for name in file if name.startswith(prefix)]
-    found = {name.removeprefix(prefix): file[name] for name in names}
-    return {name: tensor for name, tensor in found.items() if not name_map.ignores(name)}
-
-
-def _tied_head(folder: Path, name_map: NameMap, ranks: Ranks) -> dict[str, str]:
-    table, head = name_map.table, name_map.head
-    if head is None or not all({head, table} <= rank.keys() for rank in ranks):
-        return {}
-    for rank in ranks:
-        check_tied(folder, head, rank[head], rank[table])
-    return {head: f"tied to {table}"}
+def _weights_in(file: TensorFile) -> dict[str, FileTensor]:
+    return {name.removeprefix("model."): file[name] for name in file if name.startswith("model.")}
 
 
 def _run_of(first: TensorFile, saved: SavedState, step: Any) -> dict[str, Any]:
@@ -290,19 +269,16 @@ def find_folder(path: Path) -> Path | None:
 
 def rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
     """Return the files by (tensor rank, pipeline stage)."""
-
-    def files_in(path: Path) -> list[Path]:
-        return [path / name for name in _FILES if (path / name).is_file()]
-
     # mp_rank_00_003/optim.pt is a data-parallel rank's
-    folders = by_ranks(filter(files_in, folder.glob("mp_rank_*")), _RANK)
-    return {ranks: files_in(path)[0] for ranks, path in folders.items()}
+    files = {file.parent: file for name in reversed(_FILES) for file in folder.glob(f"mp_rank_*/{name}")}
+    return {ranks: files[path] for ranks, path in by_ranks(files, _RANK).items()}
 
 
 @contextmanager
-def open_shards(path: Path) -> Iterator[Sequence[Sequence[TensorFile]]]:
-    """Open the files of all ranks, by [stage][tensor rank]. Raises CheckpointError unless there is
-    one for each rank of the training, and ConfigError for Megatron's newer format.
+def open_shards(path: Path) -> Iterator[tuple[Sequence[TensorFile], int]]:
+    """Open the files of all ranks, by stage x tensor ranks + tensor rank, and return the number of tensor ranks.
+    Raises CheckpointError unless there is one for each rank of the training, and ConfigError for Megatron's newer
+    format.
     """
     folder = find_folder(path)
     if folder is None:
@@ -337,9 +313,8 @@ def open_shards(path: Path) -> Iterator[Sequence[Sequence[TensorFile]]]:
                     f"{file.path}: holds the parts of an interleaved pipeline (model0, model1,"
                     " ...); save it with Megatron without --num-layers-per-virtual-pipeline-stage"
                 )
-        told = {file.path: _of_all(file) for file in opened.values()}
-        require_same(told, lambda path: path.parent.name)
-        yield [[opened[rank, stage] for rank in range(tensor)] for stage in range(stages)]
+        require_same({file.path: _of_all(file) for file in opened.values()}, lambda path: path.parent.name)
+        yield [opened[rank, stage] for stage in range(stages) for rank in range(tensor)], tensor
 
 
 def _of_all(file: TensorFile) -> dict[str, Any]:
@@ -351,19 +326,19 @@ def _of_all(file: TensorFile) -> dict[str, Any]:
     }
 
 
-def join_stages(stages: Sequence[Sequence[Mapping[str, FileTensor]]]) -> list[dict[str, FileTensor]]:
-    """Return the tensors of each tensor rank by their names in the whole model. stages: by [stage]
-    [tensor rank] and by names in the stage, whose layers count from 0.
+def join_stages(files: Sequence[Mapping[str, FileTensor]], tensor_ranks: int) -> list[dict[str, FileTensor]]:
+    """Return the tensors of each tensor rank by their names in the whole model. files: in the order of ``open_shards``
+    and by names in the stage, whose layers count from 0.
     """
-    ranks: list[dict[str, FileTensor]] = [{} for _ in stages[0]]
+    ranks: list[dict[str, FileTensor]] = [{} for _ in range(tensor_ranks)]
     first_layer, last = 0, -1
-    for stage in stages:
-        for rank, found in zip(ranks, stage, strict=True):
-            for name in found:
-                parts = _LAYER.split(name, maxsplit=1)
-                if len(parts) == 3:
-                    last = max(last, first_layer + int(parts[1]))
-                    parts[1] = f"layers.{first_layer + int(parts[1])}."
-                rank["".join(parts)] = found[name]
-        first_layer = last + 1
+    for number, found in enumerate(files):
+        if number % tensor_ranks == 0:
+            first_layer = last + 1
+        for name in found:
+            parts = _LAYER.split(name, maxsplit=1)
+            if len(parts) == 3:
+                last = max(last, first_layer + int(parts[1]))
+                parts[1] = f"layers.{first_layer + int(parts[1])}."
+            ranks[number % tensor_ranks]["".join(parts)] = found[name]
     return ranks

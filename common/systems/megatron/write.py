@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, assert_never
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common.config.values import STATE_PARTS, RuleName
 from common.files import atomic_write, fsync_folder
@@ -22,11 +21,10 @@ from common.parallel.sharding import local_shape, slice_of
 from common.systems.megatron.read import FILE, NAME_MAPS, TRACKER
 from common.systems.name_map import NameRow
 from common.systems.run_state import write_model_yaml
-from common.systems.weights import Weight, Weights, to_type
+from common.systems.weights import Weights
 from common.tensor_files.arrays import prefetch_arrays
 from common.tensor_files.torch_files import Parts, TensorLeaf, TorchName, write_torch
 from common.weights.names import EMBEDDING, POSITIONS, decays
-from common.weights.pieces import TensorSlice
 
 
 @dataclass(kw_only=True)
@@ -62,7 +60,7 @@ class _RankFile:
         model, tensor = self.weights.model, self.tensor
         source = self.weights.moments if part else self.weights.tensors
         wanted = dtype or source[row.ours[0] + part].dtype
-        shapes, makers = {}, []
+        shapes, makers = {}, []  # a maker for each parameter in the tensor
         for name in row.ours:
             weight = source[name + part]
             whole = weight.shape
@@ -71,24 +69,16 @@ class _RankFile:
                 whole = (rows, *whole[1:])
             shapes[name] = local_shape(name, whole, tensor)
             piece = slice_of(name, whole, tensor=tensor, tensor_rank=self.tensor_rank)
-            makers.append(partial(_cut, weight, piece, wanted))
+            makers.append(partial(weight.cut, piece, wanted))
         leaf = TensorLeaf(dtype=wanted, shape=row.shape(shapes), name=f"{row.theirs}{part}:{wanted}")
-        self.makers[leaf.name] = lambda: _padded(
-            row.pieces([make() for make in makers], model.num_heads // tensor), leaf
-        )
+
+        def make() -> Parts:
+            parts = row.pieces([make_one() for make_one in makers], model.num_heads // tensor)
+            missing = leaf.shape[0] - sum(map(len, parts))  # rows of zeros pad the vocabulary
+            return [*parts, np.zeros((missing, *leaf.shape[1:]), parts[0].dtype)] if missing else parts
+
+        self.makers[leaf.name] = make
         return leaf
-
-
-def _cut(weight: Weight, piece: TensorSlice, dtype: str) -> NDArray[Any]:
-    spans = tuple(slice(*span) for span in (piece.rows, piece.columns) if span is not None)
-    return to_type(weight.load()[spans], weight.dtype, dtype)
-
-
-def _padded(parts: Parts, leaf: TensorLeaf) -> Parts:
-    """Add rows of zeros, which pad the vocabulary."""
-    missing = leaf.shape[0] - sum(map(len, parts))
-    padding = np.zeros((missing, *leaf.shape[1:]), parts[0].dtype)
-    return [*parts, padding] if missing else parts
 
 
 def write_megatron(
@@ -100,19 +90,29 @@ def write_megatron(
     no checksums: each record in a file of torch's has its own.
     """
     model = weights.model
-    inner = model.ffn_hidden_size or 4 * model.hidden_size
     check_divides("--model_parallel", tensor, "model.num_heads", model.num_heads)
-    check_divides("--model_parallel", tensor, "model.ffn_hidden_size", inner)
+    check_divides("--model_parallel", tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
     check_divides("--pipeline_stage", stages, "model.num_layers", model.num_layers)
-    step = 0 if weights.run is None else weights.run["state"]["step"]
+    step, precision = 0 if weights.run is None else weights.run["state"]["step"], _precision(weights, dtype)
     checkpoint = folder / (f"iter_{step:07d}" if step else "release")
     for stage, tensor_rank in itertools.product(range(stages), range(tensor)):
         rank = _RankFile(
             weights=weights, format=format, tensor=tensor, tensor_rank=tensor_rank, stages=stages, stage=stage
         )
         name = f"mp_rank_{tensor_rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
+        rows = rank.rows()
+        flat = {row.theirs: rank.add(row, dtype) for row in rows}
+        tree: dict[str, Any] = {
+            "args": _model_args(weights, precision, tensor, stages),
+            "checkpoint_version": 3.0,
+            "iteration": step,
+            "model": flat if format == "megatron_core" else _nested(flat),
+        }
+        if weights.run is not None:
+            tree["optimizer"] = _optimizer(rank, rows, mixed=precision != "float32")
+            tree |= _scheduler(weights.run)
         (checkpoint / name).mkdir(parents=True)
-        _write_rank(checkpoint / name / FILE, rank, dtype)
+        write_torch(checkpoint / name / FILE, tree, prefetch_arrays(rank.makers.values()))
         fsync_folder(checkpoint / name)
     fsync_folder(checkpoint)
     write_model_yaml(folder, weights)
@@ -121,34 +121,16 @@ def write_megatron(
     return {}
 
 
-def _write_rank(path: Path, rank: _RankFile, dtype: str | None) -> None:
-    weights, rows = rank.weights, rank.rows()
-    precision = _precision(weights, dtype)
-    flat = {row.theirs: rank.add(row, dtype) for row in rows}
-    tree: dict[str, Any] = {
-        "args": _model_args(weights, precision, rank.tensor, rank.stages),
-        "checkpoint_version": 3.0,
-        "iteration": 0 if weights.run is None else weights.run["state"]["step"],
-        "model": flat if rank.format == "megatron_core" else _nested(flat),
-    }
-    if weights.run is not None:
-        tree["optimizer"] = _optimizer(rank, rows, mixed=precision != "float32")
-        tree |= _scheduler(weights.run)
-    write_torch(path, tree, prefetch_arrays(rank.makers.values()))
-
-
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
     """Return the tensors nested as Megatron-LM's modules save them; encoder layers stay flat."""
     tree: dict[str, Any] = {}
     for name, leaf in flat.items():
-        encoder = "language_model.encoder."
-        path = (
-            ["language_model", "encoder", name.removeprefix(encoder)] if name.startswith(encoder) else name.split(".")
-        )
+        module, encoder, rest = name.partition(".encoder.")
+        *path, last = [module, "encoder", rest] if encoder else name.split(".")
         place = tree
-        for key in path[:-1]:
+        for key in path:
             place = place.setdefault(key, {})
-        place[path[-1]] = leaf
+        place[last] = leaf
     return tree
 
 
@@ -166,25 +148,20 @@ def _optimizer(rank: _RankFile, rows: list[NameRow], *, mixed: bool) -> dict[str
     """Return the optimizer's state. Parameters are numbered group by group, those with decay first;
     ``open_megatron`` names the source.
     """
-    weights = rank.weights
-    run = weights.run
-    assert run is not None
-    config, engine = run["config"], run["engine"]
-    groups = [[row for row in rows if decays(row.ours[0]) is decayed] for decayed in (True, False)]
-    parts = [part for part in STATE_PARTS if f"{EMBEDDING}.{part}" in weights.moments]
+    run: Any = rank.weights.run
+    engine = run["engine"]
+    rows = sorted(rows, key=lambda row: not decays(row.ours[0]))
+    groups = {
+        decayed: [number for number, row in enumerate(rows) if decays(row.ours[0]) is decayed]
+        for decayed in (True, False)
+    }
+    parts = [part for part in STATE_PARTS if f"{EMBEDDING}.{part}" in rank.weights.moments]
     state = {
-        number: {part: rank.add(row, None, f".{part}") for part in parts}
-        for number, row in enumerate(itertools.chain(*groups))
-        if parts
+        number: {part: rank.add(row, None, f".{part}") for part in parts} for number, row in enumerate(rows) if parts
     }
-    first_of = itertools.accumulate(map(len, groups), initial=0)
-    inner = {
-        "state": state,
-        "param_groups": [
-            _group(config["optimizer"], engine["optimizer_steps"], decayed, list(range(first, first + len(group))))
-            for first, group, decayed in zip(first_of, groups, (True, False), strict=False)
-        ],
-    }
+    config, steps = run["config"]["optimizer"], engine["optimizer_steps"]
+    param_groups = [_group(config, steps, decayed, numbers) for decayed, numbers in groups.items()]
+    inner = {"state": state, "param_groups": param_groups}
     if not mixed:
         return inner
     outer: dict[str, Any] = {"optimizer": inner}
@@ -199,7 +176,7 @@ def _optimizer(rank: _RankFile, rows: list[NameRow], *, mixed: bool) -> dict[str
         }
     elif scale.get("mode") == "static":
         outer["grad_scaler"] = {}
-    outer["fp32_from_fp16_params"] = [[rank.add(row, "float32") for row in group] for group in groups]
+    outer["fp32_from_fp16_params"] = [[rank.add(rows[n], "float32") for n in numbers] for numbers in groups.values()]
     return outer
 
 

@@ -160,7 +160,7 @@ def _folders(path: Path, found: Path | Slices) -> tuple[Path, ...]:
 
 
 @contextmanager
-def open_mindformers(path: Path, format: str = "mindformers", model: ResolvedModel | None = None) -> Iterator[Weights]:
+def open_mindformers(path: Path, model: ResolvedModel | None = None, format: str = "mindformers") -> Iterator[Weights]:
     """Open a checkpoint.
 
     path: the file, its folder, or the folder above the files of a distributed run's ranks. model:

