@@ -157,7 +157,7 @@ class HostChannel:
         goes_on: takes each event; None is returned when it returns False. Else returns the number of the attempt as
         host 0 counts. Raises RunError if a host does not come, and ConfigError if host 0 refuses this one.
         """
-        self._life, self._begun = {}, None
+        self._life, self._begun = {}, None  # the loop sends in order: no life of the attempt before follows
         if self.own != 0:
             self.tell("ready")
             limit += PATIENCE_SECONDS
@@ -236,6 +236,16 @@ class HostChannel:
     # ---- in the thread of the event loop ----
 
     def _run(self, server: socket.socket | None) -> None:
+        said: set[str] = set()
+
+        def report(loop: object, context: Mapping[str, Any]) -> None:
+            """Say each fault once: without file descriptors asyncio finds the same one a hundred times a second."""
+            text = f"connections of other hosts: {context['message']}: {context.get('exception')}"
+            if text not in said:
+                said.add(text)
+                self._say(text, error=True)
+
+        self._loop.set_exception_handler(report)  # asyncio's own prints tracebacks
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._serve_all(server))
 

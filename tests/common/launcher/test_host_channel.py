@@ -2,6 +2,7 @@
 goes.
 """
 
+import errno
 import os
 import re
 import signal
@@ -227,6 +228,34 @@ def test_host_0_listens_at_all_its_addresses_unless_a_loopback_address_was_given
     """127.0.0.3 stands for another address of this host than that by which the others know it."""
     control = HostChannel(hosts(0, port, first, "b"), restarts=False)
     assert listens("127.0.0.3", port) is is_open
+    control.close()
+
+
+def test_while_file_descriptors_are_short_host_0_says_so_and_does_not_spin(
+    port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    looks: list[socket.socket] = []
+
+    def accept(server: socket.socket) -> None:
+        looks.append(server)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    control = HostChannel(hosts(0, port), restarts=False)
+    with socket.create_connection(("127.0.0.1", port)):
+        until(lambda: looks)
+        time.sleep(0.3)
+        control.close()
+    assert len(looks) <= 100  # asyncio's backlog, once a second
+    said = capfd.readouterr().err
+    assert said.count("Too many open files") == 1 and "Traceback" not in said
+
+
+def test_a_line_without_an_end_is_not_kept(port: int) -> None:
+    control = HostChannel(hosts(0, port), restarts=False)
+    with socket.create_connection(("127.0.0.1", port)) as caller, pytest.raises(ConnectionError):
+        for _ in range(1000):
+            caller.sendall(b"x" * 65536)
     control.close()
 
 
