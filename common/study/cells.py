@@ -85,15 +85,15 @@ def expand(definition: Definition, config: Path) -> list[PlannedCell]:
             f"{config}: {len(points):,} cells are left, more than {MAX_CELLS}; add filters, or take fewer values"
         )
     names = _names(points, axes, definition, config)
-    chosen = [pair for pair in zip(points, names, strict=True) if holds(definition.baseline, pair[0])]
+    pairs = zip(points, names, strict=True) if definition.baseline else ()
+    chosen = [pair for pair in pairs if holds(definition.baseline, pair[0])]
     groups = _groups(points, definition)
     read = cache(read_config)
     found = []
     for point, name, group in zip(points, names, groups, strict=True):
         # the cell with the baseline's labels that shares most others
         near = max(chosen, key=lambda pair: len(point.items() & pair[0].items()), default=(None, None))
-        baseline = near[1] if definition.baseline else None
-        found.append(_plan(definition, config, read, point, name, group, baseline))
+        found.append(_plan(definition, config, read, point, name, group, near[1]))
     return found
 
 

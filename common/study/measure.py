@@ -154,13 +154,13 @@ class Trace:
 
 
 def _read_traces(folder: Path) -> dict[tuple[int, range], Trace]:
-    """Return the traces of a run by rank and steps. Raises DataError where a file is damaged."""
+    """Return the traces of a run by rank and steps, in this order. Raises DataError where a file is damaged."""
     found = {}
     for path in (folder / "profile").glob("steps_*_rank_*.json.gz"):
         if match := _NAME.fullmatch(path.name):
             first, last, rank = map(int, match.groups())
             found[rank, range(first, last + 1)] = read_trace(path)
-    return found
+    return dict(sorted(found.items(), key=lambda each: (each[0][0], each[0][1].start)))
 
 
 def read_trace(path: Path) -> Trace:
