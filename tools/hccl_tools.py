@@ -69,8 +69,8 @@ def generate(arguments: Request) -> None:
     per_node = arguments.device_num_per_node
     if not 1 <= per_node <= MAX_DEVICES:
         raise DataError(f"--device_num_per_node {per_node}: expected 1 to {MAX_DEVICES}")
-    logical = list(parse_range(arguments.device_num, "--device_num", "--device_num '[0,3)' --visible_devices"))
-    if logical[-1] >= per_node:
+    logical = parse_range(arguments.device_num, "--device_num", "--device_num '[0,3)' --visible_devices")
+    if logical[-1] >= per_node:  # before anything lists them
         raise DataError(
             f"--device_num {arguments.device_num} goes past the {per_node} devices of a node; give"
             f" --device_num_per_node {logical[-1] + 1} if it has more"
@@ -87,7 +87,7 @@ def generate(arguments: Request) -> None:
     physical = [visible[number] for number in logical]
     print("visible_devices:", visible)
     print("server_id:", server_id)
-    print("device_num_list:", logical)
+    print("device_num_list:", list(logical))
     addresses = device_addresses(physical, arguments.hccn_conf)
     devices = [
         TableDevice(rank_id=rank, device_id=device, device_ip=addresses[device]) for rank, device in enumerate(physical)
