@@ -205,19 +205,18 @@ def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> dict[
         else ()
     )
     refuse_to_overwrite([source, *shards], [target], "choose another --mindspore_path")
-    with open_without_config(source, layers) as weights:
-        try:
-            with temporary_folder(target) as folder:
-                write_file(folder / target.name, weights, None)
-                (folder / target.name).replace(target)
-                fsync_folder(target.parent)
-        except OSError as error:
-            reason = error.strerror or error
-            raise StorageError(
-                f"{target}: could not be written: {reason}; make room there, or choose another --mindspore_path"
-            ) from error
-        counts, ignored = _counts(weights), dict(weights.ignored)
-        return {"from": "hf", "tensors": counts, "ignored": ignored, "step": None}
+    weights = open_without_config(source, layers)
+    try:
+        with temporary_folder(target) as folder:
+            write_file(folder / target.name, weights, None)
+            (folder / target.name).replace(target)
+            fsync_folder(target.parent)
+    except OSError as error:
+        reason = error.strerror or error
+        raise StorageError(
+            f"{target}: could not be written: {reason}; make room there, or choose another --mindspore_path"
+        ) from error
+    return {"from": "hf", "tensors": _counts(weights), "ignored": dict(weights.ignored), "step": None}
 
 
 _TEXT = "Hello, world! It's 12:30.\n\n  你好，世界 🙂 "

@@ -95,27 +95,18 @@ class FileTensor(TensorKind):
         return joined.view(item).reshape(self.shape)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TensorFile(Mapping[str, FileTensor]):
-    """Tensors of one file (or of the shards of one index) by name, and its other values."""
+class TensorFile(dict[str, FileTensor]):
+    """Tensors of one file (or of the shards of one index) by name, and its other values.
 
-    path: Path
-    tensors: Mapping[str, FileTensor]
-    plain: Mapping[str, Any]
-    """Values that are not tensors, by name: the metadata of safetensors, numbers and texts of torch
-    and MindSpore files.
+    plain: values that are not tensors, by name: the metadata of safetensors, numbers and texts of torch and MindSpore
+    files. tree: tensors and plain values, nested as in the file; a name is the path, joined by dots.
     """
-    tree: Any
-    """Tensors and plain values, nested as in the file; a name is the path, joined by dots."""
 
-    def __getitem__(self, name: str) -> FileTensor:
-        return self.tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
+    def __init__(
+        self, path: Path, tensors: Mapping[str, FileTensor], plain: Mapping[str, Any], tree: Any = None
+    ) -> None:
+        super().__init__(tensors)
+        self.path, self.plain, self.tree = path, plain, tensors if tree is None else tree
 
 
 def map_file(path: Path) -> Bytes:

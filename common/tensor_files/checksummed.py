@@ -48,9 +48,6 @@ class ChecksummedFile:
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.write_array(np.frombuffer(data, np.uint8))
 
-    def flush(self) -> None:
-        """Do nothing: the end of the block writes the last bytes."""
-
     def write_array(self, array: NDArray[Any]) -> None:
         """Write the bytes of an array in row-major order. Rows of one that is not row-major, such
         as a transposed view of a mapped file, are put in order on their way into a buffer.

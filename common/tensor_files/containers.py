@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,17 +39,14 @@ _CONTAINERS = (
 )
 
 
-@contextmanager
-def open_tensors(path: Path) -> Iterator[TensorFile]:
+def open_tensors(path: Path) -> TensorFile:
     """Open a file by its first bytes, then by its ending; open ``NAME.index.json`` with all its shards.
 
     No tensor is read before it is asked for. Raises CheckpointError for a file that is missing, broken, of an unknown
     format, or that names code.
     """
-    yield _read_shards(path) if path.name.endswith(".index.json") else _read(path)
-
-
-def _read(path: Path) -> TensorFile:
+    if path.name.endswith(".index.json"):
+        return _read_shards(path)
     content = map_file(path)
     container = _container_of(path, content)
     try:
@@ -81,22 +77,20 @@ def _container_of(path: Path, content: Bytes) -> _Container:
     )
 
 
-def _is_beside(shard: str) -> bool:
-    """Whether this is the plain name of a file that is not an index: indices that name each other
-    would recurse without end.
-    """
-    return shard != "" and Path(shard).name == shard and shard.isprintable() and not shard.endswith(".index.json")
-
-
 def _read_shards(path: Path) -> TensorFile:
     places = read_json_mapping(path, error=CheckpointError).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
         raise CheckpointError(f"{path}: not an index of shards; expected weight_map, from tensors to files beside it")
-    if strange := [shard for shard in places.values() if not _is_beside(shard)]:
+    # indices that name each other would recurse without end
+    if strange := [
+        shard
+        for shard in places.values()
+        if not shard or shard != Path(shard).name or not shard.isprintable() or shard.endswith(".index.json")
+    ]:
         raise CheckpointError(
             f"{path}: the shard {strange[0][:60]!r} is in another folder or not a file; copy the whole folder again"
         )
-    files = {shard: _read(path.with_name(shard)) for shard in sorted(set(places.values()))}
+    files = {shard: open_tensors(path.with_name(shard)) for shard in sorted(set(places.values()))}
     found = {name: shard for shard, file in files.items() for name in file}
     strays = sorted(name for name in {*places, *found} if places.get(name) != found.get(name))
     if strays or len(found) < sum(map(len, files.values())):
@@ -106,4 +100,4 @@ def _read_shards(path: Path) -> TensorFile:
             " copy the whole folder again"
         )
     tensors = {name: files[shard][name] for name, shard in places.items()}
-    return TensorFile(path=path, tensors=tensors, plain={}, tree=tensors)
+    return TensorFile(path, tensors, {})

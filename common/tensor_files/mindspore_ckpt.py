@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,26 +40,12 @@ def read_mindspore(path: Path, content: Bytes) -> TensorFile:
     Raises ValueError if the file is broken or encrypted, if its checksum is wrong, or if it holds types that GPT-2 does
     not have.
     """
-    tensors, texts = _parse(_without_seal(content))
-    return TensorFile(path=path, tensors=tensors, plain=texts, tree=tensors | texts)
-
-
-def is_checkpoint(head: bytes) -> bool:
-    """Whether a file begins like a checkpoint; a strategy file or a pickle does not."""
-    return head[:1] == bytes_key(1, 0)[:1]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Value:
-    """One message Value; only the last slice of a tensor completes it."""
-
-    tag: str
-    dims: tuple[int, ...]
-    type: str
-    data: Bytes
-
-
-def _parse(content: Bytes) -> tuple[dict[str, FileTensor], dict[str, str]]:
+    seal = content[-_SEAL_SIZE:].tobytes()
+    if seal.startswith(_SEAL) and len(seal) == _SEAL_SIZE:
+        content = content[:-_SEAL_SIZE]
+        found, expected = zlib.crc32(content.data), int.from_bytes(seal[len(_SEAL) :], "big")
+        if found != expected:
+            raise ValueError(f"its checksum is {found}, and the file says {expected}")
     tensors: dict[str, FileTensor] = {}
     texts: dict[str, str] = {}
     values = (_value(part) for number, part in read_fields(content) if number == 1)
@@ -75,7 +60,21 @@ def _parse(content: Bytes) -> tuple[dict[str, FileTensor], dict[str, str]]:
             tensors[tag] = _tensor(slices)
     if not tensors:
         raise ValueError("it holds no tensor")
-    return tensors, texts
+    return TensorFile(path, tensors, texts)
+
+
+def is_checkpoint(head: bytes) -> bool:
+    """Whether a file begins like a checkpoint; a strategy file or a pickle does not."""
+    return head[:1] == bytes_key(1, 0)[:1]
+
+
+class _Value(NamedTuple):
+    """One message Value; only the last slice of a tensor completes it."""
+
+    tag: str
+    dims: tuple[int, ...]
+    type: str
+    data: Bytes
 
 
 def _tensor(slices: list[_Value]) -> FileTensor:
@@ -111,20 +110,7 @@ def _value(message: Bytes) -> _Value:
             data = part
     if kind is None or data is None:
         raise ValueError(f"{name} has no type or no content")
-    return _Value(tag=name, dims=tuple(dims), type=kind, data=data)
-
-
-def _without_seal(content: Bytes) -> Bytes:
-    """Return the bytes before the checksum. Raises ValueError if the checksum does not match
-    them.
-    """
-    seal = content[-_SEAL_SIZE:].tobytes()
-    if not seal.startswith(_SEAL) or len(seal) < _SEAL_SIZE:
-        return content
-    found, expected = (zlib.crc32(content[:-_SEAL_SIZE].data), int.from_bytes(seal[len(_SEAL) :], "big"))
-    if found != expected:
-        raise ValueError(f"its checksum is {found}, and the file says {expected}")
-    return content[:-_SEAL_SIZE]
+    return _Value(name, tuple(dims), kind, data)
 
 
 def stream_mindspore(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]) -> int:
@@ -138,25 +124,18 @@ def stream_mindspore(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterab
         for array in arrays:  # zip would keep the last array alive while the next is made
             name, kind = next(pending)
             assert array.nbytes == kind.nbytes, f"the array of {name} is that of its kind"
-            head = b"".join(b"\x08" + to_varint(size) for size in kind.shape) + bytes_field(
-                2, _TYPES[kind.dtype].encode()
-            )
-            tag = bytes_field(1, name.encode())
-            for part in _slices(array):
+            dims = b"".join(b"\x08" + to_varint(size) for size in kind.shape)
+            head = dims + bytes_field(2, _TYPES[kind.dtype].encode())
+            tag, parts = bytes_field(1, name.encode()), [array]
+            if array.nbytes > _SLICE:
+                data = np.frombuffer(bytes_of(array), np.uint8)
+                parts = [data[first : first + _SLICE] for first in range(0, data.size, _SLICE)]
+                del data
+            for part in parts:
                 tensor = head + bytes_key(3, part.nbytes)
                 value = tag + bytes_key(2, len(tensor) + part.nbytes) + tensor
                 file.write(bytes_key(1, len(value) + part.nbytes) + value)
                 file.write_array(part)
-            del array, part
+            del array, part, parts
         assert next(pending, None) is None, "every kind has its array"
     return file.checksum
-
-
-def _slices(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """Yield the bytes of each value that a tensor is cut into."""
-    if array.nbytes <= _SLICE:
-        yield array
-        return
-    data = np.frombuffer(bytes_of(array), np.uint8)
-    for first in range(0, data.size, _SLICE):
-        yield data[first : first + _SLICE]

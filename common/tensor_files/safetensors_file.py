@@ -60,7 +60,7 @@ def read_safetensors(path: Path, content: Bytes) -> TensorFile:
         )
         for name, entry in header.items()
     }
-    return TensorFile(path=path, tensors=tensors, plain=metadata, tree=tensors)
+    return TensorFile(path, tensors, metadata)
 
 
 def write_safetensors(path: Path, tensors: Tensors) -> int:

@@ -94,7 +94,7 @@ def read_torch(path: Path, content: Bytes) -> TensorFile:
         _compare_checksums(path, content, of_tensors=False)
         check = cache(lambda: _compare_checksums(path, content, of_tensors=True))
     tree = PlainTree(saved, lambda name, value: _leaf_of(torch, name, value, check))
-    return TensorFile(path=path, tensors=tree.tensors, plain=tree.values, tree=tree.tree)
+    return TensorFile(path, tree.tensors, tree.values, tree.tree)
 
 
 @contextmanager

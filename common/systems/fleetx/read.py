@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +118,7 @@ def rank_folders(folder: Path) -> dict[tuple[int, ...], Path]:
     return by_ranks((path for path in folder.glob("mp_*") if (path / FILE).is_file()), _RANK)
 
 
-@contextmanager
-def open_parts(path: Path) -> Iterator[Sequence[Sequence[TensorFile]]]:
+def open_parts(path: Path) -> Sequence[Sequence[TensorFile]]:
     """Open the files of all ranks, by [tensor rank][stage].
 
     path: model.pdparams, its folder, or epoch_E_step_S with the folders of ranks. Raises
@@ -127,9 +126,7 @@ def open_parts(path: Path) -> Iterator[Sequence[Sequence[TensorFile]]]:
     """
     file = path if path.is_file() else path / FILE
     if file.is_file():
-        with open_tensors(file) as opened:
-            yield [[opened]]
-        return
+        return [[open_tensors(file)]]
     folders = rank_folders(path)
     if not folders:
         raise CheckpointError(f"{path}: no {FILE} here, nor in folders like {_NAME.format(0, 0, 0)}; give another path")
@@ -138,22 +135,10 @@ def open_parts(path: Path) -> Iterator[Sequence[Sequence[TensorFile]]]:
         path, folders, itertools.product(range(tensor), range(sharding), range(stages)),
         lambda place: _NAME.format(*place),
     )  # fmt: skip
-    _check_steps(list(folders.values()))
-    with ExitStack() as stack:
-        yield [
-            [stack.enter_context(open_tensors(folders[rank, 0, stage] / FILE)) for stage in range(stages)]
-            for rank in range(tensor)
-        ]
-
-
-def _check_steps(folders: Sequence[Path]) -> None:
-    """Check that the meta_state.pdopt of every rank, where it exists, has one epoch and step."""
-    told: dict[Path, dict[str, object]] = {}
-    for folder in folders:
-        if (folder / _META).is_file():
-            with open_tensors(folder / _META) as file:
-                told[folder / _META] = {name: file.plain.get(name) for name in ("epoch", "step")}
+    states = [open_tensors(folder / _META) for folder in folders.values() if (folder / _META).is_file()]
+    told = {state.path: {name: state.plain.get(name) for name in ("epoch", "step")} for state in states}
     require_same(told, lambda path: path.parent.name)
+    return [[open_tensors(folders[rank, 0, stage] / FILE) for stage in range(stages)] for rank in range(tensor)]
 
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
@@ -168,19 +153,19 @@ def open_fleetx(path: Path) -> Iterator[Weights]:
     """path: the file, its folder, or epoch_X_step_Y with the folders of ranks. Raises
     CheckpointError and ConfigError.
     """
-    with open_parts(path) as parts:
-        file = parts[0][0].path
-        where = file if len(parts) == len(parts[0]) == 1 else path
-        model = read_config(file)
-        ranks = [_weights_of(files) for files in parts]
-        name_map = match_name_map(where, "fleetx", NAME_MAPS, ranks[0])
-        rows = {row.theirs: row for row in name_map.rows(model.num_layers)}
-        state = file.with_name("model_state.pdopt")
-        ignored = {state.name: "state of the optimizer"} if state.is_file() else {}
-        yield weights_from(
-            where, name_map, join_ranks(where, ranks, rows), model,
-            format="fleetx", path=path, ignored=ignored, read=read_joined,
-        )  # fmt: skip
+    parts = open_parts(path)
+    file = parts[0][0].path
+    where = file if len(parts) == len(parts[0]) == 1 else path
+    model = read_config(file)
+    ranks = [_weights_of(files) for files in parts]
+    name_map = match_name_map(where, "fleetx", NAME_MAPS, ranks[0])
+    rows = {row.theirs: row for row in name_map.rows(model.num_layers)}
+    state = file.with_name("model_state.pdopt")
+    ignored = {state.name: "state of the optimizer"} if state.is_file() else {}
+    yield weights_from(
+        where, name_map, join_ranks(where, ranks, rows), model,
+        format="fleetx", path=path, ignored=ignored, read=read_joined,
+    )  # fmt: skip
 
 
 def read_config(file: Path) -> ResolvedModel:

@@ -150,11 +150,11 @@ def open_hugging_face(path: Path, model: ResolvedModel | None = None) -> Iterato
         raise CheckpointError(f"{path}: no weights here; expected a file, or a folder with {' or '.join(FILES)}")
     if model is None or not _is_lightning(file) or (folder / CONFIG).is_file():
         model = read_config(folder / CONFIG)
-    with open_tensors(file) as stored:
-        tensors, ignored, name_map = _model_in(stored)
-        # transformers does not open the folder of a wrapped model
-        where = path if tensors.keys() <= stored.keys() | {name_map.rows(0)[0].theirs} else file
-        yield weights_from(file, name_map, tensors, model, format="hf", path=where, ignored=ignored)
+    stored = open_tensors(file)
+    tensors, ignored, name_map = _model_in(stored)
+    # transformers does not open the folder of a wrapped model
+    where = path if tensors.keys() <= stored.keys() | {name_map.rows(0)[0].theirs} else file
+    yield weights_from(file, name_map, tensors, model, format="hf", path=where, ignored=ignored)
 
 
 def _model_in(stored: TensorFile) -> tuple[dict[str, FileTensor], dict[str, str], NameMap]:
@@ -183,29 +183,27 @@ def _model_in(stored: TensorFile) -> tuple[dict[str, FileTensor], dict[str, str]
     return tensors, ignored, name_map
 
 
-@contextmanager
-def open_without_config(file: Path, layers: int) -> Iterator[Weights]:
+def open_without_config(file: Path, layers: int) -> Weights:
     """Open a file without a config. Its shapes give all sizes but the number of heads. Raises CheckpointError."""
-    with open_tensors(file) as stored:
-        tensors, ignored, name_map = _model_in(stored)
-        there = 1 + max(
-            (int(found[1]) for name in tensors if (found := re.search(r"\bh\.(\d{1,9})\.", name))), default=layers - 1
-        )
-        if there != layers:
-            raise CheckpointError(f"{file}: has {there} blocks, and --layers says {layers}; say --layers {there}")
-        table, positions, inner = (
-            # refused below
-            tensors[row.theirs].shape if row.theirs in tensors and len(tensors[row.theirs].shape) == 2 else (1, 1)
-            for row in name_map.rows(1)
-            if row.ours in ((EMBEDDING,), (POSITIONS,), ("h.0.mlp.c_fc.weight",))
-        )
-        sizes = {
-            "num_layers": layers, "hidden_size": table[1], "num_heads": 1, "vocab_size": table[0],
-            "seq_length": positions[0],
-            "ffn_hidden_size": inner[1],
-        }  # fmt: skip
-        model = checked_model(file, sizes)
-        yield weights_from(file, name_map, tensors, model, format="hf", path=file, ignored=ignored)
+    tensors, ignored, name_map = _model_in(open_tensors(file))
+    there = 1 + max(
+        (int(found[1]) for name in tensors if (found := re.search(r"\bh\.(\d{1,9})\.", name))), default=layers - 1
+    )
+    if there != layers:
+        raise CheckpointError(f"{file}: has {there} blocks, and --layers says {layers}; say --layers {there}")
+    table, positions, inner = (
+        # refused below
+        tensors[row.theirs].shape if row.theirs in tensors and len(tensors[row.theirs].shape) == 2 else (1, 1)
+        for row in name_map.rows(1)
+        if row.ours in ((EMBEDDING,), (POSITIONS,), ("h.0.mlp.c_fc.weight",))
+    )
+    sizes = {
+        "num_layers": layers, "hidden_size": table[1], "num_heads": 1, "vocab_size": table[0],
+        "seq_length": positions[0],
+        "ffn_hidden_size": inner[1],
+    }  # fmt: skip
+    model = checked_model(file, sizes)
+    return weights_from(file, name_map, tensors, model, format="hf", path=file, ignored=ignored)
 
 
 _SHARD_BYTES = 5 * 10**9

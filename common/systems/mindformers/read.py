@@ -118,8 +118,7 @@ def detects(path: Path, format: str = "mindformers") -> bool:
         found = _find(path)
         if found is None:
             return False
-        with _open(found) as stored:
-            return any(name.startswith("gpt2.") for name in stored) == (format == "mindformers_r0.3")
+        return any(name.startswith("gpt2.") for name in _tensors(found)) == (format == "mindformers_r0.3")
     except CheckpointError:  # reported when the files are opened
         return format == "mindformers"
 
@@ -142,21 +141,8 @@ def _find(path: Path) -> Path | Slices | None:
     return found
 
 
-@contextmanager
-def _open(found: Path | Slices) -> Iterator[Mapping[str, FileTensor | SlicedTensor]]:
-    if isinstance(found, Slices):
-        yield found.tensors()
-    else:
-        with open_tensors(found) as stored:
-            yield stored
-
-
-def _folders(path: Path, found: Path | Slices) -> tuple[Path, ...]:
-    """Return the folders that may describe the model. An error names the first one."""
-    folder = path if path.is_dir() else path.parent
-    if isinstance(found, Slices):
-        return folder, found.root, found.root.parent
-    return (found.parent,)
+def _tensors(found: Path | Slices) -> Mapping[str, FileTensor | SlicedTensor]:
+    return found.tensors() if isinstance(found, Slices) else open_tensors(found)
 
 
 @contextmanager
@@ -172,8 +158,10 @@ def open_mindformers(path: Path, format: str = "mindformers", model: ResolvedMod
             f"{path}: holds 0 .ckpt files of MindFormers; give the path of one, or of a folder with"
             " the rank_N folders of a run and its ckpt_strategy.ckpt"
         )
-    file = found.root if isinstance(found, Slices) else found
-    folders = _folders(path, found)
+    if isinstance(found, Slices):
+        file, folders = found.root, [path if path.is_dir() else path.parent, found.root, found.root.parent]
+    else:
+        file, folders = found, [found.parent]
     told = find_model(file, folders) or (None if model is None else (model, None))
     if told is None:
         raise ConfigError(
@@ -182,41 +170,38 @@ def open_mindformers(path: Path, format: str = "mindformers", model: ResolvedMod
             " weights, or the YAML that the run was started with"
         )
     model, run = told
-    with _open(found) as stored:
-        name_map = match_name_map(file, format, NAME_MAPS[format], stored)
-        ignored = {name: "causal mask" for name in stored if name_map.ignores(name)}
-        counters = {
-            name: float(stored[name].read().reshape(-1)[0])
-            for name in _COUNTERS
-            if name in stored and stored[name].nbytes
-        }
-        rest = {
-            name: tensor
-            for name, tensor in stored.items()
-            if name not in ignored and name not in _COUNTERS and not name.startswith(_SUMS)
-        }
-        if sums := [name for name in stored if name.startswith(_SUMS)]:
-            ignored |= dict.fromkeys(sums, "gradients under way")
-        groups = {
-            part: {name: rest.pop(name) for name in [*rest] if name.startswith(prefix)}
-            for part, prefix in MOMENTS.items()
-        }
-        weights = weights_from(file, name_map, rest, model, format=format, path=path, ignored=ignored)
-        notes: dict[str, str] = {}
-        moments: dict[str, Weight] = {}
-        for part, tensors in groups.items():
-            if tensors:
-                moments |= import_names(file, name_map, tensors, model, prefix=MOMENTS[part], suffix=f".{part}")
-        if run is not None:
-            updates = run["engine"]["optimizer_steps"]
-            require_one_run(file, "global_step", counters.get("global_step"), updates)
-        if run is None and moments:
-            run = _run_of(file, counters, rule_keeping([part for part in groups if groups[part]]))
-            notes["position in the data"] = "not in the file: a resumed run reads from the first sample"
-        elif run is None:
-            notes |= dict.fromkeys(counters, "where training stood, without the state of the optimizer")
-        moments = {} if run is None else require_moments(file, moments, run, model)
-        yield replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})
+    stored = _tensors(found)
+    name_map = match_name_map(file, format, NAME_MAPS[format], stored)
+    ignored = {name: "causal mask" for name in stored if name_map.ignores(name)}
+    counters = {
+        name: float(stored[name].read().reshape(-1)[0]) for name in _COUNTERS if name in stored and stored[name].nbytes
+    }
+    rest = {
+        name: tensor
+        for name, tensor in stored.items()
+        if name not in ignored and name not in _COUNTERS and not name.startswith(_SUMS)
+    }
+    if sums := [name for name in stored if name.startswith(_SUMS)]:
+        ignored |= dict.fromkeys(sums, "gradients under way")
+    groups = {
+        part: {name: rest.pop(name) for name in [*rest] if name.startswith(prefix)} for part, prefix in MOMENTS.items()
+    }
+    weights = weights_from(file, name_map, rest, model, format=format, path=path, ignored=ignored)
+    notes: dict[str, str] = {}
+    moments: dict[str, Weight] = {}
+    for part, tensors in groups.items():
+        if tensors:
+            moments |= import_names(file, name_map, tensors, model, prefix=MOMENTS[part], suffix=f".{part}")
+    if run is not None:
+        updates = run["engine"]["optimizer_steps"]
+        require_one_run(file, "global_step", counters.get("global_step"), updates)
+    if run is None and moments:
+        run = _run_of(file, counters, rule_keeping([part for part in groups if groups[part]]))
+        notes["position in the data"] = "not in the file: a resumed run reads from the first sample"
+    elif run is None:
+        notes |= dict.fromkeys(counters, "where training stood, without the state of the optimizer")
+    moments = {} if run is None else require_moments(file, moments, run, model)
+    yield replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})
 
 
 _STEPS = ("global_step", "step_num")

@@ -189,8 +189,7 @@ def _merge(slices: Slices, strategy: Strategy) -> dict[str, SlicedTensor]:
         }
         stored: dict[int, Mapping[str, FileTensor]] = {}
         for rank in _needed(layouts, files):
-            with open_tensors(files[rank]) as stored[rank]:
-                pass  # its tensors can be read as long as the objects exist
+            stored[rank] = open_tensors(files[rank])
         for name in dict.fromkeys(name for tensors in stored.values() for name in tensors):
             if name in whole:
                 continue  # an earlier stage holds the same
