@@ -68,7 +68,7 @@ _ENGINE: Table = {
     "save_load": ByHand("checkpoint.interval, checkpoint.resume and output_dir"),
     "save_load.save_epoch": Ignored("a run does not save at the end of an epoch;"
         " checkpoint.interval is in steps"),
-    "save_load.save_steps": ByHand("checkpoint.interval"),
+    "save_load.save_steps": MapTo("checkpoint.interval", lambda steps: max(0, whole(steps))),
     "save_load.output_dir": MapTo("output_dir"),
     "save_load.ckpt_dir": ByHand("checkpoint.resume"),
     "save_load.*": Ignored("the run folder holds it"),

@@ -44,8 +44,6 @@ _FLOAT = one_of(
 )  # fmt: skip
 _LOADED = "batches are read ahead by data.prefetch"
 WRITTEN = "checkpoints, metrics.jsonl and the run folder are written anyway"
-LORA = "fine-tuning of added weights (LoRA) is not in this version; train all weights"
-CLASSES = "fine-tuning of classes is not in this version; models here predict the next token"
 _NO_EXPERTS = "mixture of experts is not in this version"
 _PROCESSES = "the launcher (scripts/run_distribute.sh) decides how many processes there are"
 _END = Fixed((50256,), "GPT-2's end of text is 50256", "data.eod_id")

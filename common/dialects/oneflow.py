@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.dialects.megatron import TABLE as MEGATRON
+from common.dialects.megatron import DEFAULTS as MEGATRON_DEFAULTS, TABLE as MEGATRON
 from common.dialects.rules import Defaults, Ignored, MapTo, Switch, Table, each, number, one_of, whole, words
 
 SYSTEM = "OneFlow"
@@ -59,12 +59,8 @@ TABLE: Table = {
 }  # fmt: skip
 
 DEFAULTS: Defaults = {
-    "make_vocab_size_divisible_by": 128, "attention_dropout": 0.1, "hidden_dropout": 0.1,
-    "init_method_std": 0.02, "vocab_size": 50257, "seq_length": 1024,
-    "optimizer": "adamw", "learning_rate": 1e-3, "min_lr": 0.0, "lr_decay_style": "linear",
-    "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8,
-    "clip_grad": 1.0, "initial_loss_scale": 2.0**32, "loss_scale_window": 1000,
-    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
-    "split": "969,30,1", "seed": 12345, "log_interval": 100, "metric_print_format": "table",
+    **{name: value for name, value in MEGATRON_DEFAULTS.items() if name in TABLE},
+    "vocab_size": 50257, "seq_length": 1024, "optimizer": "adamw", "learning_rate": 1e-3,
+    "seed": 12345, "metric_print_format": "table",
 }  # fmt: skip
 """Values of flags that are left out: OneFlow-Benchmark 2a18877, LanguageModeling/GPT/oneflow_gpt/config.py."""

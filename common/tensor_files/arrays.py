@@ -106,7 +106,8 @@ class TensorFile(dict[str, FileTensor]):
         self, path: Path, tensors: Mapping[str, FileTensor], plain: Mapping[str, Any], tree: Any = None
     ) -> None:
         super().__init__(tensors)
-        self.path, self.plain, self.tree = path, plain, tensors if tree is None else tree
+        self.path, self.plain = path, plain
+        self.tree: Any = tensors if tree is None else tree
 
 
 def map_file(path: Path) -> Bytes:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from common.errors import CheckpointError, UserError
 from common.files import HEAD_BYTES, foreign_kind
@@ -16,27 +16,23 @@ from common.tensor_files.safetensors_file import read_safetensors
 from common.tensor_files.torch_files import OLD_MAGIC, ZIP_MAGIC, read_torch
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Container:
+class _Container(NamedTuple):
     title: str
     read: Callable[[Path, Bytes], TensorFile]
-    endings: tuple[str, ...]
     remedy: str = "copy it again or use another one"
 
 
-_SAFETENSORS = _Container(title="safetensors file", read=read_safetensors, endings=(".safetensors",))
-_TORCH = _Container(title="file of torch.save", read=read_torch, endings=(".bin", ".pt", ".pth"))
-_CONTAINERS = (
-    _SAFETENSORS,
-    _TORCH,
-    _Container(
-        title="MindSpore checkpoint",
-        read=read_mindspore,
-        endings=(".ckpt",),
-        remedy="copy it again, decrypt it with MindSpore, or use another one",
+_SAFETENSORS = _Container("safetensors file", read_safetensors)
+_TORCH = _Container("file of torch.save", read_torch)
+_CONTAINERS = {
+    ".safetensors": _SAFETENSORS,
+    **dict.fromkeys((".bin", ".pt", ".pth"), _TORCH),
+    ".ckpt": _Container(
+        "MindSpore checkpoint", read_mindspore, "copy it again, decrypt it with MindSpore, or use another one"
     ),
-    _Container(title="file of paddle.save", read=read_paddle, endings=(".pdparams", STATE)),
-)
+    **dict.fromkeys((".pdparams", STATE), _Container("file of paddle.save", read_paddle)),
+}
+"""Containers by the endings of their files."""
 
 
 def open_tensors(path: Path) -> TensorFile:
@@ -66,10 +62,8 @@ def _container_of(path: Path, content: Bytes) -> _Container:
     # the length that safetensors begin with may look like any mark
     if not is_safetensors and (foreign := foreign_kind(head)) is not None:
         raise CheckpointError(f"{path}: {foreign}")
-    if found := [container for container in _CONTAINERS if path.suffix in container.endings]:
-        return found[0]
-    if is_safetensors:
-        return _SAFETENSORS
+    if found := _CONTAINERS.get(path.suffix, _SAFETENSORS if is_safetensors else None):
+        return found
     raise CheckpointError(
         f"{path}: not a known weight file; expected safetensors, a file of torch.save (.bin,"
         " .pt, .pth), a MindSpore .ckpt, a .pdparams of Paddle, or the .index.json of"

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorKind, bytes_of
 from common.tensor_files.checksummed import ChecksummedFile
-from common.tensor_files.protobuf import bytes_field, bytes_key, read_fields, read_packed, to_varint
+from common.tensor_files.protobuf import bytes_field, bytes_key, read_fields, read_numbers, to_varint
 
 _TYPES = {
     "float64": "Float64", "float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16",
@@ -102,8 +102,8 @@ def _value(message: Bytes) -> _Value:
     dims: list[int] = []
     kind, data = None, None
     for number, part in read_fields(tensor):
-        if number == 1:  # one by one or packed: readers of protobuf accept both
-            dims += [part] if isinstance(part, int) else read_packed(part)
+        if number == 1:
+            dims += read_numbers(part)
         elif number == 2:
             kind = part.tobytes().decode()
         elif number == 3:

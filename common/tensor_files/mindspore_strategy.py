@@ -9,7 +9,7 @@ Meaning: mindspore/parallel/_tensor.py. In a file of several stages, which
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -22,7 +22,7 @@ from common.errors import CheckpointError
 from common.files import atomic_write
 from common.structured_files import parse_json, read_bytes, require_mapping
 from common.tensor_files.arrays import Bytes
-from common.tensor_files.protobuf import bytes_field, int_field, read_fields, read_packed
+from common.tensor_files.protobuf import bytes_field, int_field, read_fields, read_numbers
 
 _MAX_BYTES = 2**28
 _MAX_RANKS = 2**20
@@ -80,11 +80,9 @@ class Layout:
         """Return which part of each dim a rank of the stage holds."""
         at = np.unravel_index(rank, self.devices)
 
-        def number(axes: Iterable[int]) -> int:
-            found = 0
-            for axis in axes:
-                found = found * self.devices[axis] + int(at[axis])
-            return found
+        def number(axes: Sequence[int]) -> int:
+            places, sizes = ([of[axis] for axis in axes] for of in (at, self.devices))
+            return int(np.ravel_multi_index(places, sizes)) if axes else 0
 
         places = [number(axes) for axes in self.axes]
         if places:
@@ -142,30 +140,25 @@ def _from_protobuf(content: Bytes) -> dict[int, dict[str, Layout]]:
     return _by_stage(stage, records)
 
 
+_LISTS = {1: "dev_matrix", 2: "tensor_map", 3: "param_split_shape"}
+_NUMBERS = {5: "field", 6: "opt_weight_shard_step", 7: "opt_weight_shard_size"}
+
+
 def _record(message: Bytes) -> dict[str, Any]:
     """Return a message ParallelLayouts as the dict of its JSON form."""
     found: dict[str, Any] = {"dev_matrix": [], "tensor_map": [], "param_split_shape": []}
-    lists = {1: "dev_matrix", 2: "tensor_map", 3: "param_split_shape"}
-    numbers = {5: "field", 6: "opt_weight_shard_step", 7: "opt_weight_shard_size"}
     for number, part in read_fields(message):
-        if number in lists:
-            found[lists[number]].append(_numbers(part))
-        elif number in numbers:
-            found[numbers[number]] = _signed(part)
+        if number in _NUMBERS:
+            found[_NUMBERS[number]] = _signed(part)
+        elif number in _LISTS:
+            values = (value for one, each in read_fields(part) if one == 1 for value in read_numbers(each))
+            found[_LISTS[number]].append([*map(_signed, values)])
     for name in ("dev_matrix", "param_split_shape"):
         found[name] = found[name][0] if found[name] else []
     maps = found["tensor_map"]
     several = len(maps) > 1  # a list of axes for each dim, or one axis for each dim
     found["tensor_map"] = [dims for dims in maps if dims] if several else [*chain(*maps)]
     return found
-
-
-def _numbers(message: Bytes) -> list[int]:
-    values: list[int] = []
-    for number, part in read_fields(message):
-        if number == 1:
-            values += [part] if isinstance(part, int) else read_packed(part)
-    return [_signed(value) for value in values]
 
 
 def _signed(value: int) -> int:

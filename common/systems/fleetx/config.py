@@ -70,11 +70,6 @@ def _defaults(tree: Mapping[str, Any]) -> Defaults:
     return found
 
 
-def _schedule(theirs: ForeignKeys, ours: Translation) -> None:
-    if theirs.peek("Optimizer.lr.name", COSINE) == COSINE:
-        ours.set("optimizer.schedule_start", 1)
-
-
 def _layout(theirs: ForeignKeys, ours: Translation) -> None:
     degree_key, stage_key, copies_key = (
         "Distributed.sharding.sharding_degree", "Distributed.sharding.sharding_stage",
@@ -98,21 +93,20 @@ def _layout(theirs: ForeignKeys, ours: Translation) -> None:
         ours.put("parallel.pipeline_schedule", "interleaved_1f1b", theirs, key)
 
 
-def _batch(theirs: ForeignKeys, ours: Translation) -> None:
-    """local_batch_size is what one data-parallel rank takes in a step: micro_batch_size times the accumulation."""
+def _steps(theirs: ForeignKeys, ours: Translation) -> None:
+    """local_batch_size is what one data-parallel rank takes in a step: micro_batch_size times the accumulation.
+
+    Each of num_train_epochs has max_steps steps, in both modes: GPTDataset makes as many samples. In epochs without
+    max_steps it has those of the data.
+    """
+    if theirs.peek("Optimizer.lr.name", COSINE) == COSINE:
+        ours.set("optimizer.schedule_start", 1)
     key, micro = "Global.local_batch_size", theirs.peek("Global.micro_batch_size", 1)
     local = theirs.take(key)
     if local is not None:
         if not isinstance(local, int) or not isinstance(micro, int) or micro < 1 or local % micro:
             theirs.refuse(key, local, f"expected a multiple of micro_batch_size={micro}")
         ours.put("train.accumulation_steps", local // micro, theirs, key)
-    _steps(theirs, ours)
-
-
-def _steps(theirs: ForeignKeys, ours: Translation) -> None:
-    """Each of num_train_epochs has max_steps steps, in both modes: GPTDataset makes as many
-    samples. In epochs without max_steps it has those of the data.
-    """
     key, epochs_key, mode_key = "Engine.max_steps", "Engine.num_train_epochs", "Engine.run_mode"
     steps, epochs = theirs.take(key), theirs.take_count(epochs_key)
     mode = theirs.take(mode_key)
@@ -120,14 +114,12 @@ def _steps(theirs: ForeignKeys, ours: Translation) -> None:
         theirs.refuse(mode_key, mode, "expected step or epoch")
     if type(steps) is not int:
         theirs.refuse(key, steps, "expected a whole number")
-    if mode == "epoch" and steps <= 0:
-        source = theirs.named(epochs_key) or mode_key
-        ours.put("train.max_epochs", epochs, theirs, source)
-        return
-    if steps <= 0:
+    if steps > 0:
+        ours.put("train.max_steps", steps * epochs, theirs, epochs_key if epochs > 1 else key)
+    elif mode == "epoch":
+        ours.put("train.max_epochs", epochs, theirs, theirs.named(epochs_key) or mode_key)
+    else:
         theirs.refuse(key, steps, "expected a whole number above 0, or run_mode: epoch")
-    source = epochs_key if epochs > 1 else key
-    ours.put("train.max_steps", steps * epochs, theirs, source)
 
 
 def _validation(theirs: ForeignKeys, ours: Translation) -> None:
@@ -246,11 +238,6 @@ def _checkpoint(theirs: ForeignKeys, ours: Translation) -> None:
     key = "Engine.save_load.ckpt_dir"
     if (path := theirs.take(key)) is not None:
         ours.put(f"checkpoint.{_MODULES[module]}", path, theirs, key)
-    key = "Engine.save_load.save_steps"
-    steps = theirs.take(key)
-    if type(steps) is not int:
-        theirs.refuse(key, steps, "expected a whole number; -1 saves at the end only")
-    ours.put("checkpoint.interval", max(0, steps), theirs, key)
 
 
 def _evaluation(theirs: ForeignKeys, ours: Translation) -> None:
@@ -265,13 +252,13 @@ def _evaluation(theirs: ForeignKeys, ours: Translation) -> None:
 def _profile(theirs: ForeignKeys, ours: Translation) -> None:
     """Paddle counts steps from 0 and leaves out the end. Without a scheduler it traces all."""
     enabled, steps = theirs.take("Profiler.enable", False), theirs.take("Profiler.scheduler")
-    if enabled and isinstance(steps, list) and all(type(step) is int for step in steps[:2]):
+    first, last, key = 1, MAX_COUNT, "enable"
+    if isinstance(steps, list) and steps and all(type(step) is int for step in steps[:2]):
+        key = "scheduler"
         first, last = (steps[0] + 1, steps[1]) if len(steps) > 1 else (1, steps[0])
-        ours.set("profile.start", first, theirs.where("Profiler"), "Profiler.scheduler")
-        ours.set("profile.stop", last, theirs.where("Profiler"), "Profiler.scheduler")
-    elif enabled:
-        ours.set("profile.start", 1, theirs.where("Profiler"), "Profiler.enable")
-        ours.set("profile.stop", MAX_COUNT, theirs.where("Profiler"), "Profiler.enable")
+    if enabled:
+        ours.set("profile.start", first, theirs.where("Profiler"), f"Profiler.{key}")
+        ours.set("profile.stop", last, theirs.where("Profiler"), f"Profiler.{key}")
     apply({"Profiler.*": Ignored("profile says which steps are traced")}, theirs, ours)
 
 
@@ -365,8 +352,8 @@ DIALECT = Dialect(
     # GPTDataset: no loss where the input is the end of text
     begin={"logging.style": "fleetx", "data.eod_mask_loss": True},
     parts=(
-        _schedule, _checkpoint, _layout, _validation, _batch, _precision, _model, _evaluation,
-        _profile, _quantization,
+        _checkpoint, _layout, _validation, _steps, _precision, _model, _evaluation, _profile,
+        _quantization,
     ),
     settle=settle, base=BASE, marks=MARKS,
 )  # fmt: skip

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from common.config.resolved import ResolvedModel
+from common.dialects.fleetx import DEFAULTS, TABLE
+from common.dialects.rules import MapTo
 from common.errors import CheckpointError, ConfigError
 from common.systems.name_map import (
     LINEAR,
@@ -180,7 +182,11 @@ def read_config(file: Path) -> ResolvedModel:
     for folder in folders:
         if (folder / MODEL_YAML).is_file():
             return read_model_yaml(folder / MODEL_YAML)[0]
-        found = {path: section for path in sorted(folder.glob("*.y*ml")) if (section := _section(path)) is not None}
+        try:
+            sections = {path: read_yaml_mapping(path).get("Model") for path in sorted(folder.glob("*.y*ml"))}
+        except ConfigError as error:
+            raise ConfigError(f"{error}; fix the file, or move it away from the weights") from None
+        found = {path: section for path, section in sections.items() if isinstance(section, dict)}
         if len(found) > 1:
             raise ConfigError(
                 f"{folder}: {', '.join(path.name for path in found)} have a section Model; leave one there"
@@ -193,28 +199,14 @@ def read_config(file: Path) -> ResolvedModel:
     )
 
 
-def _section(path: Path) -> dict[str, Any] | None:
-    """Return the section Model of a YAML file, where it has one. Raises ConfigError."""
-    try:
-        section = read_yaml_mapping(path).get("Model")
-    except ConfigError as error:
-        raise ConfigError(f"{error}; fix the file, or move it away from the weights") from None
-    return section if isinstance(section, dict) else None
-
-
 def _model(path: Path, section: dict[str, Any]) -> ResolvedModel:
     if missing := [name for name in _NEEDED if section.get(name) is None]:
         raise ConfigError(
             f"{path}: Model lacks {', '.join(missing)}; give the file that the run was started with, not its base"
         )
-    dropout = section.get("hidden_dropout_prob", 0.1)
     sizes = {
-        "num_layers": section["num_layers"], "hidden_size": section["hidden_size"],
-        "num_heads": section["num_attention_heads"],
-        "vocab_size": section["vocab_size"], "seq_length": section["max_position_embeddings"],
-        "ffn_hidden_size": section.get("ffn_hidden_size"),
-        "embedding_dropout": dropout, "hidden_dropout": dropout,
-        "attention_dropout": section.get("attention_probs_dropout_prob", 0.1),
-        "initializer_range": section.get("initializer_range", 0.02),
-    }  # fmt: skip
-    return checked_model(path, sizes)
+        rule.key.removeprefix("model."): section.get(key.removeprefix("Model."), DEFAULTS.get(key))
+        for key, rule in TABLE.items()
+        if key.startswith("Model.") and isinstance(rule, MapTo) and rule.key.startswith("model.")
+    }
+    return checked_model(path, sizes | {"seq_length": section["max_position_embeddings"]})

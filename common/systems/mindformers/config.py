@@ -9,9 +9,7 @@ from common.device import sees_ascend
 from common.dialects.mindformers import (
     BASE,
     CALLBACKS,
-    CLASSES,
     DEFAULTS,
-    LORA,
     MARKS,
     OF_TYPES,
     SYSTEM,
@@ -38,11 +36,14 @@ _UNUSED_ON_TORCH = {
     "train.sink_size": "torch has no data sink",
     "checkpoint.ckpt_prefix": "torch writes no .ckpt",
 }  # fmt: skip
-_UNUSED_ON_CPU = {
-    "context.max_device_memory": "a CPU has no memory of its own",
-    "context.enable_graph_kernel": "graph kernels are for accelerators",
-    "context.graph_kernel_flags": "graph kernels are for accelerators",
-    "context.device_id": "there is one CPU",
+_UNUSED_ON_DEVICE = {
+    "cpu": {
+        "context.max_device_memory": "a CPU has no memory of its own",
+        "context.enable_graph_kernel": "graph kernels are for accelerators",
+        "context.graph_kernel_flags": "graph kernels are for accelerators",
+        "context.device_id": "there is one CPU",
+    },
+    "auto": {"context.max_device_memory": "device=auto may be a CPU; give device=npu or cuda"},
 }
 _CALLBACKS = {
     "MFLossMonitor": ("per_print_times",),
@@ -73,16 +74,17 @@ def _kind(theirs: ForeignKeys, ours: Translation) -> None:
     """Refuse what is not a language model first, by the name that it has there."""
     key = "model.arch.type"
     arch = theirs.take(key)
-    if arch == "GPT2WithLora":
-        theirs.refuse(key, arch, LORA)
-    if arch == "GPT2ForSequenceClassification":
-        theirs.refuse(key, arch, CLASSES)
+    lora = "fine-tuning of added weights (LoRA) is not in this version; train all weights"
+    others = {
+        "GPT2WithLora": lora,
+        "GPT2ForSequenceClassification": "fine-tuning of classes is not in this version; models here predict the next"
+        " token",
+    }
     if arch not in (None, "GPT2LMHeadModel"):
-        theirs.refuse(key, arch, "the models here are GPT-2; use GPT2LMHeadModel")
+        theirs.refuse(key, arch, others.get(str(arch), "the models here are GPT-2; use GPT2LMHeadModel"))
     key = "model.model_config.pet_config"
-    if theirs.peek(f"{key}.pet_type") or list(theirs.under(f"{key}.")):
-        kind = theirs.peek(f"{key}.pet_type")
-        theirs.refuse(f"{key}.pet_type", kind, LORA)
+    if list(theirs.under(f"{key}.")):
+        theirs.refuse(f"{key}.pet_type", theirs.peek(f"{key}.pet_type"), lora)
     theirs.take(key)
 
 
@@ -263,19 +265,6 @@ def settle(ours: Translation, *, whole: bool = True) -> None:
     torch, device = ours.get("backend") == "torch", ours.get("device", target)
     if device == "auto" and not torch and not sees_ascend():
         device = "cpu"
-    whys = {**_unused_in_layout(ours, whole), **_unused_by_graph(ours, torch, device)}
-    whys |= _unused_on_device(device) | (_UNUSED_ON_TORCH if torch else {})
-    if device == "cpu" and not torch:
-        whys["profile.memory"] = "MindSpore records allocations on accelerators only"
-    for key, why in whys.items():
-        ours.drop(key, why)
-    if whole:
-        ours.drop("train.parallel_optimizer_comm_recompute", "MindSpore 2.10 takes no notice of it")
-        ours.settle_end_of_text(END_OF_TEXT)
-
-
-def _unused_in_layout(ours: Translation, whole: bool) -> dict[str, str]:
-    """Return keys of ours that have no effect with this layout, and why."""
     whys: dict[str, str] = {}
     if ours.get("parallel.pipeline_stage", 1) != 1 and whole:
         whys["parallel.vocab_emb_dp"] = "with a pipeline the ranks split the table"
@@ -286,7 +275,15 @@ def _unused_in_layout(ours: Translation, whole: bool) -> dict[str, str]:
     if ours.get("parallel.model_parallel", 1) == 1:
         whys["train.recompute_slice_activation"] = "one tensor-parallel rank has no slices"
         whys["parallel.sequence_parallel"] = "one tensor-parallel rank has nothing to split"
-    return whys
+    whys |= _unused_by_graph(ours, torch, device) | _UNUSED_ON_DEVICE.get(device, {})
+    whys |= _UNUSED_ON_TORCH if torch else {}
+    if device == "cpu" and not torch:
+        whys["profile.memory"] = "MindSpore records allocations on accelerators only"
+    for key, why in whys.items():
+        ours.drop(key, why)
+    if whole:
+        ours.drop("train.parallel_optimizer_comm_recompute", "MindSpore 2.10 takes no notice of it")
+        ours.settle_end_of_text(END_OF_TEXT)
 
 
 def _unused_by_graph(ours: Translation, torch: bool, device: str) -> dict[str, str]:
@@ -317,14 +314,6 @@ def _unused_by_graph(ours: Translation, torch: bool, device: str) -> dict[str, s
     if not torch:
         whys["parallel.sequence_parallel"] = why
     return whys
-
-
-def _unused_on_device(device: str) -> dict[str, str]:
-    if device == "cpu":
-        return _UNUSED_ON_CPU
-    if device == "auto":
-        return {"context.max_device_memory": "device=auto may be a CPU; give device=npu or cuda"}
-    return {}
 
 
 DIALECT = Dialect(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,22 @@ class Slices:
     at: str
     """EPOCH_STEP."""
     files: Mapping[int, Path]
-    strategies: tuple[Path, ...]
+    strategies: Sequence[Path]
 
     def tensors(self) -> dict[str, SlicedTensor]:
         """Return all tensors, joined. Raises CheckpointError for a missing part, or a strategy of another run."""
-        return _merge(self, _read_strategies(self.strategies))
+        merged: dict[int, dict[str, Layout]] = defaultdict(dict)
+        for path in self.strategies:
+            for stage, layouts in read_strategy(path).items():
+                strange = [name for name, layout in layouts.items() if merged[stage].get(name, layout) != layout]
+                if strange:
+                    others = " and ".join(str(other) for other in self.strategies if other != path)
+                    raise CheckpointError(
+                        f"{path}: says something else of {strange[0]} than {others[:300]}; leave the strategy files of"
+                        " one run there"
+                    )
+                merged[stage] |= layouts
+        return _merge(self, dict(sorted(merged.items())))
 
 
 def strategy_file(path: Path) -> bool:
@@ -96,30 +107,23 @@ def find_slices(path: Path) -> Slices | Path | None:
         raise CheckpointError(
             f"{path}: holds the ranks' files of {len(found)} runs ({shown}); give the path of a file of rank 0"
         )
-    for folder in (path.parent, path.parent.parent) if found else ():
-        strategies = strategies or [
-            file
-            for place in (folder, folder / "strategy")
-            if place.is_dir()
-            for file in sorted(place.iterdir())
-            if strategy_file(file)
-        ]
     if not found:
         return None
+    for folder in (path.parent, path.parent.parent):
+        strategies = strategies or [
+            file for place in (folder, folder / "strategy") for file in sorted(place.glob("*")) if strategy_file(file)
+        ]
     [((root, _), by_moment)] = found.items()
-    at = (
-        wanted
-        if wanted in by_moment
-        else max(by_moment, key=lambda at: [int(number) for number in at.split("_") if number])
-    )
-    if not strategies and (file is not None or len(by_moment[at]) == 1):
-        return file or next(iter(by_moment[at].values()))
+    newest = max(by_moment, key=lambda at: [int(number) for number in at.split("_") if number])
+    at = wanted if wanted in by_moment else newest
     if not strategies:
+        if file is not None or len(by_moment[at]) == 1:
+            return file or next(iter(by_moment[at].values()))
         raise CheckpointError(
             f"{path}: the files of {len(by_moment[at])} ranks, and no strategy file that says how they are split; put"
             " ckpt_strategy.ckpt there, or, where each rank has the whole model, give the path of one file"
         )
-    return Slices(root=root, at=at, files=by_moment[at], strategies=tuple(strategies))
+    return Slices(root=root, at=at, files=by_moment[at], strategies=strategies)
 
 
 _Found = dict[tuple[Path, str], dict[str, dict[int, Path]]]
@@ -151,21 +155,6 @@ def _named(file: Path) -> tuple[int | None, Path, str, str]:
     ranked = name or (folder and _RANK.fullmatch(folder.name))
     rank = int(ranked["rank"]) if ranked else None
     return (rank, folder.parent if folder else file.parent, name["prefix"] if name else "", name["at"] if name else "")
-
-
-def _read_strategies(paths: tuple[Path, ...]) -> Strategy:
-    merged: dict[int, dict[str, Layout]] = defaultdict(dict)
-    for path in paths:
-        for stage, layouts in read_strategy(path).items():
-            strange = [name for name, layout in layouts.items() if merged[stage].get(name, layout) != layout]
-            if strange:
-                raise CheckpointError(
-                    f"{path}: says something else of {strange[0]} than"
-                    f" {' and '.join(str(other) for other in paths if other != path)[:300]}; leave"
-                    " the strategy files of one run there"
-                )
-            merged[stage] |= layouts
-    return dict(sorted(merged.items()))
 
 
 def _merge(slices: Slices, strategy: Strategy) -> dict[str, SlicedTensor]:

@@ -73,9 +73,6 @@ def counters_of(run: Mapping[str, Any], *, epoch: int | None = None) -> dict[str
 STRATEGY_FILE = "ckpt_strategy.ckpt"
 _NAME_MAP = NAME_MAPS["mindformers"][0]
 
-_Layouts = Mapping[int, Mapping[NameRow, Layout]]
-"""Parameters that each pipeline rank holds, and how its ranks split each of them."""
-
 
 def epoch_and_step(config: Run, samples_per_epoch: int, state: TrainState) -> tuple[int, int]:
     """Return the epoch and the step in it, both from 1, as MindSpore counts them."""
@@ -100,12 +97,20 @@ def write_rank_file(config: Run, place: tuple[int, int], rank: int, is_split: bo
     temporary = folder / f".{target.stem}.tmp.ckpt"
     leftover = rf"\.{re.escape(name)}-(\d+)_(\d+)\.tmp\.ckpt.*"
     topology = config.topology if is_split else Topology()
-    layouts = _layouts(config, topology)
+    shapes, shards = _shapes(config.model, topology.tensor), shards_of(config.parallel, topology)
+    layouts = [
+        {row: _layout(row, row.shape(shapes), topology, shards) for row in _rows_of(stage, config.model, topology)}
+        for stage in range(topology.pipeline)
+    ]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove(_of_name(folder, leftover))
         if is_split and rank == 0:
-            write_strategy(checkpoint.parent / STRATEGY_FILE, _strategy(config, layouts))
+            prefixes = ["", *(MOMENTS[part] for part in config.optimizer.rule.parts)]
+            strategy = (
+                {prefix + row.theirs: layout for prefix in prefixes for row, layout in rows.items()} for rows in layouts
+            )
+            write_strategy(checkpoint.parent / STRATEGY_FILE, dict(enumerate(strategy)))
         stage, local_rank = divmod(rank, topology.data * topology.tensor)
         with _tensors(config, layouts[stage], local_rank, place, checkpoint) as tensors:
             stream_mindspore(temporary, tensors, arrays_of(tensors))
@@ -122,17 +127,6 @@ def write_rank_file(config: Run, place: tuple[int, int], rank: int, is_split: bo
 
 
 # ---- who holds what ----
-
-
-def _layouts(config: Run, topology: Topology) -> _Layouts:
-    shapes = _shapes(config.model, topology.tensor)
-    shards = shards_of(config.parallel, topology)
-    return {
-        place: {
-            row: _layout(row, row.shape(shapes), topology, shards) for row in _rows_of(place, config.model, topology)
-        }
-        for place in range(topology.pipeline)
-    }
 
 
 def _shapes(model: ResolvedModel, tensor: int) -> dict[str, tuple[int, ...]]:
@@ -168,14 +162,6 @@ def _layout(row: NameRow, shape: tuple[int, ...], topology: Topology, shards: in
     return layout
 
 
-def _strategy(config: Run, layouts: _Layouts) -> dict[int, dict[str, Layout]]:
-    prefixes = ["", *(MOMENTS[part] for part in config.optimizer.rule.parts)]
-    return {
-        stage: {prefix + row.theirs: layout for prefix in prefixes for row, layout in rows.items()}
-        for stage, rows in layouts.items()
-    }
-
-
 # ---- the tensors of a rank ----
 
 
@@ -190,14 +176,13 @@ def _tensors(
         open_stored(checkpoint, MODEL_FILE, manifest) as model,
         open_stored(checkpoint, OPTIMIZER_FILE, manifest) as optimizer,
     ):
+        stored = [(model, "", "")]
+        stored += [(optimizer, MOMENTS[part], f".{part}") for part in config.optimizer.rule.parts if optimizer]
         tensors = {
-            row.theirs: _part(model, row, "", layout, rank, row.shape(shapes)) for row, layout in layouts.items()
+            prefix + row.theirs: _part(reader, row, suffix, layout, rank, row.shape(shapes))
+            for reader, prefix, suffix in stored
+            for row, layout in layouts.items()
         }
-        for part in config.optimizer.rule.parts if optimizer else ():
-            tensors |= {
-                MOMENTS[part] + row.theirs: _part(optimizer, row, f".{part}", layout, rank, row.shape(shapes))
-                for row, layout in layouts.items()
-            }
         yield tensors | counters_of(manifest, epoch=place[0])
 
 
