@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -81,9 +81,14 @@ def compare(
     adding in float32 may differ by TOLERANCE. Raises RunError if the difference of a case is larger.
     """
     everywhere = np.ones(ids.shape, bool)
-    cases = {"all tokens at once": (_whole(model, ids), everywhere), "padding on the left": _padded(model, ids)}
+    length = ids.shape[1]
+    cases = {
+        "all tokens at once": (_logits(model, ids, [0, length]), everywhere),
+        "padding on the left": _padded(model, ids),
+    }
     if model.has_cache:
-        cases["token by token"] = (_stepwise(model, ids), everywhere)
+        bounds = [0, *range(max(1, length // 2), length + 1)]
+        cases["token by token"] = (_logits(model, ids, bounds), everywhere)
     largest = float(np.abs(expected).max())  # a NaN stays a NaN, and fails every case
     differences = {}
     for name, (found, compared) in cases.items():
@@ -103,17 +108,9 @@ def compare(
     return differences
 
 
-def _whole(model: ExportedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+def _logits(model: ExportedModel, ids: NDArray[np.int64], bounds: Sequence[int]) -> NDArray[np.float32]:
+    """Return the logits of all tokens. Those between two of ``bounds`` are computed at once."""
     model.forget()
-    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    return model.run(ids, np.ones_like(ids), positions)
-
-
-def _stepwise(model: ExportedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return the logits of all tokens: the first half at once, then one token at a time."""
-    model.forget()
-    length = ids.shape[1]
-    bounds = [0, *range(max(1, length // 2), length + 1)]
     parts = []
     for first, last in pairwise(bounds):
         positions = np.broadcast_to(np.arange(first, last), (len(ids), last - first))

@@ -156,9 +156,8 @@ _QUANTIZATION: Table = {
     "for_tensorrt": Ignored("--run_mode export writes what an inference program reads"),
     "onnx_format": Ignored("--run_mode export writes ONNX with export.format=onnx"),
     "is_full_quantize": Ignored("every linear layer of a block is quantized"),
-    **each(ByHand(), """
-        enable weight_preprocess_type activation_preprocess_type quantizable_layer_type
-    """),
+    "weight_preprocess_type": Fixed(("None", "null"), "weights are rounded as they are; set None"),
+    **each(ByHand(), "enable activation_preprocess_type quantizable_layer_type"),
     "skip_tensor_map": ByHand("quantization.skip"),
 }  # fmt: skip
 _GENERATION: Table = {

@@ -4,6 +4,7 @@ files, by the rules of ``common.dialects.fleetx``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from common.config.schema import MAX_COUNT
 from common.config.values import takes_momentum
 from common.dialects.fleetx import BASE, COSINE, DEFAULTS, END_OF_TEXT, MARKS, SYSTEM, TABLE
-from common.dialects.rules import Defaults, Ignored
+from common.dialects.rules import Defaults, Ignored, listed
 from common.errors import ConfigError
 from common.paths import ROOT, looked_in
 from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
@@ -238,6 +239,11 @@ def _checkpoint(theirs: ForeignKeys, ours: Translation) -> None:
     key = "Engine.save_load.ckpt_dir"
     if (path := theirs.take(key)) is not None:
         ours.put(f"checkpoint.{_MODULES[module]}", path, theirs, key)
+    for key in ("Quantization.pretrained", "Compress.pretrained"):
+        if (path := theirs.take(key)) is not None:
+            # FleetX takes a prefix, to which it adds the ending
+            weights = f"{path}.pdparams" if Path(f"{path}.pdparams").is_file() else path
+            ours.put("checkpoint.init_from", weights, theirs, key)
 
 
 def _evaluation(theirs: ForeignKeys, ours: Translation) -> None:
@@ -271,8 +277,6 @@ _LINEARS = {
 }  # fmt: skip
 """FleetX's name of a block's layer -> ours."""
 _LAYER_TYPES = {"Linear", "ColumnParallelLinear", "RowParallelLinear"}
-_NONE = ("None", "null")
-_PRETRAINED = ("Quantization.pretrained", "Compress.pretrained")
 
 
 def _quantization(theirs: ForeignKeys, ours: Translation) -> None:
@@ -290,50 +294,30 @@ def _quantization(theirs: ForeignKeys, ours: Translation) -> None:
         # PaddleSlim's defaults, as FleetX's docs/compression.md says too
         ours.set("quantization.weights", "channel_wise_abs_max")
         ours.set("quantization.activations", "moving_average_abs_max")
-        key = f"{section}.weight_preprocess_type"
-        if (value := theirs.take(key)) is not None and value not in _NONE:
-            theirs.refuse(key, value, "weights are rounded as they are; set None")
         key = f"{section}.activation_preprocess_type"
-        value = theirs.take(key)
-        if value == "PACT":
+        if (value := theirs.take(key)) == "PACT":
             ours.note(key, "the moving average of the maxima clips activations, not a learned bound")
-        elif value is not None and value not in _NONE:
+        elif value not in (None, "None", "null"):
             theirs.refuse(key, value, "expected None or PACT")
-        _quantized_layers(section, theirs, ours)
-    for key in _PRETRAINED:
-        path = theirs.take(key)
-        if path is not None:
-            # FleetX takes a prefix, to which it adds the ending
-            weights = f"{path}.pdparams" if Path(f"{path}.pdparams").is_file() else path
-            ours.put("checkpoint.init_from", weights, theirs, key)
-
-
-def _quantized_layers(section: str, theirs: ForeignKeys, ours: Translation) -> None:
-    key = f"{section}.quantizable_layer_type"
-    kinds = theirs.take(key)
-    if kinds is not None and not (isinstance(kinds, list) and _LAYER_TYPES & set(map(str, kinds))):
-        theirs.refuse(key, kinds, f"expected a list with {', '.join(sorted(_LAYER_TYPES))}")
-    prefix = f"{section}.skip_tensor_map"
-    skip: list[str] = []
-    for key in list(theirs.under(f"{prefix}.")):
-        skip += _skipped(key, theirs.take(key), theirs)
-    if skip:
-        ours.put("quantization.skip", skip, theirs, prefix)
-    elif prefix in theirs.left() and theirs.peek(prefix) is None:
-        theirs.take(prefix)
-
-
-def _skipped(key: str, names: Any, theirs: ForeignKeys) -> list[str]:
-    block = key.rpartition(".")[2]
-    number = block.removeprefix("block_")
-    if block == number or not number.isdigit():
-        theirs.refuse(key, names, "expected block_0, block_1 ... with the names of layers")
-    found: list[str] = []
-    for name in names if isinstance(names, list) else [names]:
-        if str(name) not in _LINEARS:
-            theirs.refuse(key, names, f"expected layers among {', '.join(_LINEARS)}")
-        found += [f"h.{number}.{ours}" for ours in _LINEARS[str(name)]]
-    return found
+        key = f"{section}.quantizable_layer_type"
+        kinds = theirs.take(key)
+        if kinds is not None and not (isinstance(kinds, list) and _LAYER_TYPES & set(map(str, kinds))):
+            theirs.refuse(key, kinds, f"expected a list with {', '.join(sorted(_LAYER_TYPES))}")
+        prefix = f"{section}.skip_tensor_map"
+        skip: list[str] = []
+        for key in list(theirs.under(f"{prefix}.")):
+            names = theirs.take(key)
+            block = re.fullmatch(r"block_(\d+)", key.rpartition(".")[2])
+            if block is None:
+                theirs.refuse(key, names, "expected block_0, block_1 ... with the names of layers")
+            for name in map(str, listed(names)):
+                if name not in _LINEARS:
+                    theirs.refuse(key, names, f"expected layers among {', '.join(_LINEARS)}")
+                skip += [f"h.{block[1]}.{linear}" for linear in _LINEARS[name]]
+        if skip:
+            ours.put("quantization.skip", skip, theirs, prefix)
+        elif theirs.peek(prefix) is None:
+            theirs.take(prefix)
 
 
 def settle(ours: Translation) -> None:
