@@ -96,18 +96,14 @@ class FileTensor(TensorKind):
 
 
 class TensorFile(dict[str, FileTensor]):
-    """Tensors of one file (or of the shards of one index) by name, and its other values.
+    """Tensors of one file (or of the shards of one index) by name.
 
-    plain: values that are not tensors, by name: the metadata of safetensors, numbers and texts of torch and MindSpore
-    files. tree: tensors and plain values, nested as in the file; a name is the path, joined by dots.
+    tree: tensors and other values, nested as in a file of torch or Paddle; a name is the path, joined by dots.
     """
 
-    def __init__(
-        self, path: Path, tensors: Mapping[str, FileTensor], plain: Mapping[str, Any], tree: Any = None
-    ) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, FileTensor], tree: Any = None) -> None:
         super().__init__(tensors)
-        self.path, self.plain = path, plain
-        self.tree: Any = tensors if tree is None else tree
+        self.path, self.tree = path, tree
 
 
 def map_file(path: Path) -> Bytes:

@@ -94,4 +94,4 @@ def _read_shards(path: Path) -> TensorFile:
             " copy the whole folder again"
         )
     tensors = {name: files[shard][name] for name, shard in places.items()}
-    return TensorFile(path, tensors, {})
+    return TensorFile(path, tensors)

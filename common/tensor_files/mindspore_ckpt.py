@@ -35,7 +35,7 @@ _SEAL_SIZE = len(_SEAL) + 10
 
 
 def read_mindspore(path: Path, content: Bytes) -> TensorFile:
-    """Return tensors by tag. Texts are plain values, and numbers (``step_num``) are tensors of shape ().
+    """Return tensors by tag. Numbers (``step_num``) are tensors of shape (), and texts are left out.
 
     Raises ValueError if the file is broken or encrypted, if its checksum is wrong, or if it holds types that GPT-2 does
     not have.
@@ -47,20 +47,16 @@ def read_mindspore(path: Path, content: Bytes) -> TensorFile:
         if found != expected:
             raise ValueError(f"its checksum is {found}, and the file says {expected}")
     tensors: dict[str, FileTensor] = {}
-    texts: dict[str, str] = {}
     values = (_value(part) for number, part in read_fields(content) if number == 1)
     for tag, group in groupby(values, lambda value: value.tag):
         slices = [*group]
-        if tag in tensors or tag in texts:
+        if tag in tensors:
             raise ValueError(f"{tag} is there twice")
-        if slices[-1].type == "str":  # numpy stores texts this way
-            data = b"".join(part.data.tobytes() for part in slices)
-            texts[tag] = data.decode("utf-32-le").rstrip("\0")
-        else:
+        if slices[-1].type != "str":
             tensors[tag] = _tensor(slices)
     if not tensors:
         raise ValueError("it holds no tensor")
-    return TensorFile(path, tensors, texts)
+    return TensorFile(path, tensors)
 
 
 def is_checkpoint(head: bytes) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import mmap
 import pickle
 import pickletools
@@ -104,31 +105,28 @@ def foreign_class(path: Path, name: str) -> type[Foreign]:
 _PLAIN = (str, bytes, int, float, complex, type(None), np.generic, np.ndarray, FileTensor, Foreign)
 
 
-class PlainTree:
-    """Content of a pickle as plain Python. ``tensors`` and ``values`` hold its leaves by their path, joined by dots.
+def plain_tree(
+    content: Any, leaf_of: Callable[[str, Any], Any] = lambda name, value: value
+) -> tuple[Any, dict[str, FileTensor]]:
+    """Return content of a pickle as plain Python, and the tensors in it by their path, joined by dots.
 
     leaf_of: function that returns a leaf (its path, its value) as a FileTensor or a plain value. Raises ValueError for
     a value that is neither, and RecursionError for one that contains itself.
     """
+    tensors: dict[str, FileTensor] = {}
+    numbers = itertools.count(1)
 
-    def __init__(self, content: Any, leaf_of: Callable[[str, Any], Any] = lambda name, value: value) -> None:
-        self.tensors: dict[str, FileTensor] = {}
-        self.values: dict[str, Any] = {}
-        self._leaf_of, self._count = leaf_of, 0
-        self.tree = self._plain(content, ())
-
-    def _plain(self, value: Any, path: tuple[str, ...], is_leaf: bool = True) -> Any:
-        self._count += 1
-        if self._count > MAX_VALUES:
+    def plain(value: Any, path: tuple[str, ...], is_leaf: bool = True) -> Any:
+        if next(numbers) > MAX_VALUES:
             raise ValueError(f"it holds more than {MAX_VALUES} values")
         if isinstance(value, argparse.Namespace):
-            return argparse.Namespace(**self._plain(vars(value), path, is_leaf))
+            return argparse.Namespace(**plain(vars(value), path, is_leaf))
         if isinstance(value, dict):
-            names = {key: self._plain(key, (), is_leaf=False) for key in value}
-            return {names[key]: self._plain(part, (*path, str(names[key])), is_leaf) for key, part in value.items()}
+            names = {key: plain(key, (), is_leaf=False) for key in value}
+            return {names[key]: plain(part, (*path, str(names[key])), is_leaf) for key, part in value.items()}
         if isinstance(value, list | tuple | set):
             kind = next(kind for kind in (list, tuple, set) if isinstance(value, kind))
-            return kind(self._plain(part, (*path, str(number)), is_leaf) for number, part in enumerate(value))
+            return kind(plain(part, (*path, str(number)), is_leaf) for number, part in enumerate(value))
         name = ".".join(path)
         if isinstance(value, _Array):
             _, shape, dtype, by_columns, data = value.state
@@ -137,19 +135,19 @@ class PlainTree:
         elif isinstance(value, _Dtype):
             value = _numpy_type(value).str
         elif isinstance(value, Foreign):
-            value.arguments = self._plain(value.arguments, path, is_leaf=False)
-            value.state = self._plain(value.state, path, is_leaf=False)
+            value.arguments, value.state = (plain(each, path, is_leaf=False) for each in (value.arguments, value.state))
         elif isinstance(value, type) and issubclass(value, Foreign):
             value = value.name
-        leaf = self._leaf_of(name, value)
+        leaf = leaf_of(name, value)
         if not isinstance(leaf, _PLAIN):
             raise ValueError(f"{name} is a {type(leaf).__name__}, neither a tensor nor a plain value")
-        if is_leaf:
-            if name in self.tensors or name in self.values:
+        if is_leaf and isinstance(leaf, FileTensor):
+            if name in tensors:
                 raise ValueError(f"{name} is there twice")
-            leaves: dict[str, Any] = self.tensors if isinstance(leaf, FileTensor) else self.values
-            leaves[name] = leaf
+            tensors[name] = leaf
         return leaf
+
+    return plain(content, ()), tensors
 
 
 STATE = ".pdopt"
@@ -161,11 +159,11 @@ _LONG = 4096
 
 
 def read_paddle(path: Path, content: Bytes) -> TensorFile:
-    """Return arrays by name; for a state (.pdopt), other values are in ``plain``.
+    """Return arrays by name; for a state (.pdopt), other values are in ``tree``.
 
     Raises CheckpointError if the file names code, and almost any error if it is broken.
     """
-    found = PlainTree(_Unpickler(path, content).load()).tree
+    found, _ = plain_tree(_Unpickler(path, content).load())
     if not isinstance(found, dict):
         raise ValueError(f"it holds a {type(found).__name__}")
     plain: dict[str, Any] = {}
@@ -177,7 +175,7 @@ def read_paddle(path: Path, content: Bytes) -> TensorFile:
             plain[str(name)] = value
         elif name != _PARAMETER_NAMES:
             tensors[name] = _tensor(name, array)
-    return TensorFile(path, tensors, plain)
+    return TensorFile(path, tensors, tensors | plain)
 
 
 def _tensor(name: Any, array: Any) -> FileTensor:

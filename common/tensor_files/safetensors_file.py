@@ -46,7 +46,7 @@ def read_safetensors(path: Path, content: Bytes) -> TensorFile:
         raise ValueError(str(error)) from None
     begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
     header = parse_json(content[8:begin].tobytes())
-    metadata = header.pop("__metadata__", None) or {}
+    header.pop("__metadata__", None)
     if strange := [name for name in header if header[name]["dtype"] not in _WORDS]:
         raise ValueError(
             f"{strange[0]} is of type {shown(header[strange[0]]['dtype'])}, and {', '.join(_WORDS)} are known"
@@ -60,7 +60,7 @@ def read_safetensors(path: Path, content: Bytes) -> TensorFile:
         )
         for name, entry in header.items()
     }
-    return TensorFile(path, tensors, metadata)
+    return TensorFile(path, tensors)
 
 
 def write_safetensors(path: Path, tensors: Tensors) -> int:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from common.config.resolved import ResolvedModel
-from common.dialects.hugging_face import DEFAULTS, FIXED, TABLE, other_function
-from common.dialects.rules import MapTo
+from common.dialects.hugging_face import DEFAULTS, TABLE
+from common.dialects.rules import Fixed, MapTo
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
 from common.structured_files import read_json_mapping, shown
@@ -76,9 +76,9 @@ def read_config(path: Path) -> ResolvedModel:
             f"{path}: no config of a GPT-2: {', '.join(missing)} missing; expected n_layer, n_embd,"
             " n_head, n_positions, vocab_size"
         )
-    for name, values in FIXED.items():
-        if fields.get(name, values[0]) not in values:
-            raise ConfigError(f"{path}: {name}={shown(fields[name])}; {other_function(name)}")
+    for name, rule in TABLE.items():
+        if isinstance(rule, Fixed) and rule.values and fields.get(name, rule.values[0]) not in rule.values:
+            raise ConfigError(f"{path}: {name}={shown(fields[name])}; {rule.instead}")
     names = (*_SIZES, *_RATES)
     section = {_FIELDS[name]: fields.get(name, DEFAULTS.get(name)) for name in names}
     section |= {"seq_length": positions, "max_positions": positions, "ffn_hidden_size": fields.get("n_inner") or None}
@@ -161,7 +161,7 @@ def _model_in(stored: TensorFile) -> tuple[dict[str, FileTensor], dict[str, str]
     """Return the tensors of a model without what wrappers put before their names, what is left out
     and why, and the names. Raises CheckpointError where they are not transformers'.
     """
-    if any(name.startswith("model_args.") for name in stored.plain):
+    if isinstance(stored.tree, dict) and "model_args" in stored.tree:
         raise CheckpointError(f"{stored.path}: {NANOGPT}")
     tensors, ignored = dict(stored), {}
     if prefix := wrapper_of(stored, POSITIONS):

@@ -95,7 +95,7 @@ def test_plain_values_of_a_megatron_file_are_data(tmp_path: Path) -> None:
     stored = open_tensors(tmp_path / "x.pt")
     tree = stored.tree
     assert vars(tree["args"]) == args | {"params_dtype": "torch.float16"}
-    assert stored.plain["args.hidden_size"] == 8 and stored.plain["iteration"] == 2**40
+    assert tree["iteration"] == 2**40
     assert (tree["size"], tree["device"], tree["number"]) == ((2, 3), "cpu", 2.5)
     for name in ("ids", "raw", "none", "random"):
         assert tree[name] == saved[name]
@@ -110,7 +110,7 @@ def test_arrays_of_both_numpys_are_read(tmp_path: Path, package: bytes) -> None:
     program = pickle.dumps({"a": np.arange(3), "b": np.float64(2.5)}, 2)
     program = program.replace(b"numpy._core", b"numpy.core").replace(b"numpy.core", package)
     stored = open_tensors(archive(tmp_path / "x.pt", program))
-    assert stored.plain["a"].tolist() == [0, 1, 2] and stored.plain["b"] == 2.5
+    assert stored.tree["a"].tolist() == [0, 1, 2] and stored.tree["b"] == 2.5
 
 
 def text(content: bytes) -> bytes:
@@ -171,7 +171,7 @@ def test_objects_of_megatron_are_records_without_code(tmp_path: Path) -> None:
     scaler += text(b"cur_scale") + b"K\x08sb"
     program = b"}(" + enum + scaler + b"u."
     stored = open_tensors(archive(tmp_path / "x.pt", program))
-    kind, scaler = stored.plain["kind"], stored.plain["scaler"]
+    kind, scaler = stored.tree["kind"], stored.tree["scaler"]
     assert (kind.name, kind.arguments) == ("megatron.core.enums.ModelType", (1,))
     assert (scaler.name, scaler.state) == ("megatron.fp16.loss_scaler.DynamicLossScaler", {"cur_scale": 8})
 

@@ -169,7 +169,7 @@ def resaved(file: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Ca
     def spoil(folder: Path) -> None:
         for path in folder.glob(file):
             stored = open_tensors(path)
-            state = {name: np.array(tensor.read()) for name, tensor in stored.items()} | dict(stored.plain)
+            state = stored.tree | {name: np.array(tensor.read()) for name, tensor in stored.items()}
             path.write_bytes(pickle.dumps(change(state), 4))
 
     return spoil
