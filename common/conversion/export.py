@@ -59,17 +59,6 @@ _MAX_NOISE = 0.5
 """Upper limit of the noise: a wrong order or scale makes an error as large as the logits."""
 
 
-def allowed_noise(weights: str, layers: int) -> float | None:
-    """Return the largest noise that rounding explains; None for float32, which is not rounded.
-
-    weights: type of the exported weights. Each of the 4 products of a layer, the embedding and the
-    head add the noise of one rounding; their squares are summed.
-    """
-    if weights == "float32":
-        return None
-    return min(_MARGIN * _ROUNDING[weights] * math.sqrt(4 * layers + 2), _MAX_NOISE)
-
-
 def compare(
     model: ExportedModel, ids: NDArray[np.int64], expected: NDArray[np.float32], allowed: float | None
 ) -> dict[str, tuple[float, float]]:
@@ -253,7 +242,10 @@ def _check(program: ProgramFormat, folder: Path, weights: Weights, source_format
         )
     shape = (3, min(weights.model.max_positions, 48))
     ids = np.random.default_rng(0).integers(0, weights.model.vocab_size, shape)
-    allowed = allowed_noise(config.export.weights, weights.model.num_layers)
+    allowed = None
+    if rounding := _ROUNDING.get(config.export.weights):
+        # each of the 4 products of a layer, the embedding and the head add the noise of one rounding
+        allowed = min(_MARGIN * rounding * math.sqrt(4 * weights.model.num_layers + 2), _MAX_NOISE)
     opened = program.open(folder, weights.model)
     found = compare(opened, ids, run_logits(runners, runner, weights, ids), allowed)
     for case, (difference, size) in found.items():

@@ -14,6 +14,7 @@ from common.dialects.rules import (
     Ignored,
     MapTo,
     Table,
+    above_zero,
     each,
     joined,
     number,
@@ -41,13 +42,7 @@ _MAX_GENERATED = 512
 _ORDER = "windows are shuffled again in every epoch"
 _KERNELS = "the fastest kernels that the device has are taken"
 _NOT_HERE = "is not in this version; leave the section out"
-
-
-def _clip(norm: float | None) -> float:
-    """Change a limit of the gradient norm; None is off."""
-    if norm is not None and not number(norm) > 0:
-        raise ValueError("expected a number above 0; for no clip leave the section grad_clip out")
-    return norm or 0.0
+_CLIP = above_zero("for no clip leave the section grad_clip out")
 
 
 def _length(tokens: int) -> int:
@@ -142,7 +137,8 @@ _OPTIMIZER: Table = {
         " global batch, and set False"),
     "grad_clip.name": Fixed(("ClipGradByGlobalNorm",), "the global norm is clipped; use"
         " ClipGradByGlobalNorm"),
-    "grad_clip.clip_norm": MapTo("optimizer.clip_grad", _clip),
+    "grad_clip.clip_norm": MapTo("optimizer.clip_grad",
+        lambda norm: 0.0 if norm is None else _CLIP(norm)),
     "tensor_fusion": Ignored(_KERNELS),
     "multi_precision": Fixed((True,), "the optimizer keeps float32 copies of float16 weights; set"
         " True"),

@@ -5,10 +5,20 @@ Source: OneFlow-Benchmark before fe1e78e, LanguageModeling/GPT/oneflow_gpt/confi
 
 from __future__ import annotations
 
-from typing import Any
-
 from common.dialects.megatron import DEFAULTS as MEGATRON_DEFAULTS, TABLE as MEGATRON
-from common.dialects.rules import Defaults, Ignored, MapTo, Switch, Table, each, number, one_of, whole, words
+from common.dialects.rules import (
+    Defaults,
+    Ignored,
+    MapTo,
+    Switch,
+    Table,
+    above_zero,
+    each,
+    number,
+    one_of,
+    whole,
+    words,
+)
 
 SYSTEM = "OneFlow"
 PROGRAM = "oneflow_gpt.training"
@@ -17,12 +27,7 @@ _KERNELS = "the fastest kernels that the device has are taken"
 _LAUNCHED = "the launcher (scripts/run_distribute.sh) says it"
 
 
-def above_zero(value: Any) -> float:
-    if number(value) <= 0:
-        raise ValueError("expected a number above 0; with 0 OneFlow's weights would not change")
-    return float(value)
-
-
+POSITIVE = above_zero("with 0 OneFlow's weights would not change")
 _SHARED = words("""
     num_layers hidden_size seq_length vocab_size num_attention_heads attention_dropout
     hidden_dropout init_method_std micro_batch_size global_batch_size train_iters train_samples
@@ -38,7 +43,7 @@ TABLE: Table = {
     "num_accumulation_steps": MapTo("train.accumulation_steps"),
     "optimizer": MapTo("optimizer.name", one_of(adamw="adamw", adam="adam", sgd="sgd")),
     "learning_rate": MapTo("optimizer.learning_rate", number),
-    "clip_grad": MapTo("optimizer.clip_grad", above_zero),
+    "clip_grad": MapTo("optimizer.clip_grad", POSITIVE),
     "fp16": MapTo("precision", Switch("fp16"), "precision=fp16"),
     "dataset": MapTo("data.train"),
     "save_interval": MapTo("checkpoint.interval", lambda steps: max(0, whole(steps))),

@@ -140,6 +140,17 @@ def number(value: Any) -> float:
     return float(value)
 
 
+def above_zero(instead: str) -> Callable[[Any], float]:
+    """Return a change into a float above 0. instead: what to know, or to do, for 0."""
+
+    def change(value: Any) -> float:
+        if not number(value) > 0:
+            raise ValueError(f"expected a number above 0; {instead}")
+        return float(value)
+
+    return change
+
+
 def whole(value: Any) -> int:
     """Change a value into a whole number. 500.0 is one too."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:

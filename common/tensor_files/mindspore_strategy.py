@@ -118,8 +118,11 @@ def read_strategy(path: Path) -> dict[int, dict[str, Layout]]:
     """Return the layouts of a file, of one or several stages. Raises CheckpointError."""
     content = read_bytes(path, limit=_MAX_BYTES, error=CheckpointError)
     try:
-        is_json = content[:1] == b"{"
-        return _from_json(content) if is_json else _from_protobuf(np.frombuffer(content, np.uint8))
+        if content[:1] == b"{":
+            tree = require_mapping(parse_json(content), "the strategy", error=CheckpointError)
+            items, records = tree["parallel_strategy_item"], tree["parallel_layout_item"]
+            return _by_stage(next((item["stage"] for item in items.values()), 0), records)
+        return _from_protobuf(np.frombuffer(content, np.uint8))
     except (ValueError, TypeError, AttributeError, LookupError, CheckpointError) as error:
         own = isinstance(error, (ValueError, CheckpointError))  # others have Python's words
         reason = getattr(error, "problem", error) if own else "of another form"
@@ -163,13 +166,6 @@ def _record(message: Bytes) -> dict[str, Any]:
 
 def _signed(value: int) -> int:
     return value - 2 * _NEGATIVE if value >= _NEGATIVE else value
-
-
-def _from_json(content: bytes) -> dict[int, dict[str, Layout]]:
-    tree = require_mapping(parse_json(content), "the strategy", error=CheckpointError)
-    items, records = tree["parallel_strategy_item"], tree["parallel_layout_item"]
-    stages = [item["stage"] for item in items.values()]
-    return _by_stage(stages[0] if stages else 0, records)
 
 
 def _by_stage(stage: int, records: Mapping[str, Any]) -> dict[int, dict[str, Layout]]:

@@ -173,32 +173,27 @@ def open_mindformers(path: Path, format: str = "mindformers", model: ResolvedMod
     stored = _tensors(found)
     name_map = match_name_map(file, format, NAME_MAPS[format], stored)
     ignored = {name: "causal mask" for name in stored if name_map.ignores(name)}
+    ignored |= {name: "gradients under way" for name in stored if name.startswith(_SUMS)}
     counters = {
         name: float(stored[name].read().reshape(-1)[0]) for name in _COUNTERS if name in stored and stored[name].nbytes
     }
-    rest = {
-        name: tensor
-        for name, tensor in stored.items()
-        if name not in ignored and name not in _COUNTERS and not name.startswith(_SUMS)
-    }
-    if sums := [name for name in stored if name.startswith(_SUMS)]:
-        ignored |= dict.fromkeys(sums, "gradients under way")
+    rest = {name: tensor for name, tensor in stored.items() if name not in ignored and name not in _COUNTERS}
     groups = {
-        part: {name: rest.pop(name) for name in [*rest] if name.startswith(prefix)} for part, prefix in MOMENTS.items()
+        part: group
+        for part, prefix in MOMENTS.items()
+        if (group := {name: rest.pop(name) for name in [*rest] if name.startswith(prefix)})
     }
     weights = weights_from(file, name_map, rest, model, format=format, path=path, ignored=ignored)
-    notes: dict[str, str] = {}
     moments: dict[str, Weight] = {}
     for part, tensors in groups.items():
-        if tensors:
-            moments |= import_names(file, name_map, tensors, model, prefix=MOMENTS[part], suffix=f".{part}")
+        moments |= import_names(file, name_map, tensors, model, prefix=MOMENTS[part], suffix=f".{part}")
+    notes: dict[str, str] = {}
     if run is not None:
-        updates = run["engine"]["optimizer_steps"]
-        require_one_run(file, "global_step", counters.get("global_step"), updates)
-    if run is None and moments:
-        run = _run_of(file, counters, rule_keeping([part for part in groups if groups[part]]))
+        require_one_run(file, "global_step", counters.get("global_step"), run["engine"]["optimizer_steps"])
+    elif moments:
+        run = _run_of(file, counters, rule_keeping([*groups]))
         notes["position in the data"] = "not in the file: a resumed run reads from the first sample"
-    elif run is None:
+    else:
         notes |= dict.fromkeys(counters, "where training stood, without the state of the optimizer")
     moments = {} if run is None else require_moments(file, moments, run, model)
     yield replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})

@@ -130,24 +130,25 @@ def open_oneflow(path: Path) -> Iterator[Weights]:
     model, run = read_model_yaml(beside if beside.is_file() and not inside.is_file() else inside)
     ours = parameter_shapes(model)
     usual = {row.theirs: row.shape(ours) for row in NAME_MAP.rows(model.num_layers)}
-    names = {part: {f"{name}{end}": name for name in usual} for part, end in MOMENTS.items()}
-    usual |= {there: usual[name] for part in names for there, name in names[part].items()}
+    shapes = usual | {f"{name}{end}": shape for end in MOMENTS.values() for name, shape in usual.items()}
     files = sorted(file.parent.name for file in folder.glob(f"*/{DATA}"))
-    stored = {name: read_variable(folder / name, usual.get(name)) for name in files}
+    stored = {name: read_variable(folder / name, shapes.get(name)) for name in files}
     own = {name: stored.pop(name) for name in files if name.startswith(SYSTEM)}
-    groups = {part: {name: stored.pop(name) for name in files if name in names[part]} for part in names}
+    groups = {
+        part: found
+        for part, end in MOMENTS.items()
+        if (found := {name + end: stored.pop(name + end) for name in usual if name + end in stored})
+    }
     weights = weights_from(folder, NAME_MAP, stored, model, format="oneflow", path=path, ignored={})
     moments: dict[str, Weight] = {}
     for part, tensors in groups.items():
-        if tensors:
-            moments |= import_names(folder, NAME_MAP, tensors, model, end=MOMENTS[part], suffix=f".{part}")
+        moments |= import_names(folder, NAME_MAP, tensors, model, end=MOMENTS[part], suffix=f".{part}")
     notes: dict[str, str] = {}
     step = _number(own, STEP)
     if run is not None and step is not None:
         require_one_run(folder, "TrainStep", step, run["state"]["step"])
     if run is None and moments and step is not None:
-        rule = rule_keeping([part for part in groups if groups[part]])
-        run = _run_of(folder, own, step, rule)
+        run = _run_of(folder, own, step, rule_keeping([*groups]))
         notes["position in the data"] = "not in the snapshot: a resumed run reads from the first sample"
     elif run is None:
         reason = "a number of OneFlow's own, without the whole state of the optimizer"
