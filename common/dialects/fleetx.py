@@ -41,7 +41,6 @@ END_OF_TEXT = 50256
 _MAX_GENERATED = 512
 _ORDER = "windows are shuffled again in every epoch"
 _KERNELS = "the fastest kernels that the device has are taken"
-_NOT_HERE = "is not in this version; leave the section out"
 _CLIP = above_zero("for no clip leave the section grad_clip out")
 
 
@@ -202,7 +201,7 @@ TABLE: Table = {
     **within("Quantization", _QUANTIZATION),
     **within("Compress.Quantization", _QUANTIZATION),
     **each(ByHand("checkpoint.init_from"), "Quantization.pretrained Compress.pretrained"),
-    **{f"Compress.{name}.enable": Fixed((False,), f"{name} {_NOT_HERE}")
+    **{f"Compress.{name}.enable": Fixed((False,), f"{name} is not in this version; leave the section out")
        for name in ("Prune", "Distillation")},
     **each(Ignored("it is not enabled"), "Compress.Prune.* Compress.Distillation.*"),
     "Inference.*": Ignored("--run_mode export writes what an inference program reads"),

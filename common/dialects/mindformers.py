@@ -45,8 +45,6 @@ _FLOAT = one_of(
 _LOADED = "batches are read ahead by data.prefetch"
 WRITTEN = "checkpoints, metrics.jsonl and the run folder are written anyway"
 _NO_EXPERTS = "mixture of experts is not in this version"
-_PROCESSES = "the launcher (scripts/run_distribute.sh) decides how many processes there are"
-_END = Fixed((50256,), "GPT-2's end of text is 50256", "data.eod_id")
 
 
 def _one_file(value: Any) -> Any:
@@ -81,7 +79,8 @@ _MODEL: Table = {
     "use_prompt_flash_attention": Ignored("the fastest attention that the device has is taken"),
     "use_past": Ignored("generation always keeps keys and values"),
     "batch_size": Ignored("runner_config.batch_size and predict.batch_size say it"),
-    **each(_END, "eos_token eos_token_id bos_token_id"),
+    **each(Fixed((50256,), "GPT-2's end of text is 50256", "data.eod_id"),
+        "eos_token eos_token_id bos_token_id"),
     "pad_token_id": Ignored("windows are full, nothing is padded"),
     "unk_token_id": Ignored("byte-level BPE knows every text"),
     "is_encoder_decoder": Fixed((False,), "GPT-2 is a decoder"),
@@ -130,7 +129,7 @@ TABLE: Table = {
     "seed": MapTo("seed"),
     "output_dir": MapTo("output_dir"),
     "run_mode": Ignored("--run_mode of the command line says it"),
-    "use_parallel": Ignored(_PROCESSES),
+    "use_parallel": Ignored("the launcher (scripts/run_distribute.sh) decides how many processes there are"),
     "trainer.type": Fixed(("CausalLanguageModelingTrainer", "GeneralTaskTrainer"),
         "training predicts the next token; use CausalLanguageModelingTrainer"),
     "trainer.*": Ignored("there is one trainer"),

@@ -23,7 +23,6 @@ from common.dialects.rules import (
 SYSTEM = "OneFlow"
 PROGRAM = "oneflow_gpt.training"
 
-_KERNELS = "the fastest kernels that the device has are taken"
 _LAUNCHED = "the launcher (scripts/run_distribute.sh) says it"
 
 
@@ -57,7 +56,7 @@ TABLE: Table = {
     **each(Ignored(_LAUNCHED), "num_gpus_per_node node_ips ctrl_port"),
     "num_nodes": Ignored(_LAUNCHED, "parallel.data_parallel (or the launcher's range of ranks)"),
     "use_rdma": Ignored("NCCL and HCCL take the fastest network that they find"),
-    **each(Ignored(_KERNELS), """
+    **each(Ignored("the fastest kernels that the device has are taken"), """
         no_scale_tril_softmax_dropout_fusion no_bias_gelu_fusion no_bias_dropout_fusion
         multihead_attention_fusion no_query_key_layer_scaling
     """),

@@ -36,7 +36,6 @@ _BLOCK = 2**22
 """Elements converted at a time, so that a large tensor needs no second copy."""
 _COMPARED = 2**18
 """Bytes compared at a time."""
-_MAX_DIMS = 32
 _TILE = (128, 512)
 """Rows and columns of a matrix that are transposed at a time."""
 _TILE_GAP = 16
@@ -68,14 +67,6 @@ class FileTensor(TensorKind):
 
     # two tensors of the same type and shape differ
     __eq__, __hash__ = object.__eq__, object.__hash__
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a shape that no array has, such as (0, 2**70)."""
-        if len(self.shape) > _MAX_DIMS or math.prod(max(size, 1) for size in self.shape) >= 2**60:
-            raise ValueError(
-                f"{self.name} has the shape {list(self.shape)[:8]} of {len(self.shape)} dims,"
-                " beyond what an array can have"
-            )
 
     def read(self) -> NDArray[Any]:
         """Return the tensor. The array is read-only, and a view of the file unless segments had to be joined.

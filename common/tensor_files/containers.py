@@ -44,7 +44,18 @@ def open_tensors(path: Path) -> TensorFile:
     if path.name.endswith(".index.json"):
         return _read_shards(path)
     content = map_file(path)
-    container = _container_of(path, content)
+    head = content[:HEAD_BYTES].tobytes()
+    is_safetensors, is_torch = head[8:9] == b"{", head.startswith((ZIP_MAGIC, OLD_MAGIC))
+    # the length that safetensors begin with may look like any mark
+    if not is_torch and not is_safetensors and (foreign := foreign_kind(head)) is not None:
+        raise CheckpointError(f"{path}: {foreign}")
+    container = _TORCH if is_torch else _CONTAINERS.get(path.suffix, _SAFETENSORS if is_safetensors else None)
+    if container is None:
+        raise CheckpointError(
+            f"{path}: not a known weight file; expected safetensors, a file of torch.save (.bin,"
+            " .pt, .pth), a MindSpore .ckpt, a .pdparams of Paddle, or the .index.json of"
+            " shards"
+        )
     try:
         return container.read(path, content)
     except UserError:
@@ -52,23 +63,6 @@ def open_tensors(path: Path) -> TensorFile:
     except Exception as error:  # a broken file may raise anything
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(f"{path}: not a whole {container.title}: {reason}; {container.remedy}") from None
-
-
-def _container_of(path: Path, content: Bytes) -> _Container:
-    head = content[:HEAD_BYTES].tobytes()
-    if head.startswith((ZIP_MAGIC, OLD_MAGIC)):
-        return _TORCH
-    is_safetensors = head[8:9] == b"{"
-    # the length that safetensors begin with may look like any mark
-    if not is_safetensors and (foreign := foreign_kind(head)) is not None:
-        raise CheckpointError(f"{path}: {foreign}")
-    if found := _CONTAINERS.get(path.suffix, _SAFETENSORS if is_safetensors else None):
-        return found
-    raise CheckpointError(
-        f"{path}: not a known weight file; expected safetensors, a file of torch.save (.bin,"
-        " .pt, .pth), a MindSpore .ckpt, a .pdparams of Paddle, or the .index.json of"
-        " shards"
-    )
 
 
 def _read_shards(path: Path) -> TensorFile:

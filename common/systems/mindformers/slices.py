@@ -177,7 +177,9 @@ def _merge(slices: Slices, strategy: Strategy) -> dict[str, SlicedTensor]:
             rank - stage * stage_ranks: path for rank, path in slices.files.items() if rank // stage_ranks == stage
         }
         stored: dict[int, Mapping[str, FileTensor]] = {}
-        for rank in _needed(layouts, files):
+        # those of other ranks are copies
+        needed = {rank for layout in {*layouts.values()} for rank in layout.first_ranks(sorted(files))}
+        for rank in sorted(needed | ({min(files)} if files else set())):
             stored[rank] = open_tensors(files[rank])
         for name in dict.fromkeys(name for tensors in stored.values() for name in tensors):
             if name in whole:
@@ -228,12 +230,6 @@ def _joined(slices: Slices, said: str, layout: Layout, held: Mapping[int, FileTe
         for rank, tensor in sorted(held.items(), reverse=True)
     }
     return SlicedTensor(dtype=first.dtype, shape=shape, parts=parts)
-
-
-def _needed(layouts: Mapping[str, Layout], files: Mapping[int, Path]) -> list[int]:
-    """Return ranks whose files together hold all tensors. The others have copies."""
-    ranks = {rank for layout in {*layouts.values()} for rank in layout.first_ranks(sorted(files))}
-    return sorted(ranks | ({min(files)} if files else set()))
 
 
 def _listed(files: Mapping[int, Path]) -> str:
