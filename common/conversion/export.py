@@ -61,7 +61,7 @@ _MAX_NOISE = 0.5
 
 def compare(
     model: ExportedModel, ids: NDArray[np.int64], expected: NDArray[np.float32], allowed: float | None
-) -> dict[str, tuple[float, float]]:
+) -> tuple[dict[str, float], dict[str, float]]:
     """Return the largest difference of logits and the noise by case, for ids (B, T) whose logits are ``expected`` (B,
     T, vocab_size). The noise is the standard deviation of the difference, relative to that of the logits.
 
@@ -79,12 +79,11 @@ def compare(
         bounds = [0, *range(max(1, length // 2), length + 1)]
         cases["token by token"] = (_logits(model, ids, bounds), everywhere)
     largest = float(np.abs(expected).max())  # a NaN stays a NaN, and fails every case
-    differences = {}
+    differences, noises = {}, {}
     for name, (found, compared) in cases.items():
         errors = np.abs(found - expected)[compared]
-        difference = float(errors.max())
-        noise = float(np.sqrt((errors**2).mean()) / expected.std())
-        differences[name] = difference, noise
+        differences[name] = difference = float(errors.max())
+        noises[name] = noise = float(np.sqrt((errors**2).mean()) / expected.std())
         limit = TOLERANCE * max(1.0, largest / 10)
         is_right = difference <= limit if allowed is None else noise <= allowed
         if not is_right:
@@ -94,7 +93,7 @@ def compare(
                 " rounding does; nothing was exported, an older export is untouched; try another"
                 " version of what runs it, or export.weights=float32"
             )
-    return differences
+    return differences, noises
 
 
 def _logits(model: ExportedModel, ids: NDArray[np.int64], bounds: Sequence[int]) -> NDArray[np.float32]:
@@ -247,15 +246,12 @@ def _check(program: ProgramFormat, folder: Path, weights: Weights, source_format
         # each of the 4 products of a layer, the embedding and the head add the noise of one rounding
         allowed = min(_MARGIN * rounding * math.sqrt(4 * weights.model.num_layers + 2), _MAX_NOISE)
     opened = program.open(folder, weights.model)
-    found = compare(opened, ids, run_logits(runners, runner, weights, ids), allowed)
-    for case, (difference, size) in found.items():
-        noise = "" if allowed is None else f", noise {size:.2g} of {allowed:.2g} allowed"
+    largest, noises = compare(opened, ids, run_logits(runners, runner, weights, ids), allowed)
+    for case, difference in largest.items():
+        noise = "" if allowed is None else f", noise {noises[case]:.2g} of {allowed:.2g} allowed"
         LOG.info(f"{case}: the export differs from backend={config.backend} by {difference:.2g}{noise}")
-    largest = {case: difference for case, (difference, _) in found.items()}
-    if allowed is None:
-        return {"largest_difference": largest}
-    noises = {case: noise for case, (_, noise) in found.items()}
-    return {"largest_difference": largest, "noise": noises, "allowed_noise": allowed}
+    rounded = {} if allowed is None else {"noise": noises, "allowed_noise": allowed}
+    return {"largest_difference": largest, **rounded}
 
 
 def _write_generation(folder: Path, weights: Weights, fields: dict[str, Any]) -> None:

@@ -91,7 +91,8 @@ _MODEL: Table = {
         "predict.strategy=sampling"),
     "max_decode_length": Ignored("predict.max_new_tokens says how much is generated"),
     "max_new_tokens": MapTo("predict.max_new_tokens"),
-    "checkpoint_name_or_path": ByHand("checkpoint.init_from"),
+    "checkpoint_name_or_path": Ignored("training begins with new weights; convert_weight.py makes a"
+        " folder of them for checkpoint.init_from", "checkpoint.init_from"),
     "pet_config": ByHand(),
 }  # fmt: skip
 _LOADER: Table = {

@@ -128,11 +128,6 @@ def _model(theirs: ForeignKeys, ours: Translation) -> None:
         size = theirs.peek("model.model_config.hidden_size")
     if ratio is not None and isinstance(size, int):
         ours.put("model.ffn_hidden_size", int(ratio * size), theirs, key)
-    key = "model.model_config.checkpoint_name_or_path"
-    if theirs.take(key) is not None:
-        ours.note(
-            key, "training begins with new weights; convert_weight.py makes a folder of them for checkpoint.init_from"
-        )
 
 
 def _length(theirs: ForeignKeys, ours: Translation) -> None:
