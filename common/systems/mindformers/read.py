@@ -72,8 +72,15 @@ def find_model(file: Path, folders: Iterable[Path]) -> tuple[ResolvedModel, dict
                 f"{folder}: {', '.join(path.name for path in found)} have a model of MindFormers;"
                 f" leave one there, or name it as {file.name}"
             )
-        if found:
-            return _read(found[0]), None
+        for path in found:
+            tree, sources = read_foreign(path, BASE)
+            section = tree.get("model")
+            if not isinstance(section, dict) or "model_config" not in section:
+                raise ConfigError(
+                    f"{path}: has no model.model_config, nor have the files of its {BASE}; put the YAML"
+                    " with the model beside the weights"
+                )
+            return checked_model(path, DIALECT.translate({"model": section}, sources).tree["model"]), None
         if (folder / _CONFIG).is_file():
             return read_model_yaml(folder / _CONFIG)[0], None
     return None
@@ -87,18 +94,6 @@ def _is_theirs(path: Path) -> bool:
         raise ConfigError(f"{error}; fix the file, or move it away from the weights") from None
     model = tree.get("model")
     return BASE in tree or (isinstance(model, dict) and "model_config" in model)
-
-
-def _read(path: Path) -> ResolvedModel:
-    tree, sources = read_foreign(path, BASE)
-    section = tree.get("model")
-    if not isinstance(section, dict) or "model_config" not in section:
-        raise ConfigError(
-            f"{path}: has no model.model_config, nor have the files of its {BASE}; put the YAML"
-            " with the model beside the weights"
-        )
-    ours = DIALECT.translate({"model": section}, sources)
-    return checked_model(path, ours.tree["model"])
 
 
 MOMENTS = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "momentum_buffer": "moments."}
@@ -116,9 +111,9 @@ _COUNTERS = (
 def detects(path: Path, format: str = "mindformers") -> bool:
     try:
         found = _find(path)
-        if found is None:
-            return False
-        return any(name.startswith("gpt2.") for name in _tensors(found)) == (format == "mindformers_r0.3")
+        return found is not None and any(name.startswith("gpt2.") for name in _tensors(found)) == (
+            format == "mindformers_r0.3"
+        )
     except CheckpointError:  # reported when the files are opened
         return format == "mindformers"
 
@@ -126,9 +121,7 @@ def detects(path: Path, format: str = "mindformers") -> bool:
 def _find(path: Path) -> Path | Slices | None:
     """Return the file, or the ranks' files, that ``path`` names or contains. Raises CheckpointError."""
     if path.is_file():
-        if path.suffix != ".ckpt":
-            return None
-        return find_slices(path)
+        return find_slices(path) if path.suffix == ".ckpt" else None
     files = [file for file in sorted(path.glob("*.ckpt")) if file.is_file() and not strategy_file(file)]
     if len(files) == 1:
         return find_slices(files[0])

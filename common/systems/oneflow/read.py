@@ -10,10 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from common.config.values import RuleName, rule_keeping
-from common.dialects.rules import whole
+from common.config.values import rule_keeping
 from common.errors import CheckpointError
 from common.structured_files import read_bytes
 from common.systems.name_map import LINEAR, Fusion, name_map
@@ -145,7 +143,12 @@ def open_oneflow(path: Path) -> Iterator[Weights]:
     if run is not None and step is not None:
         require_one_run(folder, "TrainStep", step, run["state"]["step"])
     if run is None and moments and step is not None:
-        run = _run_of(folder, own, step, rule_keeping([*groups]))
+        scale = dict(NO_SCALE)
+        if (value := _number(own, SCALE, "-LossScale")) is not None:
+            finite = int(_number(own, SCALE, "-GoodStepCounter") or 0)
+            scale |= {"mode": "dynamic", "value": value, "finite_steps": finite}
+        found = new_run(rule_keeping([*groups]), step=int(step), updates=int(step), scale=scale)
+        run = checked_run(folder, found)
         notes["position in the data"] = "not in the snapshot: a resumed run reads from the first sample"
     elif run is None:
         reason = "a number of OneFlow's own, without the whole state of the optimizer"
@@ -166,15 +169,3 @@ def _number(own: Mapping[str, FileTensor], start: str, end: str = "") -> float |
     if data.size != 1 or not 0 <= data[0] < 2**53:
         raise CheckpointError(f"{names[0]}/{DATA}: is neither a count nor a scale; copy it again")
     return float(data[0])
-
-
-def _run_of(folder: Path, own: Mapping[str, FileTensor], step: float, optimizer: RuleName) -> dict[str, Any]:
-    value = _number(own, SCALE, "-LossScale")
-    scale = dict(NO_SCALE)
-    try:
-        updates, finite = whole(step), whole(_number(own, SCALE, "-GoodStepCounter") or 0)
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: its counters: {error}; copy it again") from None
-    if value is not None:
-        scale |= {"mode": "dynamic", "value": value, "finite_steps": finite}
-    return checked_run(folder, new_run(optimizer, step=updates, updates=updates, scale=scale))
