@@ -25,8 +25,6 @@ from common.dialects.rules import (
     words,
 )
 
-SYSTEM = "PaddleFleetX"
-BASE = "_base_"
 MARKS = words("""
     _base_ Global Engine Model Data Distributed Optimizer Generation Inference Offline_Eval
     Profiler Quantization Compress FusedPasses
@@ -36,8 +34,6 @@ COSINE = "CosineAnnealingWithWarmupDecay"
 """Schedule that begins at last_epoch=0, and that Paddle's LRScheduler steps once as it is made
 (ppfleetx/optims/lr_scheduler.py). The others begin at -1.
 """
-END_OF_TEXT = 50256
-"""Id of the end of text in the tokenizer that FleetX has for GPT."""
 _MAX_GENERATED = 512
 _ORDER = "windows are shuffled again in every epoch"
 _KERNELS = "the fastest kernels that the device has are taken"

@@ -25,7 +25,6 @@ from common.dialects.rules import (
     words,
 )
 
-SYSTEM = "MindFormers"
 BASE = "base_config"
 MARKS = words("""
     base_config runner_config runner_wrapper lr_schedule callbacks train_dataset

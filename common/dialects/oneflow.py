@@ -20,9 +20,6 @@ from common.dialects.rules import (
     words,
 )
 
-SYSTEM = "OneFlow"
-PROGRAM = "oneflow_gpt.training"
-
 _LAUNCHED = "the launcher (scripts/run_distribute.sh) says it"
 
 

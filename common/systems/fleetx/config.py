@@ -11,7 +11,7 @@ from typing import Any
 
 from common.config.schema import MAX_COUNT
 from common.config.values import takes_momentum
-from common.dialects.fleetx import BASE, COSINE, DEFAULTS, END_OF_TEXT, MARKS, SYSTEM, TABLE
+from common.dialects.fleetx import COSINE, DEFAULTS, MARKS, TABLE
 from common.dialects.rules import Defaults, Ignored, listed
 from common.errors import ConfigError
 from common.paths import ROOT, looked_in
@@ -79,14 +79,11 @@ def _layout(theirs: ForeignKeys, ours: Translation) -> None:
     degree, stage, copies = (theirs.take_count(degree_key), theirs.take_count(stage_key), theirs.take_count(copies_key))
     if degree > 1:
         ours.put("parallel.zero_stage", stage, theirs, stage_key)
-        if copies is not None and copies > 1:
-            ours.put("parallel.shard_size", degree, theirs, degree_key)
-    if copies is not None or degree > 1:
         # without dp_degree, FleetX makes copies of the ranks that sharding leaves
-        if copies is not None:
-            ours.put("parallel.data_parallel", copies * degree, theirs, copies_key)
-        else:
+        if copies != 1:
             ours.put("parallel.shard_size", degree, theirs, degree_key)
+    if copies is not None:
+        ours.put("parallel.data_parallel", copies * degree, theirs, copies_key)
     key = "Model.virtual_pp_degree"
     virtual = theirs.take_count(key)
     if virtual > 1:
@@ -145,9 +142,7 @@ def _validation_data(theirs: ForeignKeys, ours: Translation, *, trains: bool) ->
     names = ("input_dir", "split", "max_seq_len")
     train = [theirs.peek(f"Data.Train.dataset.{name}") for name in names]
     keys = [f"Data.Eval.dataset.{name}" for name in names]
-    given = [theirs.peek(key, there) for key, there in zip(keys, train, strict=True)]
-    for key in keys:
-        theirs.take(key)
+    given = [theirs.take(key, there) for key, there in zip(keys, train, strict=True)]
     folder_key, split_key, length_key = keys
     if not trains:
         return
@@ -328,16 +323,16 @@ def settle(ours: Translation) -> None:
         ours.drop("evaluation.stride", "a cloze test scores passages, each by itself")
     if not takes_momentum(ours.get("optimizer.name")):
         ours.drop("optimizer.momentum", "it is for Momentum")
-    ours.settle_end_of_text(END_OF_TEXT)
+    ours.settle_end_of_text(50256)  # of the tokenizer that FleetX has for GPT
 
 
 DIALECT = Dialect(
-    system=SYSTEM, table=TABLE, defaults=DEFAULTS, defaults_of=_defaults,
+    system="PaddleFleetX", table=TABLE, defaults=DEFAULTS, defaults_of=_defaults,
     # GPTDataset: no loss where the input is the end of text
     begin={"logging.style": "fleetx", "data.eod_mask_loss": True},
     parts=(
         _checkpoint, _layout, _validation, _steps, _precision, _model, _evaluation, _profile,
         _quantization,
     ),
-    settle=settle, base=BASE, marks=MARKS,
+    settle=settle, base="_base_", marks=MARKS,
 )  # fmt: skip

@@ -12,7 +12,6 @@ from common.dialects.mindformers import (
     DEFAULTS,
     MARKS,
     OF_TYPES,
-    SYSTEM,
     TABLE,
     TARGETS,
     WRITTEN,
@@ -53,8 +52,6 @@ _CALLBACKS = {
 """Keys of ``CALLBACKS`` that each kind of callback has."""
 _MASKS = {"attention_mask", "input_mask"}
 """Columns with a 0 for the padding of a row."""
-END_OF_TEXT = 50256
-"""Id of the end of text of GPT2Config."""
 _MAX_SUNK = 100
 """Largest train.sink_size."""
 
@@ -278,7 +275,7 @@ def settle(ours: Translation, *, whole: bool = True) -> None:
         ours.drop(key, why)
     if whole:
         ours.drop("train.parallel_optimizer_comm_recompute", "MindSpore 2.10 takes no notice of it")
-        ours.settle_end_of_text(END_OF_TEXT)
+        ours.settle_end_of_text(50256)  # of GPT2Config
 
 
 def _unused_by_graph(ours: Translation, torch: bool, device: str) -> dict[str, str]:
@@ -312,7 +309,7 @@ def _unused_by_graph(ours: Translation, torch: bool, device: str) -> dict[str, s
 
 
 DIALECT = Dialect(
-    system=SYSTEM, table=TABLE, defaults=DEFAULTS, defaults_of=_defaults,
+    system="MindFormers", table=TABLE, defaults=DEFAULTS, defaults_of=_defaults,
     begin={
         "backend": "mindspore", "logging.style": "mindformers",
         "data.split": "1,0,0",  # train_dataset is for training, all of it
