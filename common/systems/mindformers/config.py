@@ -6,16 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.device import sees_ascend
-from common.dialects.mindformers import (
-    BASE,
-    CALLBACKS,
-    DEFAULTS,
-    MARKS,
-    OF_TYPES,
-    TABLE,
-    TARGETS,
-    WRITTEN,
-)
+from common.dialects.mindformers import BASE, CALLBACKS, DEFAULTS, MARKS, OF_TYPES, TABLE, TARGETS, WRITTEN
 from common.dialects.rules import Defaults, Ignored, MapTo
 from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
 
