@@ -255,20 +255,16 @@ def _compare(weights: Weights, written: Weights) -> dict[str, str]:
     """
     there, expected = {**written.tensors, **written.moments}, {**weights.tensors, **weights.moments}
     wrong = ["the list of tensors"] if there.keys() != expected.keys() else []
-    wrong += (
-        ["where training stood"]
-        if json.dumps(written.run, sort_keys=True) != json.dumps(weights.run, sort_keys=True)
-        else []
-    )
+    if json.dumps(written.run, sort_keys=True) != json.dumps(weights.run, sort_keys=True):
+        wrong.append("where training stood")
     sums = {}
-    for name in there.keys() & expected.keys():
-        found, source = there[name], expected[name]
+    for name, found in there.items():
         sums[name] = hashlib.sha256(bytes_of(found.load())).hexdigest()
-        if sums[name] != hashlib.sha256(bytes_of(source.load_as(found.dtype))).hexdigest():
+        if name in expected and sums[name] != hashlib.sha256(bytes_of(expected[name].load_as(found.dtype))).hexdigest():
             wrong.append(name)
     if wrong:
         raise CheckpointError(f"{written.path}: read back, {', '.join(wrong)} differs from {weights.path}")
-    return {name: sums[name] for name in there}
+    return sums
 
 
 def warn_of_heads(path: Path, model: ResolvedModel) -> None:

@@ -108,9 +108,7 @@ def _logits(model: ExportedModel, ids: NDArray[np.int64], bounds: Sequence[int])
 
 
 def _padded(model: ExportedModel, ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Return the logits of the first tokens of each row, and where they stand. Row lengths
-    differ.
-    """
+    """Return the logits of the first tokens of each row, and where they stand. Row lengths differ."""
     model.forget()
     rows, length = ids.shape
     lengths = [max(1, length - row * (length // rows)) for row in range(rows)]

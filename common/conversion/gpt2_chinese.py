@@ -237,9 +237,7 @@ def _once(stamp: Path, made_of: dict[str, Any], options: PreprocessOptions, inpu
 
 @contextmanager
 def one_at_a_time(folder: Path, limit: float = MAX_WAIT) -> Iterator[None]:
-    """Wait until no other process is in this block for the same folder, at most ``limit``
-    seconds.
-    """
+    """Wait until no other process is in this block for the same folder, at most ``limit`` seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         try:

@@ -71,7 +71,6 @@ _LARGE = 1e300
 
 
 def words(text: str) -> frozenset[str]:
-    """Return the words of a text."""
     return frozenset(text.split())
 
 
@@ -91,7 +90,6 @@ def within(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_rule(key: str, table: Table) -> bool:
-    """Tell whether a table has a rule for a key."""
     return key in table or any(name.endswith("*") and key.startswith(name[:-1]) for name in table)
 
 

@@ -140,9 +140,7 @@ def copy_array(target: NDArray[Any], source: NDArray[Any]) -> None:
 
 
 def bytes_of(array: NDArray[Any]) -> memoryview:
-    """Return the bytes of an array in row-major order; copies only if the array is not row-
-    major.
-    """
+    """Return the bytes of an array in row-major order; copies only if the array is not row-major."""
     return contiguous(array).reshape(-1).view(np.uint8).data
 
 

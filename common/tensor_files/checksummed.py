@@ -84,9 +84,7 @@ class ChecksummedFile:
         return self._buffers[self._current, self._filled :]
 
     def _advance(self, size: int) -> None:
-        """Count ``size`` bytes that were put into the current buffer, and pass it on if it is
-        full.
-        """
+        """Count ``size`` bytes that were put into the current buffer, and pass it on if it is full."""
         buffer, end = self._buffers[self._current], self._filled + size
         self.checksum = crc32(buffer[self._filled : end].data, self.checksum)
         self.position += size

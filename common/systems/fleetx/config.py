@@ -58,7 +58,6 @@ def require_checkout(path: Path) -> None:
 
 
 def _defaults(tree: Mapping[str, Any]) -> Defaults:
-    """Return the defaults that count for this file."""
     found = {
         key: value
         for key, value in DEFAULTS.items()
@@ -275,7 +274,6 @@ _LAYER_TYPES = {"Linear", "ColumnParallelLinear", "RowParallelLinear"}
 
 
 def _quantization(theirs: ForeignKeys, ours: Translation) -> None:
-    """Raises ConfigError for an unknown kind of scale or layer."""
     for section in _QUANTIZATION:
         if not list(theirs.under(f"{section}.")):
             continue

@@ -81,9 +81,7 @@ def tokenizer_json(model: bytes) -> str:
 
 
 def _read(model: bytes) -> tuple[list[tuple[str, float, int]], dict[int, Any], dict[int, Any]]:
-    """Return the pieces (text, score, type), and the fields of trainer_spec and of
-    normalizer_spec.
-    """
+    """Return the pieces (text, score, type), and the fields of trainer_spec and of normalizer_spec."""
     pieces: list[tuple[str, float, int]] = []
     specs: dict[int, dict[int, Any]] = {_TRAINER: {}, _NORMALIZER: {}}
     for number, value in read_fields(np.frombuffer(model, np.uint8)):

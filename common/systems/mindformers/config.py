@@ -48,7 +48,6 @@ _MAX_SUNK = 100
 
 
 def _defaults(tree: Mapping[str, Any]) -> Defaults:
-    """Return the defaults that count for this file."""
     found = dict(DEFAULTS)
     for key, values in OF_TYPES.items():
         section = tree.get(key.partition(".")[0])
@@ -93,9 +92,7 @@ def _validation(theirs: ForeignKeys, ours: Translation) -> None:
 
 
 def _columns(theirs: ForeignKeys, ours: Translation) -> None:
-    """Without a column of masks, GPT2LMHeadModel gives no loss where the target is the end of
-    text.
-    """
+    """Without a column of masks, GPT2LMHeadModel gives no loss where the target is the end of text."""
     key = "train_dataset.input_columns"
     columns = theirs.take(key, ["input_ids"])
     names = set(map(str, columns if isinstance(columns, list) else [columns]))
