@@ -196,7 +196,11 @@ def export_program(config: Run, checkpoint: Checkpoint, program: ProgramFormat |
         if program.hugging_face_config:
             write_config(temporary / CONFIG, weights.model, "float32", special_ids(weights))
         comparison = _check(program, temporary, weights, source_format, config)
-        _write_generation(temporary, weights, generation)
+        ids = {name: each for name, each in special_ids(weights).items() if each is not None}
+        if (end := ids.get("eos_token_id")) is not None:
+            generation["pad_token_id"] = end[0] if isinstance(end, list) else end
+        with atomic_write(temporary / "generation_config.json", "w") as file:
+            json.dump(generation | ids, file, indent=1)
         sizes = write_record(
             temporary,
             config,
@@ -250,15 +254,6 @@ def _check(program: ProgramFormat, folder: Path, weights: Weights, source_format
         LOG.info(f"{case}: the export differs from backend={config.backend} by {difference:.2g}{noise}")
     rounded = {} if allowed is None else {"noise": noises, "allowed_noise": allowed}
     return {"largest_difference": largest, **rounded}
-
-
-def _write_generation(folder: Path, weights: Weights, fields: dict[str, Any]) -> None:
-    ids = {name: each for name, each in special_ids(weights).items() if each is not None}
-    if (end := ids.get("eos_token_id")) is not None:
-        fields["pad_token_id"] = end[0] if isinstance(end, list) else end
-    fields |= ids
-    with atomic_write(folder / "generation_config.json", "w") as file:
-        json.dump(fields, file, indent=1)
 
 
 def generation_config(config: Run) -> dict[str, Any]:

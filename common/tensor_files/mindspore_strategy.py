@@ -201,26 +201,21 @@ def _layout(record: Mapping[str, Any]) -> Layout:
 
 def write_strategy(path: Path, strategy: Strategy) -> None:
     """Write one file of all stages, as ``merge_pipeline_strategys`` does. Raises StorageError."""
+
+    def dims(number: int, values: Iterable[int]) -> bytes:
+        return bytes_field(number, b"".join(int_field(1, value) for value in values))
+
     items, layouts = [], []
     for stage, found in strategy.items():
         splits = int_field(1, stage) + bytes_field(2, b"")
         # one operator carries the stage; the network's own operators are not read
         items.append(bytes_field(2, bytes_field(1, b"parameters") + bytes_field(2, splits)))
-        layouts += [
-            bytes_field(3, bytes_field(1, f"{stage}-{name}".encode()) + bytes_field(2, _to(layout)))
-            for name, layout in found.items()
-        ]
+        for name, layout in found.items():
+            # one axis at most splits a dim of what is written
+            maps = [len(layout.devices) - 1 - axes[0] if axes else -1 for axes in layout.axes]
+            message = dims(1, layout.devices) + dims(2, maps) + dims(3, ()) + dims(4, ()) + int_field(5, 0)
+            step = layout.ranks // layout.copies if layout.shards > 1 else 0
+            message += int_field(6, step) + int_field(7, layout.shards if step else 0)
+            layouts.append(bytes_field(3, bytes_field(1, f"{stage}-{name}".encode()) + bytes_field(2, message)))
     with atomic_write(path) as file:
         file.write(int_field(1, 1) + b"".join((*items, *layouts)))
-
-
-def _to(layout: Layout) -> bytes:
-    def dims(number: int, values: Iterable[int]) -> bytes:
-        return bytes_field(number, b"".join(int_field(1, value) for value in values))
-
-    # one axis at most splits a dim of what is written
-    maps = [len(layout.devices) - 1 - axes[0] if axes else -1 for axes in layout.axes]
-    message = dims(1, layout.devices) + dims(2, maps)
-    message += dims(3, ()) + dims(4, ()) + int_field(5, 0)
-    step = math.prod(layout.devices) // layout.copies if layout.shards > 1 else 0
-    return message + int_field(6, step) + int_field(7, layout.shards if step else 0)
