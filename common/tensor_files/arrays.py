@@ -42,7 +42,7 @@ _TILE_GAP = 16
 """Elements between rows of a tile: rows a power of two apart share few lines of a cache."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TensorKind:
     dtype: str
     """Key of NUMPY_TYPES."""
@@ -64,9 +64,6 @@ class FileTensor(TensorKind):
     """Strides in elements of a tensor that is not row-major; None if it is."""
     check: Callable[[], None] | None = None
     """Function that compares the checksum of the bytes before they are first read. Raises CheckpointError."""
-
-    # two tensors of the same type and shape differ
-    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def read(self) -> NDArray[Any]:
         """Return the tensor. The array is read-only, and a view of the file unless segments had to be joined.
