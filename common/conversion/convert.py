@@ -205,19 +205,18 @@ def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> dict[
         else ()
     )
     refuse_to_overwrite([source, *shards], [target], "choose another --mindspore_path")
-    with open_without_config(source, layers) as weights:
-        try:
-            with temporary_folder(target) as folder:
-                write_file(folder / target.name, weights, None)
-                (folder / target.name).replace(target)
-                fsync_folder(target.parent)
-        except OSError as error:
-            reason = error.strerror or error
-            raise StorageError(
-                f"{target}: could not be written: {reason}; make room there, or choose another --mindspore_path"
-            ) from error
-        counts, ignored = _counts(weights), dict(weights.ignored)
-        return {"from": "hf", "tensors": counts, "ignored": ignored, "step": None}
+    weights = open_without_config(source, layers)
+    try:
+        with temporary_folder(target) as folder:
+            write_file(folder / target.name, weights, None)
+            (folder / target.name).replace(target)
+            fsync_folder(target.parent)
+    except OSError as error:
+        reason = error.strerror or error
+        raise StorageError(
+            f"{target}: could not be written: {reason}; make room there, or choose another --mindspore_path"
+        ) from error
+    return {"from": "hf", "tensors": _counts(weights), "ignored": dict(weights.ignored), "step": None}
 
 
 _TEXT = "Hello, world! It's 12:30.\n\n  你好，世界 🙂 "
@@ -256,20 +255,16 @@ def _compare(weights: Weights, written: Weights) -> dict[str, str]:
     """
     there, expected = {**written.tensors, **written.moments}, {**weights.tensors, **weights.moments}
     wrong = ["the list of tensors"] if there.keys() != expected.keys() else []
-    wrong += (
-        ["where training stood"]
-        if json.dumps(written.run, sort_keys=True) != json.dumps(weights.run, sort_keys=True)
-        else []
-    )
+    if json.dumps(written.run, sort_keys=True) != json.dumps(weights.run, sort_keys=True):
+        wrong.append("where training stood")
     sums = {}
-    for name in there.keys() & expected.keys():
-        found, source = there[name], expected[name]
+    for name, found in there.items():
         sums[name] = hashlib.sha256(bytes_of(found.load())).hexdigest()
-        if sums[name] != hashlib.sha256(bytes_of(source.load_as(found.dtype))).hexdigest():
+        if name in expected and sums[name] != hashlib.sha256(bytes_of(expected[name].load_as(found.dtype))).hexdigest():
             wrong.append(name)
     if wrong:
         raise CheckpointError(f"{written.path}: read back, {', '.join(wrong)} differs from {weights.path}")
-    return {name: sums[name] for name in there}
+    return sums
 
 
 def warn_of_heads(path: Path, model: ResolvedModel) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -59,20 +59,9 @@ _MAX_NOISE = 0.5
 """Upper limit of the noise: a wrong order or scale makes an error as large as the logits."""
 
 
-def allowed_noise(weights: str, layers: int) -> float | None:
-    """Return the largest noise that rounding explains; None for float32, which is not rounded.
-
-    weights: type of the exported weights. Each of the 4 products of a layer, the embedding and the
-    head add the noise of one rounding; their squares are summed.
-    """
-    if weights == "float32":
-        return None
-    return min(_MARGIN * _ROUNDING[weights] * math.sqrt(4 * layers + 2), _MAX_NOISE)
-
-
 def compare(
     model: ExportedModel, ids: NDArray[np.int64], expected: NDArray[np.float32], allowed: float | None
-) -> dict[str, tuple[float, float]]:
+) -> tuple[dict[str, float], dict[str, float]]:
     """Return the largest difference of logits and the noise by case, for ids (B, T) whose logits are ``expected`` (B,
     T, vocab_size). The noise is the standard deviation of the difference, relative to that of the logits.
 
@@ -81,16 +70,20 @@ def compare(
     adding in float32 may differ by TOLERANCE. Raises RunError if the difference of a case is larger.
     """
     everywhere = np.ones(ids.shape, bool)
-    cases = {"all tokens at once": (_whole(model, ids), everywhere), "padding on the left": _padded(model, ids)}
+    length = ids.shape[1]
+    cases = {
+        "all tokens at once": (_logits(model, ids, [0, length]), everywhere),
+        "padding on the left": _padded(model, ids),
+    }
     if model.has_cache:
-        cases["token by token"] = (_stepwise(model, ids), everywhere)
+        bounds = [0, *range(max(1, length // 2), length + 1)]
+        cases["token by token"] = (_logits(model, ids, bounds), everywhere)
     largest = float(np.abs(expected).max())  # a NaN stays a NaN, and fails every case
-    differences = {}
+    differences, noises = {}, {}
     for name, (found, compared) in cases.items():
         errors = np.abs(found - expected)[compared]
-        difference = float(errors.max())
-        noise = float(np.sqrt((errors**2).mean()) / expected.std())
-        differences[name] = difference, noise
+        differences[name] = difference = float(errors.max())
+        noises[name] = noise = float(np.sqrt((errors**2).mean()) / expected.std())
         limit = TOLERANCE * max(1.0, largest / 10)
         is_right = difference <= limit if allowed is None else noise <= allowed
         if not is_right:
@@ -100,20 +93,12 @@ def compare(
                 " rounding does; nothing was exported, an older export is untouched; try another"
                 " version of what runs it, or export.weights=float32"
             )
-    return differences
+    return differences, noises
 
 
-def _whole(model: ExportedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+def _logits(model: ExportedModel, ids: NDArray[np.int64], bounds: Sequence[int]) -> NDArray[np.float32]:
+    """Return the logits of all tokens. Those between two of ``bounds`` are computed at once."""
     model.forget()
-    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    return model.run(ids, np.ones_like(ids), positions)
-
-
-def _stepwise(model: ExportedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return the logits of all tokens: the first half at once, then one token at a time."""
-    model.forget()
-    length = ids.shape[1]
-    bounds = [0, *range(max(1, length // 2), length + 1)]
     parts = []
     for first, last in pairwise(bounds):
         positions = np.broadcast_to(np.arange(first, last), (len(ids), last - first))
@@ -123,9 +108,7 @@ def _stepwise(model: ExportedModel, ids: NDArray[np.int64]) -> NDArray[np.float3
 
 
 def _padded(model: ExportedModel, ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Return the logits of the first tokens of each row, and where they stand. Row lengths
-    differ.
-    """
+    """Return the logits of the first tokens of each row, and where they stand. Row lengths differ."""
     model.forget()
     rows, length = ids.shape
     lengths = [max(1, length - row * (length // rows)) for row in range(rows)]
@@ -213,7 +196,11 @@ def export_program(config: Run, checkpoint: Checkpoint, program: ProgramFormat |
         if program.hugging_face_config:
             write_config(temporary / CONFIG, weights.model, "float32", special_ids(weights))
         comparison = _check(program, temporary, weights, source_format, config)
-        _write_generation(temporary, weights, generation)
+        ids = {name: each for name, each in special_ids(weights).items() if each is not None}
+        if (end := ids.get("eos_token_id")) is not None:
+            generation["pad_token_id"] = end[0] if isinstance(end, list) else end
+        with atomic_write(temporary / "generation_config.json", "w") as file:
+            json.dump(generation | ids, file, indent=1)
         sizes = write_record(
             temporary,
             config,
@@ -256,26 +243,17 @@ def _check(program: ProgramFormat, folder: Path, weights: Weights, source_format
         )
     shape = (3, min(weights.model.max_positions, 48))
     ids = np.random.default_rng(0).integers(0, weights.model.vocab_size, shape)
-    allowed = allowed_noise(config.export.weights, weights.model.num_layers)
+    allowed = None
+    if rounding := _ROUNDING.get(config.export.weights):
+        # each of the 4 products of a layer, the embedding and the head add the noise of one rounding
+        allowed = min(_MARGIN * rounding * math.sqrt(4 * weights.model.num_layers + 2), _MAX_NOISE)
     opened = program.open(folder, weights.model)
-    found = compare(opened, ids, run_logits(runners, runner, weights, ids), allowed)
-    for case, (difference, size) in found.items():
-        noise = "" if allowed is None else f", noise {size:.2g} of {allowed:.2g} allowed"
+    largest, noises = compare(opened, ids, run_logits(runners, runner, weights, ids), allowed)
+    for case, difference in largest.items():
+        noise = "" if allowed is None else f", noise {noises[case]:.2g} of {allowed:.2g} allowed"
         LOG.info(f"{case}: the export differs from backend={config.backend} by {difference:.2g}{noise}")
-    largest = {case: difference for case, (difference, _) in found.items()}
-    if allowed is None:
-        return {"largest_difference": largest}
-    noises = {case: noise for case, (_, noise) in found.items()}
-    return {"largest_difference": largest, "noise": noises, "allowed_noise": allowed}
-
-
-def _write_generation(folder: Path, weights: Weights, fields: dict[str, Any]) -> None:
-    ids = {name: each for name, each in special_ids(weights).items() if each is not None}
-    if (end := ids.get("eos_token_id")) is not None:
-        fields["pad_token_id"] = end[0] if isinstance(end, list) else end
-    fields |= ids
-    with atomic_write(folder / "generation_config.json", "w") as file:
-        json.dump(fields, file, indent=1)
+    rounded = {} if allowed is None else {"noise": noises, "allowed_noise": allowed}
+    return {"largest_difference": largest, **rounded}
 
 
 def generation_config(config: Run) -> dict[str, Any]:

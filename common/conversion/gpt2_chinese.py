@@ -70,8 +70,16 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
     dialect = COMMAND_LINES[system]
     flags = {**dialect.defaults, **read_flags(theirs, "command line", dialect.table)[0]}
     if "device" in flags:
-        trains = mode == "train" and "--prepare" not in words
-        _choose_devices(str(flags["device"]), single_training=trains and process.world_size == 1)
+        devices = str(flags["device"])
+        count = len(devices.split(","))
+        if mode == "train" and "--prepare" not in words and process.world_size == 1 and count > 1:
+            LOG.warning(
+                f"--device {devices}: one process trains on one device; for {count}, start torchrun"
+                f" --nproc_per_node={count} with this command"
+            )
+        # as CUDA_VISIBLE_DEVICES does there, unless the user has hidden some
+        for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
+            os.environ.setdefault(name, devices)
     if mode != "predict":
         make_data(flags, opened, framed=program != "train_single.py")
     if "--prepare" in words:
@@ -117,21 +125,6 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     ]
     theirs = [word for word in words if word not in (*overrides, "--show_config", "--prepare")]
     return theirs, overrides
-
-
-def _choose_devices(devices: str, *, single_training: bool) -> None:
-    """Hide other devices, as CUDA_VISIBLE_DEVICES does there, unless the user has done so.
-
-    single_training: this is a training of one process.
-    """
-    count = len(devices.split(","))
-    if single_training and count > 1:
-        LOG.warning(
-            f"--device {devices}: one process trains on one device; for {count}, start torchrun"
-            f" --nproc_per_node={count} with this command"
-        )
-    for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
-        os.environ.setdefault(name, devices)
 
 
 _FOLLOWED = {
@@ -207,36 +200,21 @@ def make_data(flags: Mapping[str, Any], opened: Opened, *, framed: bool) -> None
     require_files(options.tokenizer.vocab_file, options.tokenizer.merge_file)
     raw = Path(str(flags["raw_data_path"])) if flags.get("raw") else None
     if raw is not None:
-        min_length = int(flags.get("min_length", 0)) if framed else 0
-        pieces = int(flags["num_pieces"])
-        made_of = {"framed": framed, "min_length": min_length, "pieces": pieces}
-        of_raw = replace(
-            options,
-            inputs=(raw,),
-            input_format=_json_format(raw),
-            format="pieces",
-            pieces=pieces,
-            min_length=min_length,
-            append_eod=framed,
-        )
+        found = open_corpus(raw).format
+        if found not in (CorpusFormat.ARRAY, CorpusFormat.JSONL):  # GPT2-Chinese reads both since 2021
+            raise DataError(
+                f"{raw}: is {found.value}, expected a JSON array of texts or a JSON string on each"
+                " line; for other files make the pair with tools/preprocess_data.py"
+            )
     with one_at_a_time(folder):
         if raw is not None:
-            _once(folder / ".pieces.json", made_of, of_raw, (raw,))
+            sizes: dict[str, Any] = {
+                "min_length": int(flags.get("min_length", 0)) if framed else 0, "pieces": int(flags["num_pieces"])
+            }  # fmt: skip
+            of_raw = replace(options, inputs=(raw,), input_format=found, format="pieces", append_eod=framed, **sizes)
+            _once(folder / ".pieces.json", {"framed": framed, **sizes}, of_raw, (raw,))
         if (folder / f"{TOKENS}_0.txt").is_file():
             _once(folder / ".pair.json", {}, options, numbered_files(folder))
-
-
-def _json_format(raw: Path) -> CorpusFormat:
-    """Return the format of a data file: an array of texts, or one JSON string on each line, which
-    GPT2-Chinese reads since 2021. Raises DataError for plain text.
-    """
-    found = open_corpus(raw).format
-    if found not in (CorpusFormat.ARRAY, CorpusFormat.JSONL):
-        raise DataError(
-            f"{raw}: is {found.value}, expected a JSON array of texts or a JSON string on each"
-            " line; for other files make the pair with tools/preprocess_data.py"
-        )
-    return found
 
 
 def _once(stamp: Path, made_of: dict[str, Any], options: PreprocessOptions, inputs: Sequence[Path]) -> None:
@@ -259,9 +237,7 @@ def _once(stamp: Path, made_of: dict[str, Any], options: PreprocessOptions, inpu
 
 @contextmanager
 def one_at_a_time(folder: Path, limit: float = MAX_WAIT) -> Iterator[None]:
-    """Wait until no other process is in this block for the same folder, at most ``limit``
-    seconds.
-    """
+    """Wait until no other process is in this block for the same folder, at most ``limit`` seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         try:

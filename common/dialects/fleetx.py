@@ -14,6 +14,7 @@ from common.dialects.rules import (
     Ignored,
     MapTo,
     Table,
+    above_zero,
     each,
     joined,
     number,
@@ -24,8 +25,6 @@ from common.dialects.rules import (
     words,
 )
 
-SYSTEM = "PaddleFleetX"
-BASE = "_base_"
 MARKS = words("""
     _base_ Global Engine Model Data Distributed Optimizer Generation Inference Offline_Eval
     Profiler Quantization Compress FusedPasses
@@ -35,19 +34,10 @@ COSINE = "CosineAnnealingWithWarmupDecay"
 """Schedule that begins at last_epoch=0, and that Paddle's LRScheduler steps once as it is made
 (ppfleetx/optims/lr_scheduler.py). The others begin at -1.
 """
-END_OF_TEXT = 50256
-"""Id of the end of text in the tokenizer that FleetX has for GPT."""
 _MAX_GENERATED = 512
 _ORDER = "windows are shuffled again in every epoch"
 _KERNELS = "the fastest kernels that the device has are taken"
-_NOT_HERE = "is not in this version; leave the section out"
-
-
-def _clip(norm: float | None) -> float:
-    """Change a limit of the gradient norm; None is off."""
-    if norm is not None and not number(norm) > 0:
-        raise ValueError("expected a number above 0; for no clip leave the section grad_clip out")
-    return norm or 0.0
+_CLIP = above_zero("for no clip leave the section grad_clip out")
 
 
 def _length(tokens: int) -> int:
@@ -68,7 +58,7 @@ _ENGINE: Table = {
     "save_load": ByHand("checkpoint.interval, checkpoint.resume and output_dir"),
     "save_load.save_epoch": Ignored("a run does not save at the end of an epoch;"
         " checkpoint.interval is in steps"),
-    "save_load.save_steps": ByHand("checkpoint.interval"),
+    "save_load.save_steps": MapTo("checkpoint.interval", lambda steps: max(0, whole(steps))),
     "save_load.output_dir": MapTo("output_dir"),
     "save_load.ckpt_dir": ByHand("checkpoint.resume"),
     "save_load.*": Ignored("the run folder holds it"),
@@ -142,7 +132,8 @@ _OPTIMIZER: Table = {
         " global batch, and set False"),
     "grad_clip.name": Fixed(("ClipGradByGlobalNorm",), "the global norm is clipped; use"
         " ClipGradByGlobalNorm"),
-    "grad_clip.clip_norm": MapTo("optimizer.clip_grad", _clip),
+    "grad_clip.clip_norm": MapTo("optimizer.clip_grad",
+        lambda norm: 0.0 if norm is None else _CLIP(norm)),
     "tensor_fusion": Ignored(_KERNELS),
     "multi_precision": Fixed((True,), "the optimizer keeps float32 copies of float16 weights; set"
         " True"),
@@ -156,9 +147,8 @@ _QUANTIZATION: Table = {
     "for_tensorrt": Ignored("--run_mode export writes what an inference program reads"),
     "onnx_format": Ignored("--run_mode export writes ONNX with export.format=onnx"),
     "is_full_quantize": Ignored("every linear layer of a block is quantized"),
-    **each(ByHand(), """
-        enable weight_preprocess_type activation_preprocess_type quantizable_layer_type
-    """),
+    "weight_preprocess_type": Fixed(("None", "null"), "weights are rounded as they are; set None"),
+    **each(ByHand(), "enable activation_preprocess_type quantizable_layer_type"),
     "skip_tensor_map": ByHand("quantization.skip"),
 }  # fmt: skip
 _GENERATION: Table = {
@@ -207,7 +197,7 @@ TABLE: Table = {
     **within("Quantization", _QUANTIZATION),
     **within("Compress.Quantization", _QUANTIZATION),
     **each(ByHand("checkpoint.init_from"), "Quantization.pretrained Compress.pretrained"),
-    **{f"Compress.{name}.enable": Fixed((False,), f"{name} {_NOT_HERE}")
+    **{f"Compress.{name}.enable": Fixed((False,), f"{name} is not in this version; leave the section out")
        for name in ("Prune", "Distillation")},
     **each(Ignored("it is not enabled"), "Compress.Prune.* Compress.Distillation.*"),
     "Inference.*": Ignored("--run_mode export writes what an inference program reads"),

@@ -9,16 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from common.dialects.rules import ByHand, Ignored, MapTo, Table, each, number, whole
+from common.dialects.rules import ByHand, Ignored, MapTo, Table, above_zero, each, number, whole
 
 SYSTEM = "GPT2-Chinese"
-
-
-def _norm(value: Any) -> float:
-    """Return --max_grad_norm. With 0, all gradients would be 0 there; here it is off."""
-    if not number(value) > 0:
-        raise ValueError("expected a number above 0; optimizer.clip_grad=0 clips nothing")
-    return number(value)
 
 
 def _folder(value: Any) -> str:
@@ -61,7 +54,7 @@ TRAIN: Table = {
     "gradient_accumulation": MapTo("train.accumulation_steps"),
     "lr": MapTo("optimizer.learning_rate", number),
     "warmup_steps": MapTo("optimizer.warmup_steps"),
-    "max_grad_norm": MapTo("optimizer.clip_grad", _norm),
+    "max_grad_norm": MapTo("optimizer.clip_grad", above_zero("optimizer.clip_grad=0 clips nothing")),
     "fp16": ByHand("precision=fp16", switch=True),
     "fp16_opt_level": ByHand("precision"),
     "output_dir": MapTo("output_dir", _folder),

@@ -6,26 +6,11 @@ from typing import Any
 
 from common.dialects.rules import Defaults, Fixed, Ignored, MapTo, Table, number, same
 
-FIXED: dict[str, tuple[Any, ...]] = {
-    "model_type": ("gpt2",),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
-    "scale_attn_weights": (True,),
-    "add_cross_attention": (False,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    # the other order and type give the same function, with other roundings
-    "reorder_and_upcast_attn": (False, True),
-    "tie_word_embeddings": (True,),
-}
-"""Values that our model computes, by field. The first is the default, except in old files. Source:
-transformers 4.57, models/gpt2/configuration_gpt2.py, modeling_gpt2.py and activations.py.
-"""
 
-
-def other_function(name: str) -> str:
-    """Return why any other value of a field of ``FIXED`` is refused."""
-    if name == "model_type":
-        return "the models here are GPT-2; this is another model"
-    return f"our model is GPT-2 with {name}={FIXED[name][0]!r} only, so it would compute otherwise"
+def _only(name: str, *values: Any) -> Table:
+    """Return a rule for values that our model computes, of which the first is the default."""
+    why = f"our model is GPT-2 with {name}={values[0]!r} only, so it would compute otherwise"
+    return {name: Fixed(values, why)}
 
 
 TABLE: Table = {
@@ -40,7 +25,15 @@ TABLE: Table = {
     "embd_pdrop": MapTo("model.embedding_dropout", number),
     "attn_pdrop": MapTo("model.attention_dropout", number),
     "resid_pdrop": MapTo("model.hidden_dropout", number),
-    **{name: Fixed(values, other_function(name)) for name, values in FIXED.items()},
+    # transformers 4.57, models/gpt2/configuration_gpt2.py, modeling_gpt2.py and activations.py
+    "model_type": Fixed(("gpt2",), "the models here are GPT-2; this is another model"),
+    **_only("activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+    **_only("scale_attn_weights", True),
+    **_only("add_cross_attention", False),
+    **_only("scale_attn_by_inverse_layer_idx", False),
+    # the other order and type give the same function, with other roundings
+    **_only("reorder_and_upcast_attn", False, True),
+    **_only("tie_word_embeddings", True),
     "pruned_heads.*": Fixed((), "every block has all its heads here; train without it"),
     "*": Ignored("it does not change what GPT-2 computes"),
 }

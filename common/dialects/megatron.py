@@ -27,17 +27,12 @@ from common.dialects.rules import (
 SYSTEM = "Megatron"
 PROGRAM = "pretrain_gpt.py"
 _KERNELS = "the fastest kernels and collectives that the device has are taken"
-_LOGGED = "metrics.jsonl and TensorBoard have the figures of every step"
 _LAUNCHED = "the launcher (scripts/run_distribute.sh) says it"
 _PREFETCHED = "batches are read ahead by data.prefetch"
-_OTHER = "it is for another model or another task"
-_IN_SAMPLES = "give it in iterations or samples"
-_ONE_EXPERT = "there is one expert"
 _NOT_HERE = "is not in this version; leave the flag out"
 STATIC = "it is for a dynamic scale, and --loss-scale makes it static"
 HELD = "a checkpoint holds all that a run resumes from; leave the flag out"
 _FORMAT = "checkpoints have this project's format; tools/convert_weight.py writes Megatron's"
-_OF_REFUSED = "it is of a switch that is refused"
 
 OF_TASKS = "--run_mode eval has evaluation.task=text and lambada; fine-tuning on classes is not in this version"
 OF_LOADING = {
@@ -89,13 +84,13 @@ TABLE: Table = {
         heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
     """),
     **each(Ignored("it is GPT-2's own"), "openai_gelu add_qkv_bias"),
-    **each(Ignored(_ONE_EXPERT), """
+    **each(Ignored("there is one expert"), """
         moe_* topk expert_interval expert_tensor_parallel_size create_moe_param_group
         disable_moe_token_dropping enable_expert_tensor_parallelism use_tutel
         overlap_moe_expert_parallel_comm delay_wgrad_compute use_fused_weighted_squared_relu
     """),
     "moe_expert_parallel_size": Fixed((1,), f"mixture of experts {_NOT_HERE}"),
-    **each(Ignored(_OF_REFUSED), """
+    **each(Ignored("it is of a switch that is refused"), """
         num_query_groups window_attn_skip_freq rotary_* rope_* mrope_section no_rope_*
         use_rope_scaling relative_attention_* activation_func_clamp_value glu_linear_offset
         no_bias_swiglu_fusion mtp_* q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim
@@ -111,7 +106,7 @@ TABLE: Table = {
         load_teacher mock_data iterations_to_skip decrease_batch_size_if_needed
         data_parallel_random_init
     """),
-    **each(Ignored(_OTHER), """
+    **each(Ignored("it is for another model or another task"), """
         bert_* biencoder_* ict_* dino_* vision_* swin_* retriever_* indexer_* titles_data_path
         query_in_block_prob use_one_sent_docs evidence_data_path block_data_path embedding_path
         num_classes img_* num_channels patch_dim classes_fraction data_per_class_fraction
@@ -160,7 +155,7 @@ TABLE: Table = {
     "adam_eps": MapTo("optimizer.epsilon", number),
     "sgd_momentum": MapTo("optimizer.momentum", number),
     "clip_grad": MapTo("optimizer.clip_grad", lambda norm: max(0.0, number(norm))),
-    **each(Fixed((), _IN_SAMPLES), "lr_decay_tokens lr_warmup_tokens"),
+    **each(Fixed((), "give it in iterations or samples"), "lr_decay_tokens lr_warmup_tokens"),
     **each(Ignored("a resumed run takes the schedule of its configuration"), """
         override_lr_scheduler override_opt_param_scheduler
     """),
@@ -300,7 +295,7 @@ TABLE: Table = {
     **each(Fixed((), HELD), "no_save_optim no_save_rng"),
     "tensorboard_dir": Ignored("TensorBoard's events are in the run folder",
         "logging.tensorboard (in the run folder)"),
-    **each(Ignored(_LOGGED), """
+    **each(Ignored("metrics.jsonl and TensorBoard have the figures of every step"), """
         tensorboard_* log_* no_log_* timing_log_* wandb_* logging_level one_logger_* no_one_logger
         app_tag_* config_logger_dir no_barrier_with_level_1_timing disable_straggler_on_startup
         straggler_* run_workload_inspector_server record_memory_history memory_snapshot_path

@@ -25,7 +25,6 @@ from common.dialects.rules import (
     words,
 )
 
-SYSTEM = "MindFormers"
 BASE = "base_config"
 MARKS = words("""
     base_config runner_config runner_wrapper lr_schedule callbacks train_dataset
@@ -44,11 +43,7 @@ _FLOAT = one_of(
 )  # fmt: skip
 _LOADED = "batches are read ahead by data.prefetch"
 WRITTEN = "checkpoints, metrics.jsonl and the run folder are written anyway"
-LORA = "fine-tuning of added weights (LoRA) is not in this version; train all weights"
-CLASSES = "fine-tuning of classes is not in this version; models here predict the next token"
 _NO_EXPERTS = "mixture of experts is not in this version"
-_PROCESSES = "the launcher (scripts/run_distribute.sh) decides how many processes there are"
-_END = Fixed((50256,), "GPT-2's end of text is 50256", "data.eod_id")
 
 
 def _one_file(value: Any) -> Any:
@@ -83,7 +78,8 @@ _MODEL: Table = {
     "use_prompt_flash_attention": Ignored("the fastest attention that the device has is taken"),
     "use_past": Ignored("generation always keeps keys and values"),
     "batch_size": Ignored("runner_config.batch_size and predict.batch_size say it"),
-    **each(_END, "eos_token eos_token_id bos_token_id"),
+    **each(Fixed((50256,), "GPT-2's end of text is 50256", "data.eod_id"),
+        "eos_token eos_token_id bos_token_id"),
     "pad_token_id": Ignored("windows are full, nothing is padded"),
     "unk_token_id": Ignored("byte-level BPE knows every text"),
     "is_encoder_decoder": Fixed((False,), "GPT-2 is a decoder"),
@@ -94,7 +90,8 @@ _MODEL: Table = {
         "predict.strategy=sampling"),
     "max_decode_length": Ignored("predict.max_new_tokens says how much is generated"),
     "max_new_tokens": MapTo("predict.max_new_tokens"),
-    "checkpoint_name_or_path": ByHand("checkpoint.init_from"),
+    "checkpoint_name_or_path": Ignored("training begins with new weights; convert_weight.py makes a"
+        " folder of them for checkpoint.init_from", "checkpoint.init_from"),
     "pet_config": ByHand(),
 }  # fmt: skip
 _LOADER: Table = {
@@ -132,7 +129,7 @@ TABLE: Table = {
     "seed": MapTo("seed"),
     "output_dir": MapTo("output_dir"),
     "run_mode": Ignored("--run_mode of the command line says it"),
-    "use_parallel": Ignored(_PROCESSES),
+    "use_parallel": Ignored("the launcher (scripts/run_distribute.sh) decides how many processes there are"),
     "trainer.type": Fixed(("CausalLanguageModelingTrainer", "GeneralTaskTrainer"),
         "training predicts the next token; use CausalLanguageModelingTrainer"),
     "trainer.*": Ignored("there is one trainer"),

@@ -5,24 +5,25 @@ Source: OneFlow-Benchmark before fe1e78e, LanguageModeling/GPT/oneflow_gpt/confi
 
 from __future__ import annotations
 
-from typing import Any
+from common.dialects.megatron import DEFAULTS as MEGATRON_DEFAULTS, TABLE as MEGATRON
+from common.dialects.rules import (
+    Defaults,
+    Ignored,
+    MapTo,
+    Switch,
+    Table,
+    above_zero,
+    each,
+    number,
+    one_of,
+    whole,
+    words,
+)
 
-from common.dialects.megatron import TABLE as MEGATRON
-from common.dialects.rules import Defaults, Ignored, MapTo, Switch, Table, each, number, one_of, whole, words
-
-SYSTEM = "OneFlow"
-PROGRAM = "oneflow_gpt.training"
-
-_KERNELS = "the fastest kernels that the device has are taken"
 _LAUNCHED = "the launcher (scripts/run_distribute.sh) says it"
 
 
-def above_zero(value: Any) -> float:
-    if number(value) <= 0:
-        raise ValueError("expected a number above 0; with 0 OneFlow's weights would not change")
-    return float(value)
-
-
+POSITIVE = above_zero("with 0 OneFlow's weights would not change")
 _SHARED = words("""
     num_layers hidden_size seq_length vocab_size num_attention_heads attention_dropout
     hidden_dropout init_method_std micro_batch_size global_batch_size train_iters train_samples
@@ -38,7 +39,7 @@ TABLE: Table = {
     "num_accumulation_steps": MapTo("train.accumulation_steps"),
     "optimizer": MapTo("optimizer.name", one_of(adamw="adamw", adam="adam", sgd="sgd")),
     "learning_rate": MapTo("optimizer.learning_rate", number),
-    "clip_grad": MapTo("optimizer.clip_grad", above_zero),
+    "clip_grad": MapTo("optimizer.clip_grad", POSITIVE),
     "fp16": MapTo("precision", Switch("fp16"), "precision=fp16"),
     "dataset": MapTo("data.train"),
     "save_interval": MapTo("checkpoint.interval", lambda steps: max(0, whole(steps))),
@@ -52,19 +53,15 @@ TABLE: Table = {
     **each(Ignored(_LAUNCHED), "num_gpus_per_node node_ips ctrl_port"),
     "num_nodes": Ignored(_LAUNCHED, "parallel.data_parallel (or the launcher's range of ranks)"),
     "use_rdma": Ignored("NCCL and HCCL take the fastest network that they find"),
-    **each(Ignored(_KERNELS), """
+    **each(Ignored("the fastest kernels that the device has are taken"), """
         no_scale_tril_softmax_dropout_fusion no_bias_gelu_fusion no_bias_dropout_fusion
         multihead_attention_fusion no_query_key_layer_scaling
     """),
 }  # fmt: skip
 
 DEFAULTS: Defaults = {
-    "make_vocab_size_divisible_by": 128, "attention_dropout": 0.1, "hidden_dropout": 0.1,
-    "init_method_std": 0.02, "vocab_size": 50257, "seq_length": 1024,
-    "optimizer": "adamw", "learning_rate": 1e-3, "min_lr": 0.0, "lr_decay_style": "linear",
-    "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8,
-    "clip_grad": 1.0, "initial_loss_scale": 2.0**32, "loss_scale_window": 1000,
-    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
-    "split": "969,30,1", "seed": 12345, "log_interval": 100, "metric_print_format": "table",
+    **{name: value for name, value in MEGATRON_DEFAULTS.items() if name in TABLE},
+    "vocab_size": 50257, "seq_length": 1024, "optimizer": "adamw", "learning_rate": 1e-3,
+    "seed": 12345, "metric_print_format": "table",
 }  # fmt: skip
 """Values of flags that are left out: OneFlow-Benchmark 2a18877, LanguageModeling/GPT/oneflow_gpt/config.py."""

@@ -71,7 +71,6 @@ _LARGE = 1e300
 
 
 def words(text: str) -> frozenset[str]:
-    """Return the words of a text."""
     return frozenset(text.split())
 
 
@@ -91,7 +90,6 @@ def within(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_rule(key: str, table: Table) -> bool:
-    """Tell whether a table has a rule for a key."""
     return key in table or any(name.endswith("*") and key.startswith(name[:-1]) for name in table)
 
 
@@ -138,6 +136,17 @@ def number(value: Any) -> float:
     if not is_number(value):
         raise ValueError("expected a number")
     return float(value)
+
+
+def above_zero(instead: str) -> Callable[[Any], float]:
+    """Return a change into a float above 0. instead: what to know, or to do, for 0."""
+
+    def change(value: Any) -> float:
+        if not number(value) > 0:
+            raise ValueError(f"expected a number above 0; {instead}")
+        return float(value)
+
+    return change
 
 
 def whole(value: Any) -> int:

@@ -36,14 +36,13 @@ _BLOCK = 2**22
 """Elements converted at a time, so that a large tensor needs no second copy."""
 _COMPARED = 2**18
 """Bytes compared at a time."""
-_MAX_DIMS = 32
 _TILE = (128, 512)
 """Rows and columns of a matrix that are transposed at a time."""
 _TILE_GAP = 16
 """Elements between rows of a tile: rows a power of two apart share few lines of a cache."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TensorKind:
     dtype: str
     """Key of NUMPY_TYPES."""
@@ -66,17 +65,6 @@ class FileTensor(TensorKind):
     check: Callable[[], None] | None = None
     """Function that compares the checksum of the bytes before they are first read. Raises CheckpointError."""
 
-    # two tensors of the same type and shape differ
-    __eq__, __hash__ = object.__eq__, object.__hash__
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a shape that no array has, such as (0, 2**70)."""
-        if len(self.shape) > _MAX_DIMS or math.prod(max(size, 1) for size in self.shape) >= 2**60:
-            raise ValueError(
-                f"{self.name} has the shape {list(self.shape)[:8]} of {len(self.shape)} dims,"
-                " beyond what an array can have"
-            )
-
     def read(self) -> NDArray[Any]:
         """Return the tensor. The array is read-only, and a view of the file unless segments had to be joined.
 
@@ -95,27 +83,15 @@ class FileTensor(TensorKind):
         return joined.view(item).reshape(self.shape)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TensorFile(Mapping[str, FileTensor]):
-    """Tensors of one file (or of the shards of one index) by name, and its other values."""
+class TensorFile(dict[str, FileTensor]):
+    """Tensors of one file (or of the shards of one index) by name.
 
-    path: Path
-    tensors: Mapping[str, FileTensor]
-    plain: Mapping[str, Any]
-    """Values that are not tensors, by name: the metadata of safetensors, numbers and texts of torch
-    and MindSpore files.
+    tree: tensors and other values, nested as in a file of torch or Paddle; a name is the path, joined by dots.
     """
-    tree: Any
-    """Tensors and plain values, nested as in the file; a name is the path, joined by dots."""
 
-    def __getitem__(self, name: str) -> FileTensor:
-        return self.tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
+    def __init__(self, path: Path, tensors: Mapping[str, FileTensor], tree: Any = None) -> None:
+        super().__init__(tensors)
+        self.path, self.tree = path, tree
 
 
 def map_file(path: Path) -> Bytes:
@@ -161,9 +137,7 @@ def copy_array(target: NDArray[Any], source: NDArray[Any]) -> None:
 
 
 def bytes_of(array: NDArray[Any]) -> memoryview:
-    """Return the bytes of an array in row-major order; copies only if the array is not row-
-    major.
-    """
+    """Return the bytes of an array in row-major order; copies only if the array is not row-major."""
     return contiguous(array).reshape(-1).view(np.uint8).data
 
 

@@ -8,7 +8,6 @@ import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -48,9 +47,6 @@ class ChecksummedFile:
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.write_array(np.frombuffer(data, np.uint8))
 
-    def flush(self) -> None:
-        """Do nothing: the end of the block writes the last bytes."""
-
     def write_array(self, array: NDArray[Any]) -> None:
         """Write the bytes of an array in row-major order. Rows of one that is not row-major, such
         as a transposed view of a mapped file, are put in order on their way into a buffer.
@@ -88,9 +84,7 @@ class ChecksummedFile:
         return self._buffers[self._current, self._filled :]
 
     def _advance(self, size: int) -> None:
-        """Count ``size`` bytes that were put into the current buffer, and pass it on if it is
-        full.
-        """
+        """Count ``size`` bytes that were put into the current buffer, and pass it on if it is full."""
         buffer, end = self._buffers[self._current], self._filled + size
         self.checksum = crc32(buffer[self._filled : end].data, self.checksum)
         self.position += size
@@ -130,9 +124,7 @@ class ChecksummedFile:
     def __enter__(self) -> ChecksummedFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._file:
             try:
                 if error is None:

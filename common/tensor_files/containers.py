@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from common.errors import CheckpointError, UserError
 from common.files import HEAD_BYTES, foreign_kind
@@ -17,42 +16,46 @@ from common.tensor_files.safetensors_file import read_safetensors
 from common.tensor_files.torch_files import OLD_MAGIC, ZIP_MAGIC, read_torch
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Container:
+class _Container(NamedTuple):
     title: str
     read: Callable[[Path, Bytes], TensorFile]
-    endings: tuple[str, ...]
     remedy: str = "copy it again or use another one"
 
 
-_SAFETENSORS = _Container(title="safetensors file", read=read_safetensors, endings=(".safetensors",))
-_TORCH = _Container(title="file of torch.save", read=read_torch, endings=(".bin", ".pt", ".pth"))
-_CONTAINERS = (
-    _SAFETENSORS,
-    _TORCH,
-    _Container(
-        title="MindSpore checkpoint",
-        read=read_mindspore,
-        endings=(".ckpt",),
-        remedy="copy it again, decrypt it with MindSpore, or use another one",
+_SAFETENSORS = _Container("safetensors file", read_safetensors)
+_TORCH = _Container("file of torch.save", read_torch)
+_CONTAINERS = {
+    ".safetensors": _SAFETENSORS,
+    **dict.fromkeys((".bin", ".pt", ".pth"), _TORCH),
+    ".ckpt": _Container(
+        "MindSpore checkpoint", read_mindspore, "copy it again, decrypt it with MindSpore, or use another one"
     ),
-    _Container(title="file of paddle.save", read=read_paddle, endings=(".pdparams", STATE)),
-)
+    **dict.fromkeys((".pdparams", STATE), _Container("file of paddle.save", read_paddle)),
+}
+"""Containers by the endings of their files."""
 
 
-@contextmanager
-def open_tensors(path: Path) -> Iterator[TensorFile]:
+def open_tensors(path: Path) -> TensorFile:
     """Open a file by its first bytes, then by its ending; open ``NAME.index.json`` with all its shards.
 
     No tensor is read before it is asked for. Raises CheckpointError for a file that is missing, broken, of an unknown
     format, or that names code.
     """
-    yield _read_shards(path) if path.name.endswith(".index.json") else _read(path)
-
-
-def _read(path: Path) -> TensorFile:
+    if path.name.endswith(".index.json"):
+        return _read_shards(path)
     content = map_file(path)
-    container = _container_of(path, content)
+    head = content[:HEAD_BYTES].tobytes()
+    is_safetensors, is_torch = head[8:9] == b"{", head.startswith((ZIP_MAGIC, OLD_MAGIC))
+    # the length that safetensors begin with may look like any mark
+    if not is_torch and not is_safetensors and (foreign := foreign_kind(head)) is not None:
+        raise CheckpointError(f"{path}: {foreign}")
+    container = _TORCH if is_torch else _CONTAINERS.get(path.suffix, _SAFETENSORS if is_safetensors else None)
+    if container is None:
+        raise CheckpointError(
+            f"{path}: not a known weight file; expected safetensors, a file of torch.save (.bin,"
+            " .pt, .pth), a MindSpore .ckpt, a .pdparams of Paddle, or the .index.json of"
+            " shards"
+        )
     try:
         return container.read(path, content)
     except UserError:
@@ -62,41 +65,20 @@ def _read(path: Path) -> TensorFile:
         raise CheckpointError(f"{path}: not a whole {container.title}: {reason}; {container.remedy}") from None
 
 
-def _container_of(path: Path, content: Bytes) -> _Container:
-    head = content[:HEAD_BYTES].tobytes()
-    if head.startswith((ZIP_MAGIC, OLD_MAGIC)):
-        return _TORCH
-    is_safetensors = head[8:9] == b"{"
-    # the length that safetensors begin with may look like any mark
-    if not is_safetensors and (foreign := foreign_kind(head)) is not None:
-        raise CheckpointError(f"{path}: {foreign}")
-    if found := [container for container in _CONTAINERS if path.suffix in container.endings]:
-        return found[0]
-    if is_safetensors:
-        return _SAFETENSORS
-    raise CheckpointError(
-        f"{path}: not a known weight file; expected safetensors, a file of torch.save (.bin,"
-        " .pt, .pth), a MindSpore .ckpt, a .pdparams of Paddle, or the .index.json of"
-        " shards"
-    )
-
-
-def _is_beside(shard: str) -> bool:
-    """Whether this is the plain name of a file that is not an index: indices that name each other
-    would recurse without end.
-    """
-    return shard != "" and Path(shard).name == shard and shard.isprintable() and not shard.endswith(".index.json")
-
-
 def _read_shards(path: Path) -> TensorFile:
     places = read_json_mapping(path, error=CheckpointError).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
         raise CheckpointError(f"{path}: not an index of shards; expected weight_map, from tensors to files beside it")
-    if strange := [shard for shard in places.values() if not _is_beside(shard)]:
+    # indices that name each other would recurse without end
+    if strange := [
+        shard
+        for shard in places.values()
+        if not shard or shard != Path(shard).name or not shard.isprintable() or shard.endswith(".index.json")
+    ]:
         raise CheckpointError(
             f"{path}: the shard {strange[0][:60]!r} is in another folder or not a file; copy the whole folder again"
         )
-    files = {shard: _read(path.with_name(shard)) for shard in sorted(set(places.values()))}
+    files = {shard: open_tensors(path.with_name(shard)) for shard in sorted(set(places.values()))}
     found = {name: shard for shard, file in files.items() for name in file}
     strays = sorted(name for name in {*places, *found} if places.get(name) != found.get(name))
     if strays or len(found) < sum(map(len, files.values())):
@@ -106,4 +88,4 @@ def _read_shards(path: Path) -> TensorFile:
             " copy the whole folder again"
         )
     tensors = {name: files[shard][name] for name, shard in places.items()}
-    return TensorFile(path=path, tensors=tensors, plain={}, tree=tensors)
+    return TensorFile(path, tensors)

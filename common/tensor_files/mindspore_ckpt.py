@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorKind, bytes_of
 from common.tensor_files.checksummed import ChecksummedFile
-from common.tensor_files.protobuf import bytes_field, bytes_key, read_fields, read_packed, to_varint
+from common.tensor_files.protobuf import bytes_field, bytes_key, read_fields, read_numbers, to_varint
 
 _TYPES = {
     "float64": "Float64", "float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16",
@@ -36,13 +35,28 @@ _SEAL_SIZE = len(_SEAL) + 10
 
 
 def read_mindspore(path: Path, content: Bytes) -> TensorFile:
-    """Return tensors by tag. Texts are plain values, and numbers (``step_num``) are tensors of shape ().
+    """Return tensors by tag. Numbers (``step_num``) are tensors of shape (), and texts are left out.
 
     Raises ValueError if the file is broken or encrypted, if its checksum is wrong, or if it holds types that GPT-2 does
     not have.
     """
-    tensors, texts = _parse(_without_seal(content))
-    return TensorFile(path=path, tensors=tensors, plain=texts, tree=tensors | texts)
+    seal = content[-_SEAL_SIZE:].tobytes()
+    if seal.startswith(_SEAL) and len(seal) == _SEAL_SIZE:
+        content = content[:-_SEAL_SIZE]
+        found, expected = zlib.crc32(content.data), int.from_bytes(seal[len(_SEAL) :], "big")
+        if found != expected:
+            raise ValueError(f"its checksum is {found}, and the file says {expected}")
+    tensors: dict[str, FileTensor] = {}
+    values = (_value(part) for number, part in read_fields(content) if number == 1)
+    for tag, group in groupby(values, lambda value: value.tag):
+        slices = [*group]
+        if tag in tensors:
+            raise ValueError(f"{tag} is there twice")
+        if slices[-1].type != "str":
+            tensors[tag] = _tensor(slices)
+    if not tensors:
+        raise ValueError("it holds no tensor")
+    return TensorFile(path, tensors)
 
 
 def is_checkpoint(head: bytes) -> bool:
@@ -50,32 +64,13 @@ def is_checkpoint(head: bytes) -> bool:
     return head[:1] == bytes_key(1, 0)[:1]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Value:
+class _Value(NamedTuple):
     """One message Value; only the last slice of a tensor completes it."""
 
     tag: str
     dims: tuple[int, ...]
     type: str
     data: Bytes
-
-
-def _parse(content: Bytes) -> tuple[dict[str, FileTensor], dict[str, str]]:
-    tensors: dict[str, FileTensor] = {}
-    texts: dict[str, str] = {}
-    values = (_value(part) for number, part in read_fields(content) if number == 1)
-    for tag, group in groupby(values, lambda value: value.tag):
-        slices = [*group]
-        if tag in tensors or tag in texts:
-            raise ValueError(f"{tag} is there twice")
-        if slices[-1].type == "str":  # numpy stores texts this way
-            data = b"".join(part.data.tobytes() for part in slices)
-            texts[tag] = data.decode("utf-32-le").rstrip("\0")
-        else:
-            tensors[tag] = _tensor(slices)
-    if not tensors:
-        raise ValueError("it holds no tensor")
-    return tensors, texts
 
 
 def _tensor(slices: list[_Value]) -> FileTensor:
@@ -103,28 +98,15 @@ def _value(message: Bytes) -> _Value:
     dims: list[int] = []
     kind, data = None, None
     for number, part in read_fields(tensor):
-        if number == 1:  # one by one or packed: readers of protobuf accept both
-            dims += [part] if isinstance(part, int) else read_packed(part)
+        if number == 1:
+            dims += read_numbers(part)
         elif number == 2:
             kind = part.tobytes().decode()
         elif number == 3:
             data = part
     if kind is None or data is None:
         raise ValueError(f"{name} has no type or no content")
-    return _Value(tag=name, dims=tuple(dims), type=kind, data=data)
-
-
-def _without_seal(content: Bytes) -> Bytes:
-    """Return the bytes before the checksum. Raises ValueError if the checksum does not match
-    them.
-    """
-    seal = content[-_SEAL_SIZE:].tobytes()
-    if not seal.startswith(_SEAL) or len(seal) < _SEAL_SIZE:
-        return content
-    found, expected = (zlib.crc32(content[:-_SEAL_SIZE].data), int.from_bytes(seal[len(_SEAL) :], "big"))
-    if found != expected:
-        raise ValueError(f"its checksum is {found}, and the file says {expected}")
-    return content[:-_SEAL_SIZE]
+    return _Value(name, tuple(dims), kind, data)
 
 
 def stream_mindspore(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]) -> int:
@@ -138,25 +120,18 @@ def stream_mindspore(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterab
         for array in arrays:  # zip would keep the last array alive while the next is made
             name, kind = next(pending)
             assert array.nbytes == kind.nbytes, f"the array of {name} is that of its kind"
-            head = b"".join(b"\x08" + to_varint(size) for size in kind.shape) + bytes_field(
-                2, _TYPES[kind.dtype].encode()
-            )
-            tag = bytes_field(1, name.encode())
-            for part in _slices(array):
+            dims = b"".join(b"\x08" + to_varint(size) for size in kind.shape)
+            head = dims + bytes_field(2, _TYPES[kind.dtype].encode())
+            tag, parts = bytes_field(1, name.encode()), [array]
+            if array.nbytes > _SLICE:
+                data = np.frombuffer(bytes_of(array), np.uint8)
+                parts = [data[first : first + _SLICE] for first in range(0, data.size, _SLICE)]
+                del data
+            for part in parts:
                 tensor = head + bytes_key(3, part.nbytes)
                 value = tag + bytes_key(2, len(tensor) + part.nbytes) + tensor
                 file.write(bytes_key(1, len(value) + part.nbytes) + value)
                 file.write_array(part)
-            del array, part
+            del array, part, parts
         assert next(pending, None) is None, "every kind has its array"
     return file.checksum
-
-
-def _slices(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """Yield the bytes of each value that a tensor is cut into."""
-    if array.nbytes <= _SLICE:
-        yield array
-        return
-    data = np.frombuffer(bytes_of(array), np.uint8)
-    for first in range(0, data.size, _SLICE):
-        yield data[first : first + _SLICE]

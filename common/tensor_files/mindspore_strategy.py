@@ -9,7 +9,7 @@ Meaning: mindspore/parallel/_tensor.py. In a file of several stages, which
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -22,7 +22,7 @@ from common.errors import CheckpointError
 from common.files import atomic_write
 from common.structured_files import parse_json, read_bytes, require_mapping
 from common.tensor_files.arrays import Bytes
-from common.tensor_files.protobuf import bytes_field, int_field, read_fields, read_packed
+from common.tensor_files.protobuf import bytes_field, int_field, read_fields, read_numbers
 
 _MAX_BYTES = 2**28
 _MAX_RANKS = 2**20
@@ -80,11 +80,9 @@ class Layout:
         """Return which part of each dim a rank of the stage holds."""
         at = np.unravel_index(rank, self.devices)
 
-        def number(axes: Iterable[int]) -> int:
-            found = 0
-            for axis in axes:
-                found = found * self.devices[axis] + int(at[axis])
-            return found
+        def number(axes: Sequence[int]) -> int:
+            places, sizes = ([of[axis] for axis in axes] for of in (at, self.devices))
+            return int(np.ravel_multi_index(places, sizes)) if axes else 0
 
         places = [number(axes) for axes in self.axes]
         if places:
@@ -120,8 +118,11 @@ def read_strategy(path: Path) -> dict[int, dict[str, Layout]]:
     """Return the layouts of a file, of one or several stages. Raises CheckpointError."""
     content = read_bytes(path, limit=_MAX_BYTES, error=CheckpointError)
     try:
-        is_json = content[:1] == b"{"
-        return _from_json(content) if is_json else _from_protobuf(np.frombuffer(content, np.uint8))
+        if content[:1] == b"{":
+            tree = require_mapping(parse_json(content), "the strategy", error=CheckpointError)
+            items, records = tree["parallel_strategy_item"], tree["parallel_layout_item"]
+            return _by_stage(next((item["stage"] for item in items.values()), 0), records)
+        return _from_protobuf(np.frombuffer(content, np.uint8))
     except (ValueError, TypeError, AttributeError, LookupError, CheckpointError) as error:
         own = isinstance(error, (ValueError, CheckpointError))  # others have Python's words
         reason = getattr(error, "problem", error) if own else "of another form"
@@ -142,16 +143,19 @@ def _from_protobuf(content: Bytes) -> dict[int, dict[str, Layout]]:
     return _by_stage(stage, records)
 
 
+_LISTS = {1: "dev_matrix", 2: "tensor_map", 3: "param_split_shape"}
+_NUMBERS = {5: "field", 6: "opt_weight_shard_step", 7: "opt_weight_shard_size"}
+
+
 def _record(message: Bytes) -> dict[str, Any]:
     """Return a message ParallelLayouts as the dict of its JSON form."""
     found: dict[str, Any] = {"dev_matrix": [], "tensor_map": [], "param_split_shape": []}
-    lists = {1: "dev_matrix", 2: "tensor_map", 3: "param_split_shape"}
-    numbers = {5: "field", 6: "opt_weight_shard_step", 7: "opt_weight_shard_size"}
     for number, part in read_fields(message):
-        if number in lists:
-            found[lists[number]].append(_numbers(part))
-        elif number in numbers:
-            found[numbers[number]] = _signed(part)
+        if number in _NUMBERS:
+            found[_NUMBERS[number]] = _signed(part)
+        elif number in _LISTS:
+            values = (value for one, each in read_fields(part) if one == 1 for value in read_numbers(each))
+            found[_LISTS[number]].append([*map(_signed, values)])
     for name in ("dev_matrix", "param_split_shape"):
         found[name] = found[name][0] if found[name] else []
     maps = found["tensor_map"]
@@ -160,23 +164,8 @@ def _record(message: Bytes) -> dict[str, Any]:
     return found
 
 
-def _numbers(message: Bytes) -> list[int]:
-    values: list[int] = []
-    for number, part in read_fields(message):
-        if number == 1:
-            values += [part] if isinstance(part, int) else read_packed(part)
-    return [_signed(value) for value in values]
-
-
 def _signed(value: int) -> int:
     return value - 2 * _NEGATIVE if value >= _NEGATIVE else value
-
-
-def _from_json(content: bytes) -> dict[int, dict[str, Layout]]:
-    tree = require_mapping(parse_json(content), "the strategy", error=CheckpointError)
-    items, records = tree["parallel_strategy_item"], tree["parallel_layout_item"]
-    stages = [item["stage"] for item in items.values()]
-    return _by_stage(stages[0] if stages else 0, records)
 
 
 def _by_stage(stage: int, records: Mapping[str, Any]) -> dict[int, dict[str, Layout]]:
@@ -212,26 +201,21 @@ def _layout(record: Mapping[str, Any]) -> Layout:
 
 def write_strategy(path: Path, strategy: Strategy) -> None:
     """Write one file of all stages, as ``merge_pipeline_strategys`` does. Raises StorageError."""
+
+    def dims(number: int, values: Iterable[int]) -> bytes:
+        return bytes_field(number, b"".join(int_field(1, value) for value in values))
+
     items, layouts = [], []
     for stage, found in strategy.items():
         splits = int_field(1, stage) + bytes_field(2, b"")
         # one operator carries the stage; the network's own operators are not read
         items.append(bytes_field(2, bytes_field(1, b"parameters") + bytes_field(2, splits)))
-        layouts += [
-            bytes_field(3, bytes_field(1, f"{stage}-{name}".encode()) + bytes_field(2, _to(layout)))
-            for name, layout in found.items()
-        ]
+        for name, layout in found.items():
+            # one axis at most splits a dim of what is written
+            maps = [len(layout.devices) - 1 - axes[0] if axes else -1 for axes in layout.axes]
+            message = dims(1, layout.devices) + dims(2, maps) + dims(3, ()) + dims(4, ()) + int_field(5, 0)
+            step = layout.ranks // layout.copies if layout.shards > 1 else 0
+            message += int_field(6, step) + int_field(7, layout.shards if step else 0)
+            layouts.append(bytes_field(3, bytes_field(1, f"{stage}-{name}".encode()) + bytes_field(2, message)))
     with atomic_write(path) as file:
         file.write(int_field(1, 1) + b"".join((*items, *layouts)))
-
-
-def _to(layout: Layout) -> bytes:
-    def dims(number: int, values: Iterable[int]) -> bytes:
-        return bytes_field(number, b"".join(int_field(1, value) for value in values))
-
-    # one axis at most splits a dim of what is written
-    maps = [len(layout.devices) - 1 - axes[0] if axes else -1 for axes in layout.axes]
-    message = dims(1, layout.devices) + dims(2, maps)
-    message += dims(3, ()) + dims(4, ()) + int_field(5, 0)
-    step = math.prod(layout.devices) // layout.copies if layout.shards > 1 else 0
-    return message + int_field(6, step) + int_field(7, layout.shards if step else 0)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import mmap
 import pickle
 import pickletools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
@@ -27,20 +27,8 @@ MAX_VALUES = 1_000_000
 """Beyond any file of weights. A few nested lists, each repeating the one before, could otherwise exceed the memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Foreign:
-    """Content of an object whose class is not loaded."""
-
-    name: str
-    arguments: tuple[Any, ...]
-    state: Any
-
-
-_PLAIN = (str, bytes, int, float, complex, type(None), np.generic, np.ndarray)
-
-
-class _Record:
-    """Object that a pickle makes and fills, of a class of this ``name``."""
+    """Content of an object whose class, of this ``name``, is not loaded."""
 
     __slots__ = ("arguments", "state")
     name = ""
@@ -58,12 +46,17 @@ class _Record:
         self.state = state
 
 
-class _Array(_Record):
+class _Array(Foreign):
     __slots__ = ()
 
 
-class _Dtype(_Record):
+class _Dtype(Foreign):
     __slots__ = ()
+
+
+def _called(function: Callable[..., Any]) -> type[Foreign]:
+    """Return a class whose call is the function's: a pickle can set attributes of a function."""
+    return type("_Called", (Foreign,), {"__slots__": (), "__new__": lambda cls, *given: function(*given)})
 
 
 def _encode(text: str, codec: str) -> bytes:
@@ -72,15 +65,15 @@ def _encode(text: str, codec: str) -> bytes:
     return text.encode("latin1")
 
 
-KNOWN: dict[str, Callable[..., Any]] = {
+KNOWN: dict[str, type[Foreign]] = {
     "numpy.dtype": _Dtype,
-    "numpy.ndarray": type("_ndarray", (_Record,), {"__slots__": ()}),
-    "_codecs.encode": _encode,
-    "builtins.bytes": lambda: b"",
+    "numpy.ndarray": type("_ndarray", (Foreign,), {"__slots__": ()}),
+    "_codecs.encode": _called(_encode),
+    "builtins.bytes": _called(lambda: b""),
 }
 for _package in ("numpy.core", "numpy._core"):
     KNOWN[f"{_package}.multiarray._reconstruct"] = _Array
-    KNOWN[f"{_package}.multiarray.scalar"] = lambda dtype, data: np.frombuffer(data, _numpy_type(dtype), 1)[0]
+    KNOWN[f"{_package}.multiarray.scalar"] = _called(lambda dtype, data: np.frombuffer(data, _numpy_type(dtype), 1)[0])
 
 
 def _numpy_type(dtype: Any) -> np.dtype[Any]:
@@ -95,8 +88,8 @@ INERT_PACKAGES = ("megatron", "deepspeed", "paddle", "pytorch_lightning", "light
 """Packages whose files hold objects of their own classes. These become Foreign."""
 
 
-def foreign_class(path: Path, name: str) -> type[_Record]:
-    """Return a class that stands for a foreign one, whose objects PlainTree makes Foreign.
+def foreign_class(path: Path, name: str) -> type[Foreign]:
+    """Return a class that stands for a foreign one.
 
     path: the pickle that names it. Raises CheckpointError unless it is of INERT_PACKAGES.
     """
@@ -106,34 +99,34 @@ def foreign_class(path: Path, name: str) -> type[_Record]:
             " code, so nothing of it was executed or loaded; if you trust who made it, load it"
             " there with their program and save the tensors as safetensors"
         )
-    return type("_ForeignOf", (_Record,), {"__slots__": (), "name": name})
+    return type("_ForeignOf", (Foreign,), {"__slots__": (), "name": name})
 
 
-class PlainTree:
-    """Content of a pickle as plain Python. ``tensors`` and ``values`` hold its leaves by their path, joined by dots.
+_PLAIN = (str, bytes, int, float, complex, type(None), np.generic, np.ndarray, FileTensor, Foreign)
+
+
+def plain_tree(
+    content: Any, leaf_of: Callable[[str, Any], Any] = lambda name, value: value
+) -> tuple[Any, dict[str, FileTensor]]:
+    """Return content of a pickle as plain Python, and the tensors in it by their path, joined by dots.
 
     leaf_of: function that returns a leaf (its path, its value) as a FileTensor or a plain value. Raises ValueError for
     a value that is neither, and RecursionError for one that contains itself.
     """
+    tensors: dict[str, FileTensor] = {}
+    numbers = itertools.count(1)
 
-    def __init__(self, content: Any, leaf_of: Callable[[str, Any], Any] = lambda name, value: value) -> None:
-        self.tensors: dict[str, FileTensor] = {}
-        self.values: dict[str, Any] = {}
-        self._leaf_of, self._count = leaf_of, 0
-        self.tree = self._plain(content, ())
-
-    def _plain(self, value: Any, path: tuple[str, ...], is_leaf: bool = True) -> Any:
-        self._count += 1
-        if self._count > MAX_VALUES:
+    def plain(value: Any, path: tuple[str, ...], is_leaf: bool = True) -> Any:
+        if next(numbers) > MAX_VALUES:
             raise ValueError(f"it holds more than {MAX_VALUES} values")
         if isinstance(value, argparse.Namespace):
-            return argparse.Namespace(**self._plain(vars(value), path, is_leaf))
+            return argparse.Namespace(**plain(vars(value), path, is_leaf))
         if isinstance(value, dict):
-            names = {key: self._plain(key, (), is_leaf=False) for key in value}
-            return {names[key]: self._plain(part, (*path, str(names[key])), is_leaf) for key, part in value.items()}
+            names = {key: plain(key, (), is_leaf=False) for key in value}
+            return {names[key]: plain(part, (*path, str(names[key])), is_leaf) for key, part in value.items()}
         if isinstance(value, list | tuple | set):
             kind = next(kind for kind in (list, tuple, set) if isinstance(value, kind))
-            return kind(self._plain(part, (*path, str(number)), is_leaf) for number, part in enumerate(value))
+            return kind(plain(part, (*path, str(number)), is_leaf) for number, part in enumerate(value))
         name = ".".join(path)
         if isinstance(value, _Array):
             _, shape, dtype, by_columns, data = value.state
@@ -141,23 +134,20 @@ class PlainTree:
             value = array.reshape(shape, order="F" if by_columns else "C")
         elif isinstance(value, _Dtype):
             value = _numpy_type(value).str
-        elif isinstance(value, _Record):
-            value = Foreign(
-                name=type(value).name,
-                arguments=self._plain(value.arguments, path, is_leaf=False),
-                state=self._plain(value.state, path, is_leaf=False),
-            )
-        elif isinstance(value, type) and issubclass(value, _Record):
+        elif isinstance(value, Foreign):
+            value.arguments, value.state = (plain(each, path, is_leaf=False) for each in (value.arguments, value.state))
+        elif isinstance(value, type) and issubclass(value, Foreign):
             value = value.name
-        leaf = self._leaf_of(name, value)
-        if not isinstance(leaf, (*_PLAIN, FileTensor, Foreign)):
+        leaf = leaf_of(name, value)
+        if not isinstance(leaf, _PLAIN):
             raise ValueError(f"{name} is a {type(leaf).__name__}, neither a tensor nor a plain value")
-        if is_leaf:
-            if name in self.tensors or name in self.values:
+        if is_leaf and isinstance(leaf, FileTensor):
+            if name in tensors:
                 raise ValueError(f"{name} is there twice")
-            leaves: dict[str, Any] = self.tensors if isinstance(leaf, FileTensor) else self.values
-            leaves[name] = leaf
+            tensors[name] = leaf
         return leaf
+
+    return plain(content, ()), tensors
 
 
 STATE = ".pdopt"
@@ -169,11 +159,11 @@ _LONG = 4096
 
 
 def read_paddle(path: Path, content: Bytes) -> TensorFile:
-    """Return arrays by name; for a state (.pdopt), other values are in ``plain``.
+    """Return arrays by name; for a state (.pdopt), other values are in ``tree``.
 
     Raises CheckpointError if the file names code, and almost any error if it is broken.
     """
-    found = PlainTree(_Unpickler(path, content).load()).tree
+    found, _ = plain_tree(_Unpickler(path, content).load())
     if not isinstance(found, dict):
         raise ValueError(f"it holds a {type(found).__name__}")
     plain: dict[str, Any] = {}
@@ -185,7 +175,7 @@ def read_paddle(path: Path, content: Bytes) -> TensorFile:
             plain[str(name)] = value
         elif name != _PARAMETER_NAMES:
             tensors[name] = _tensor(name, array)
-    return TensorFile(path=path, tensors=tensors, plain=plain, tree=tensors)
+    return TensorFile(path, tensors, tensors | plain)
 
 
 def _tensor(name: Any, array: Any) -> FileTensor:
@@ -197,21 +187,6 @@ def _tensor(name: Any, array: Any) -> FileTensor:
     )
 
 
-class _Function:
-    """A known function, whose attributes no pickle can set."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._function(*arguments)
-
-    def __setstate__(self, state: Any) -> None:
-        raise ValueError("it changes a function")
-
-
 class _Unpickler(pickle.Unpickler):
     def __init__(self, path: Path, content: Bytes) -> None:
         super().__init__(io.BytesIO(_without_arrays(path)), encoding="latin1")
@@ -219,9 +194,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}".replace("__builtin__.", "builtins.")
-        known = KNOWN.get(full)
-        # a pickle could set the attributes of a function or a class
-        return _Function(known) if known is not None else foreign_class(self._path, full)
+        return KNOWN.get(full) or foreign_class(self._path, full)
 
     def persistent_load(self, identity: Any) -> Bytes:
         first, size = identity

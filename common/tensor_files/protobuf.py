@@ -49,8 +49,10 @@ def read_varint(message: Bytes, position: int) -> tuple[int, int]:
     raise ValueError(f"the number at byte {position} has more than 10 bytes")
 
 
-def read_packed(part: Bytes) -> list[int]:
-    """Return the numbers of a packed repeated field."""
+def read_numbers(part: Bytes | int) -> list[int]:
+    """Return numbers of a repeated field: one of them, or several that are packed."""
+    if isinstance(part, int):
+        return [part]
     values, position = [], 0
     while position < part.size:
         value, position = read_varint(part, position)

@@ -34,19 +34,13 @@ _WORDS = {code: word for word, code in SAFETENSORS_TYPES.items()}
 
 
 def read_safetensors(path: Path, content: Bytes) -> TensorFile:
-    """Return the tensors. Raises ValueError unless the library finds the file whole, or for a type
+    """Return the tensors. Raises CheckpointError unless the library finds the file whole, and ValueError for a type
     that GPT-2 does not have.
     """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except SafetensorError as error:
-        raise ValueError(str(error)) from None
-    begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    with open_safetensors(path):
+        begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
     header = parse_json(content[8:begin].tobytes())
-    metadata = header.pop("__metadata__", None) or {}
+    header.pop("__metadata__", None)
     if strange := [name for name in header if header[name]["dtype"] not in _WORDS]:
         raise ValueError(
             f"{strange[0]} is of type {shown(header[strange[0]]['dtype'])}, and {', '.join(_WORDS)} are known"
@@ -60,7 +54,7 @@ def read_safetensors(path: Path, content: Bytes) -> TensorFile:
         )
         for name, entry in header.items()
     }
-    return TensorFile(path=path, tensors=tensors, plain=metadata, tree=tensors)
+    return TensorFile(path, tensors)
 
 
 def write_safetensors(path: Path, tensors: Tensors) -> int:
@@ -140,7 +134,9 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="numpy") as reader:
             yield reader
     except SafetensorError as error:
-        raise CheckpointError(f"{path}: not a whole safetensors file ({error}); use another checkpoint") from None
+        raise CheckpointError(
+            f"{path}: not a whole safetensors file: {error}; copy it again or use another one"
+        ) from None
 
 
 def shapes_of(reader: Any) -> dict[str, tuple[int, ...]]:

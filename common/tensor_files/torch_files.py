@@ -27,7 +27,7 @@ from common.interrupts import ending_at_interrupts
 from common.paths import require_package
 from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorKind
 from common.tensor_files.checksummed import ChecksummedFile
-from common.tensor_files.pickled_values import KNOWN, PlainTree, foreign_class
+from common.tensor_files.pickled_values import KNOWN, foreign_class, plain_tree
 
 ZIP_MAGIC = b"PK\x03\x04"
 OLD_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
@@ -93,8 +93,8 @@ def read_torch(path: Path, content: Bytes) -> TensorFile:
     if is_zip:
         _compare_checksums(path, content, of_tensors=False)
         check = cache(lambda: _compare_checksums(path, content, of_tensors=True))
-    tree = PlainTree(saved, lambda name, value: _leaf_of(torch, name, value, check))
-    return TensorFile(path=path, tensors=tree.tensors, plain=tree.values, tree=tree.tree)
+    tree, tensors = plain_tree(saved, lambda name, value: _leaf_of(torch, name, value, check))
+    return TensorFile(path, tensors, tree)
 
 
 @contextmanager

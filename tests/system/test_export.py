@@ -94,7 +94,7 @@ def test_small_weights_gguf_and_no_cache(run: Path) -> None:
 
 def test_a_wrong_graph_gets_no_name(run, tmp_path, monkeypatch, capsys) -> None:
     """Wrong by a thousandth, not a number; and of float16 by a hundredth of each logit."""
-    right = exports._whole
+    right = exports._logits
     words = into(tmp_path / "out", run)
     for dtype, change in (
         ("float32", lambda found: found + 1e-3),
@@ -102,7 +102,7 @@ def test_a_wrong_graph_gets_no_name(run, tmp_path, monkeypatch, capsys) -> None:
         ("float16", lambda found: found * 1.01),
         ("float16", lambda found: found * np.nan),
     ):
-        monkeypatch.setattr(exports, "_whole", lambda *given, change=change: change(right(*given)))
+        monkeypatch.setattr(exports, "_logits", lambda *given, change=change: change(right(*given)))
         assert export(run, "export.format=onnx", f"export.weights={dtype}", *words) == 1
         assert "all tokens at once: its logits differ" in capsys.readouterr().err
         assert not (tmp_path / "out" / "onnx").exists()

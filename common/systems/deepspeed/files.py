@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,61 +120,60 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
             " mp_rank_00_model_states.pt"
         )
     models, layers, optimizers = (by_ranks(folder.glob("*.pt"), pattern) for pattern in (_MODEL, _LAYER, _OPTIMIZER))
-    with ExitStack() as stack:
 
-        def opened(path: Path) -> TensorFile:
-            file = stack.enter_context(open_tensors(path))
-            if not isinstance(file.tree, dict):
-                raise CheckpointError(f"{path}: holds no table of tensors; copy it again")
-            return file
+    def opened(path: Path) -> TensorFile:
+        file = open_tensors(path)
+        if not isinstance(file.tree, dict):
+            raise CheckpointError(f"{path}: holds no table of tensors; copy it again")
+        return file
 
-        first_data = {mp: (data, mp) for data, mp in sorted(models, reverse=True)}
-        files = {mp: opened(models[key]) for mp, key in sorted(first_data.items())}
-        if not files:
-            raise CheckpointError(
-                f"{folder}: no mp_rank_00_model_states.pt here, which says how the parts fit"
-                " together; copy the whole folder again"
-            )
-        first = next(iter(files.values()))
-        ranks = _world(first, "mp_world_size", max(files) + 1)
-        require_ranks(folder, files, range(ranks), "mp_rank_{:02d}_model_states.pt".format)
-        told = {
-            file.path: {name: file.tree.get(name) for name in _OF_ALL}
-            | {name: args_of(file).get(name) for name in _ARGS_OF_ALL}
-            for file in files.values()
-        }
-        require_same(told, lambda path: path.name)
-        numbers = sorted({number for number, _ in layers})
-        tensor = max((rank for _, rank in layers), default=ranks - 1) + 1
-        require_ranks(
-            folder, layers, itertools.product(numbers, range(tensor)),
-            lambda place: "layer_{:02d}-model_{:02d}-model_states.pt".format(*place),
-        )  # fmt: skip
-        if ranks % tensor:
-            raise CheckpointError(
-                f"{folder}: {ranks} model-parallel ranks, and {tensor} tensor ranks of each layer:"
-                " these files are of several checkpoints; copy one whole"
-            )
-        pipeline = {place: opened(layers[place]) for place in sorted(layers)}
-        blocks = [number for number in numbers if FIRST_OF_BLOCK in pipeline[number, 0]]
-        data = _world(first, "dp_world_size", max((rank for rank, _ in optimizers), default=0) + 1)
-        if optimizers:
-            require_ranks(
-                folder, optimizers, itertools.product(range(data), range(ranks)),
-                lambda place: "zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt".format(*place),
-            )  # fmt: skip
-        yield Checkpoint(
-            folder=folder,
-            models=[files[rank] for rank in range(ranks)],
-            layers=[
-                [_named(pipeline[number, rank], f"{number}.", blocks) for number in numbers] or [_named(files[rank])]
-                for rank in range(tensor)
-            ],
-            blocks=blocks,
-            optimizers=[
-                [opened(optimizers[rank, mp]) for rank in range(data)] for mp in range(ranks if optimizers else 0)
-            ],
+    first_data = {mp: (data, mp) for data, mp in sorted(models, reverse=True)}
+    files = {mp: opened(models[key]) for mp, key in sorted(first_data.items())}
+    if not files:
+        raise CheckpointError(
+            f"{folder}: no mp_rank_00_model_states.pt here, which says how the parts fit"
+            " together; copy the whole folder again"
         )
+    first = next(iter(files.values()))
+    ranks = _world(first, "mp_world_size", max(files) + 1)
+    require_ranks(folder, files, range(ranks), "mp_rank_{:02d}_model_states.pt".format)
+    told = {
+        file.path: {name: file.tree.get(name) for name in _OF_ALL}
+        | {name: args_of(file).get(name) for name in _ARGS_OF_ALL}
+        for file in files.values()
+    }
+    require_same(told, lambda path: path.name)
+    numbers = sorted({number for number, _ in layers})
+    tensor = max((rank for _, rank in layers), default=ranks - 1) + 1
+    require_ranks(
+        folder, layers, itertools.product(numbers, range(tensor)),
+        lambda place: "layer_{:02d}-model_{:02d}-model_states.pt".format(*place),
+    )  # fmt: skip
+    if ranks % tensor:
+        raise CheckpointError(
+            f"{folder}: {ranks} model-parallel ranks, and {tensor} tensor ranks of each layer:"
+            " these files are of several checkpoints; copy one whole"
+        )
+    pipeline = {place: opened(layers[place]) for place in sorted(layers)}
+    blocks = [number for number in numbers if FIRST_OF_BLOCK in pipeline[number, 0]]
+    data = _world(first, "dp_world_size", max((rank for rank, _ in optimizers), default=0) + 1)
+    if optimizers:
+        require_ranks(
+            folder, optimizers, itertools.product(range(data), range(ranks)),
+            lambda place: "zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt".format(*place),
+        )  # fmt: skip
+    yield Checkpoint(
+        folder=folder,
+        models=[files[rank] for rank in range(ranks)],
+        layers=[
+            [_named(pipeline[number, rank], f"{number}.", blocks) for number in numbers] or [_named(files[rank])]
+            for rank in range(tensor)
+        ],
+        blocks=blocks,
+        optimizers=[
+            [opened(optimizers[rank, mp]) for rank in range(data)] for mp in range(ranks if optimizers else 0)
+        ],
+    )
 
 
 def _named(file: TensorFile, layer: str = "", blocks: Sequence[int] = ()) -> dict[str, FileTensor]:

@@ -4,14 +4,15 @@ files, by the rules of ``common.dialects.fleetx``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from common.config.schema import MAX_COUNT
 from common.config.values import takes_momentum
-from common.dialects.fleetx import BASE, COSINE, DEFAULTS, END_OF_TEXT, MARKS, SYSTEM, TABLE
-from common.dialects.rules import Defaults, Ignored
+from common.dialects.fleetx import COSINE, DEFAULTS, MARKS, TABLE
+from common.dialects.rules import Defaults, Ignored, listed
 from common.errors import ConfigError
 from common.paths import ROOT, looked_in
 from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
@@ -57,7 +58,6 @@ def require_checkout(path: Path) -> None:
 
 
 def _defaults(tree: Mapping[str, Any]) -> Defaults:
-    """Return the defaults that count for this file."""
     found = {
         key: value
         for key, value in DEFAULTS.items()
@@ -70,11 +70,6 @@ def _defaults(tree: Mapping[str, Any]) -> Defaults:
     return found
 
 
-def _schedule(theirs: ForeignKeys, ours: Translation) -> None:
-    if theirs.peek("Optimizer.lr.name", COSINE) == COSINE:
-        ours.set("optimizer.schedule_start", 1)
-
-
 def _layout(theirs: ForeignKeys, ours: Translation) -> None:
     degree_key, stage_key, copies_key = (
         "Distributed.sharding.sharding_degree", "Distributed.sharding.sharding_stage",
@@ -83,14 +78,11 @@ def _layout(theirs: ForeignKeys, ours: Translation) -> None:
     degree, stage, copies = (theirs.take_count(degree_key), theirs.take_count(stage_key), theirs.take_count(copies_key))
     if degree > 1:
         ours.put("parallel.zero_stage", stage, theirs, stage_key)
-        if copies is not None and copies > 1:
-            ours.put("parallel.shard_size", degree, theirs, degree_key)
-    if copies is not None or degree > 1:
         # without dp_degree, FleetX makes copies of the ranks that sharding leaves
-        if copies is not None:
-            ours.put("parallel.data_parallel", copies * degree, theirs, copies_key)
-        else:
+        if copies != 1:
             ours.put("parallel.shard_size", degree, theirs, degree_key)
+    if copies is not None:
+        ours.put("parallel.data_parallel", copies * degree, theirs, copies_key)
     key = "Model.virtual_pp_degree"
     virtual = theirs.take_count(key)
     if virtual > 1:
@@ -98,21 +90,20 @@ def _layout(theirs: ForeignKeys, ours: Translation) -> None:
         ours.put("parallel.pipeline_schedule", "interleaved_1f1b", theirs, key)
 
 
-def _batch(theirs: ForeignKeys, ours: Translation) -> None:
-    """local_batch_size is what one data-parallel rank takes in a step: micro_batch_size times the accumulation."""
+def _steps(theirs: ForeignKeys, ours: Translation) -> None:
+    """local_batch_size is what one data-parallel rank takes in a step: micro_batch_size times the accumulation.
+
+    Each of num_train_epochs has max_steps steps, in both modes: GPTDataset makes as many samples. In epochs without
+    max_steps it has those of the data.
+    """
+    if theirs.peek("Optimizer.lr.name", COSINE) == COSINE:
+        ours.set("optimizer.schedule_start", 1)
     key, micro = "Global.local_batch_size", theirs.peek("Global.micro_batch_size", 1)
     local = theirs.take(key)
     if local is not None:
         if not isinstance(local, int) or not isinstance(micro, int) or micro < 1 or local % micro:
             theirs.refuse(key, local, f"expected a multiple of micro_batch_size={micro}")
         ours.put("train.accumulation_steps", local // micro, theirs, key)
-    _steps(theirs, ours)
-
-
-def _steps(theirs: ForeignKeys, ours: Translation) -> None:
-    """Each of num_train_epochs has max_steps steps, in both modes: GPTDataset makes as many
-    samples. In epochs without max_steps it has those of the data.
-    """
     key, epochs_key, mode_key = "Engine.max_steps", "Engine.num_train_epochs", "Engine.run_mode"
     steps, epochs = theirs.take(key), theirs.take_count(epochs_key)
     mode = theirs.take(mode_key)
@@ -120,14 +111,12 @@ def _steps(theirs: ForeignKeys, ours: Translation) -> None:
         theirs.refuse(mode_key, mode, "expected step or epoch")
     if type(steps) is not int:
         theirs.refuse(key, steps, "expected a whole number")
-    if mode == "epoch" and steps <= 0:
-        source = theirs.named(epochs_key) or mode_key
-        ours.put("train.max_epochs", epochs, theirs, source)
-        return
-    if steps <= 0:
+    if steps > 0:
+        ours.put("train.max_steps", steps * epochs, theirs, epochs_key if epochs > 1 else key)
+    elif mode == "epoch":
+        ours.put("train.max_epochs", epochs, theirs, theirs.named(epochs_key) or mode_key)
+    else:
         theirs.refuse(key, steps, "expected a whole number above 0, or run_mode: epoch")
-    source = epochs_key if epochs > 1 else key
-    ours.put("train.max_steps", steps * epochs, theirs, source)
 
 
 def _validation(theirs: ForeignKeys, ours: Translation) -> None:
@@ -152,9 +141,7 @@ def _validation_data(theirs: ForeignKeys, ours: Translation, *, trains: bool) ->
     names = ("input_dir", "split", "max_seq_len")
     train = [theirs.peek(f"Data.Train.dataset.{name}") for name in names]
     keys = [f"Data.Eval.dataset.{name}" for name in names]
-    given = [theirs.peek(key, there) for key, there in zip(keys, train, strict=True)]
-    for key in keys:
-        theirs.take(key)
+    given = [theirs.take(key, there) for key, there in zip(keys, train, strict=True)]
     folder_key, split_key, length_key = keys
     if not trains:
         return
@@ -246,11 +233,11 @@ def _checkpoint(theirs: ForeignKeys, ours: Translation) -> None:
     key = "Engine.save_load.ckpt_dir"
     if (path := theirs.take(key)) is not None:
         ours.put(f"checkpoint.{_MODULES[module]}", path, theirs, key)
-    key = "Engine.save_load.save_steps"
-    steps = theirs.take(key)
-    if type(steps) is not int:
-        theirs.refuse(key, steps, "expected a whole number; -1 saves at the end only")
-    ours.put("checkpoint.interval", max(0, steps), theirs, key)
+    for key in ("Quantization.pretrained", "Compress.pretrained"):
+        if (path := theirs.take(key)) is not None:
+            # FleetX takes a prefix, to which it adds the ending
+            weights = f"{path}.pdparams" if Path(f"{path}.pdparams").is_file() else path
+            ours.put("checkpoint.init_from", weights, theirs, key)
 
 
 def _evaluation(theirs: ForeignKeys, ours: Translation) -> None:
@@ -265,13 +252,13 @@ def _evaluation(theirs: ForeignKeys, ours: Translation) -> None:
 def _profile(theirs: ForeignKeys, ours: Translation) -> None:
     """Paddle counts steps from 0 and leaves out the end. Without a scheduler it traces all."""
     enabled, steps = theirs.take("Profiler.enable", False), theirs.take("Profiler.scheduler")
-    if enabled and isinstance(steps, list) and all(type(step) is int for step in steps[:2]):
+    first, last, key = 1, MAX_COUNT, "enable"
+    if isinstance(steps, list) and steps and all(type(step) is int for step in steps[:2]):
+        key = "scheduler"
         first, last = (steps[0] + 1, steps[1]) if len(steps) > 1 else (1, steps[0])
-        ours.set("profile.start", first, theirs.where("Profiler"), "Profiler.scheduler")
-        ours.set("profile.stop", last, theirs.where("Profiler"), "Profiler.scheduler")
-    elif enabled:
-        ours.set("profile.start", 1, theirs.where("Profiler"), "Profiler.enable")
-        ours.set("profile.stop", MAX_COUNT, theirs.where("Profiler"), "Profiler.enable")
+    if enabled:
+        ours.set("profile.start", first, theirs.where("Profiler"), f"Profiler.{key}")
+        ours.set("profile.stop", last, theirs.where("Profiler"), f"Profiler.{key}")
     apply({"Profiler.*": Ignored("profile says which steps are traced")}, theirs, ours)
 
 
@@ -284,12 +271,9 @@ _LINEARS = {
 }  # fmt: skip
 """FleetX's name of a block's layer -> ours."""
 _LAYER_TYPES = {"Linear", "ColumnParallelLinear", "RowParallelLinear"}
-_NONE = ("None", "null")
-_PRETRAINED = ("Quantization.pretrained", "Compress.pretrained")
 
 
 def _quantization(theirs: ForeignKeys, ours: Translation) -> None:
-    """Raises ConfigError for an unknown kind of scale or layer."""
     for section in _QUANTIZATION:
         if not list(theirs.under(f"{section}.")):
             continue
@@ -303,50 +287,30 @@ def _quantization(theirs: ForeignKeys, ours: Translation) -> None:
         # PaddleSlim's defaults, as FleetX's docs/compression.md says too
         ours.set("quantization.weights", "channel_wise_abs_max")
         ours.set("quantization.activations", "moving_average_abs_max")
-        key = f"{section}.weight_preprocess_type"
-        if (value := theirs.take(key)) is not None and value not in _NONE:
-            theirs.refuse(key, value, "weights are rounded as they are; set None")
         key = f"{section}.activation_preprocess_type"
-        value = theirs.take(key)
-        if value == "PACT":
+        if (value := theirs.take(key)) == "PACT":
             ours.note(key, "the moving average of the maxima clips activations, not a learned bound")
-        elif value is not None and value not in _NONE:
+        elif value not in (None, "None", "null"):
             theirs.refuse(key, value, "expected None or PACT")
-        _quantized_layers(section, theirs, ours)
-    for key in _PRETRAINED:
-        path = theirs.take(key)
-        if path is not None:
-            # FleetX takes a prefix, to which it adds the ending
-            weights = f"{path}.pdparams" if Path(f"{path}.pdparams").is_file() else path
-            ours.put("checkpoint.init_from", weights, theirs, key)
-
-
-def _quantized_layers(section: str, theirs: ForeignKeys, ours: Translation) -> None:
-    key = f"{section}.quantizable_layer_type"
-    kinds = theirs.take(key)
-    if kinds is not None and not (isinstance(kinds, list) and _LAYER_TYPES & set(map(str, kinds))):
-        theirs.refuse(key, kinds, f"expected a list with {', '.join(sorted(_LAYER_TYPES))}")
-    prefix = f"{section}.skip_tensor_map"
-    skip: list[str] = []
-    for key in list(theirs.under(f"{prefix}.")):
-        skip += _skipped(key, theirs.take(key), theirs)
-    if skip:
-        ours.put("quantization.skip", skip, theirs, prefix)
-    elif prefix in theirs.left and theirs.peek(prefix) is None:
-        theirs.take(prefix)
-
-
-def _skipped(key: str, names: Any, theirs: ForeignKeys) -> list[str]:
-    block = key.rpartition(".")[2]
-    number = block.removeprefix("block_")
-    if block == number or not number.isdigit():
-        theirs.refuse(key, names, "expected block_0, block_1 ... with the names of layers")
-    found: list[str] = []
-    for name in names if isinstance(names, list) else [names]:
-        if str(name) not in _LINEARS:
-            theirs.refuse(key, names, f"expected layers among {', '.join(_LINEARS)}")
-        found += [f"h.{number}.{ours}" for ours in _LINEARS[str(name)]]
-    return found
+        key = f"{section}.quantizable_layer_type"
+        kinds = theirs.take(key)
+        if kinds is not None and not (isinstance(kinds, list) and _LAYER_TYPES & set(map(str, kinds))):
+            theirs.refuse(key, kinds, f"expected a list with {', '.join(sorted(_LAYER_TYPES))}")
+        prefix = f"{section}.skip_tensor_map"
+        skip: list[str] = []
+        for key in list(theirs.under(f"{prefix}.")):
+            names = theirs.take(key)
+            block = re.fullmatch(r"block_(\d+)", key.rpartition(".")[2])
+            if block is None:
+                theirs.refuse(key, names, "expected block_0, block_1 ... with the names of layers")
+            for name in map(str, listed(names)):
+                if name not in _LINEARS:
+                    theirs.refuse(key, names, f"expected layers among {', '.join(_LINEARS)}")
+                skip += [f"h.{block[1]}.{linear}" for linear in _LINEARS[name]]
+        if skip:
+            ours.put("quantization.skip", skip, theirs, prefix)
+        elif theirs.peek(prefix) is None:
+            theirs.take(prefix)
 
 
 def settle(ours: Translation) -> None:
@@ -357,16 +321,16 @@ def settle(ours: Translation) -> None:
         ours.drop("evaluation.stride", "a cloze test scores passages, each by itself")
     if not takes_momentum(ours.get("optimizer.name")):
         ours.drop("optimizer.momentum", "it is for Momentum")
-    ours.settle_end_of_text(END_OF_TEXT)
+    ours.settle_end_of_text(50256)  # of the tokenizer that FleetX has for GPT
 
 
 DIALECT = Dialect(
-    system=SYSTEM, table=TABLE, defaults=DEFAULTS, defaults_of=_defaults,
+    system="PaddleFleetX", table=TABLE, defaults=DEFAULTS, defaults_of=_defaults,
     # GPTDataset: no loss where the input is the end of text
     begin={"logging.style": "fleetx", "data.eod_mask_loss": True},
     parts=(
-        _schedule, _checkpoint, _layout, _validation, _batch, _precision, _model, _evaluation,
-        _profile, _quantization,
+        _checkpoint, _layout, _validation, _steps, _precision, _model, _evaluation, _profile,
+        _quantization,
     ),
-    settle=settle, base=BASE, marks=MARKS,
+    settle=settle, base="_base_", marks=MARKS,
 )  # fmt: skip

@@ -7,11 +7,13 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from common.config.resolved import ResolvedModel
+from common.dialects.fleetx import DEFAULTS, TABLE
+from common.dialects.rules import MapTo
 from common.errors import CheckpointError, ConfigError
 from common.systems.name_map import (
     LINEAR,
@@ -117,8 +119,7 @@ def rank_folders(folder: Path) -> dict[tuple[int, ...], Path]:
     return by_ranks((path for path in folder.glob("mp_*") if (path / FILE).is_file()), _RANK)
 
 
-@contextmanager
-def open_parts(path: Path) -> Iterator[Sequence[Sequence[TensorFile]]]:
+def open_parts(path: Path) -> Sequence[Sequence[TensorFile]]:
     """Open the files of all ranks, by [tensor rank][stage].
 
     path: model.pdparams, its folder, or epoch_E_step_S with the folders of ranks. Raises
@@ -126,9 +127,7 @@ def open_parts(path: Path) -> Iterator[Sequence[Sequence[TensorFile]]]:
     """
     file = path if path.is_file() else path / FILE
     if file.is_file():
-        with open_tensors(file) as opened:
-            yield [[opened]]
-        return
+        return [[open_tensors(file)]]
     folders = rank_folders(path)
     if not folders:
         raise CheckpointError(f"{path}: no {FILE} here, nor in folders like {_NAME.format(0, 0, 0)}; give another path")
@@ -137,22 +136,10 @@ def open_parts(path: Path) -> Iterator[Sequence[Sequence[TensorFile]]]:
         path, folders, itertools.product(range(tensor), range(sharding), range(stages)),
         lambda place: _NAME.format(*place),
     )  # fmt: skip
-    _check_steps(list(folders.values()))
-    with ExitStack() as stack:
-        yield [
-            [stack.enter_context(open_tensors(folders[rank, 0, stage] / FILE)) for stage in range(stages)]
-            for rank in range(tensor)
-        ]
-
-
-def _check_steps(folders: Sequence[Path]) -> None:
-    """Check that the meta_state.pdopt of every rank, where it exists, has one epoch and step."""
-    told: dict[Path, dict[str, object]] = {}
-    for folder in folders:
-        if (folder / _META).is_file():
-            with open_tensors(folder / _META) as file:
-                told[folder / _META] = {name: file.plain.get(name) for name in ("epoch", "step")}
+    states = [open_tensors(folder / _META) for folder in folders.values() if (folder / _META).is_file()]
+    told = {state.path: {name: state.tree.get(name) for name in ("epoch", "step")} for state in states}
     require_same(told, lambda path: path.parent.name)
+    return [[open_tensors(folders[rank, 0, stage] / FILE) for stage in range(stages)] for rank in range(tensor)]
 
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
@@ -167,18 +154,18 @@ def open_fleetx(path: Path) -> Iterator[Weights]:
     """path: the file, its folder, or epoch_X_step_Y with the folders of ranks. Raises
     CheckpointError and ConfigError.
     """
-    with open_parts(path) as parts:
-        file = parts[0][0].path
-        where = file if len(parts) == len(parts[0]) == 1 else path
-        model = read_config(file)
-        ranks = [_weights_of(files) for files in parts]
-        name_map = match_name_map(where, "fleetx", NAME_MAPS, ranks[0])
-        state = file.with_name("model_state.pdopt")
-        ignored = {state.name: "state of the optimizer"} if state.is_file() else {}
-        yield weights_from(
-            where, name_map, join_ranks(where, ranks, name_map, model.num_layers), model,
-            format="fleetx", path=path, ignored=ignored,
-        )  # fmt: skip
+    parts = open_parts(path)
+    file = parts[0][0].path
+    where = file if len(parts) == len(parts[0]) == 1 else path
+    model = read_config(file)
+    ranks = [_weights_of(files) for files in parts]
+    name_map = match_name_map(where, "fleetx", NAME_MAPS, ranks[0])
+    state = file.with_name("model_state.pdopt")
+    ignored = {state.name: "state of the optimizer"} if state.is_file() else {}
+    yield weights_from(
+        where, name_map, join_ranks(where, ranks, name_map, model.num_layers), model,
+        format="fleetx", path=path, ignored=ignored,
+    )  # fmt: skip
 
 
 def read_config(file: Path) -> ResolvedModel:
@@ -193,7 +180,11 @@ def read_config(file: Path) -> ResolvedModel:
     for folder in folders:
         if (folder / MODEL_YAML).is_file():
             return read_model_yaml(folder / MODEL_YAML)[0]
-        found = {path: section for path in sorted(folder.glob("*.y*ml")) if (section := _section(path)) is not None}
+        try:
+            sections = {path: read_yaml_mapping(path).get("Model") for path in sorted(folder.glob("*.y*ml"))}
+        except ConfigError as error:
+            raise ConfigError(f"{error}; fix the file, or move it away from the weights") from None
+        found = {path: section for path, section in sections.items() if isinstance(section, dict)}
         if len(found) > 1:
             raise ConfigError(
                 f"{folder}: {', '.join(path.name for path in found)} have a section Model; leave one there"
@@ -206,28 +197,14 @@ def read_config(file: Path) -> ResolvedModel:
     )
 
 
-def _section(path: Path) -> dict[str, Any] | None:
-    """Return the section Model of a YAML file, where it has one. Raises ConfigError."""
-    try:
-        section = read_yaml_mapping(path).get("Model")
-    except ConfigError as error:
-        raise ConfigError(f"{error}; fix the file, or move it away from the weights") from None
-    return section if isinstance(section, dict) else None
-
-
 def _model(path: Path, section: dict[str, Any]) -> ResolvedModel:
     if missing := [name for name in _NEEDED if section.get(name) is None]:
         raise ConfigError(
             f"{path}: Model lacks {', '.join(missing)}; give the file that the run was started with, not its base"
         )
-    dropout = section.get("hidden_dropout_prob", 0.1)
     sizes = {
-        "num_layers": section["num_layers"], "hidden_size": section["hidden_size"],
-        "num_heads": section["num_attention_heads"],
-        "vocab_size": section["vocab_size"], "seq_length": section["max_position_embeddings"],
-        "ffn_hidden_size": section.get("ffn_hidden_size"),
-        "embedding_dropout": dropout, "hidden_dropout": dropout,
-        "attention_dropout": section.get("attention_probs_dropout_prob", 0.1),
-        "initializer_range": section.get("initializer_range", 0.02),
-    }  # fmt: skip
-    return checked_model(path, sizes)
+        rule.key.removeprefix("model."): section.get(key.removeprefix("Model."), DEFAULTS.get(key))
+        for key, rule in TABLE.items()
+        if key.startswith("Model.") and isinstance(rule, MapTo) and rule.key.startswith("model.")
+    }
+    return checked_model(path, sizes | {"seq_length": section["max_position_embeddings"]})

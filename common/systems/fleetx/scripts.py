@@ -81,7 +81,16 @@ def _with_export(file: ConfigFile, overrides: Sequence[str]) -> dict[str, Any]:
     given = [word.partition("=")[2] for word in overrides if word.startswith(f"{_KEY}=")]
     if not given and isinstance(inference, Mapping) and inference.get("model_dir"):
         given = [str(inference["model_dir"])]
-    folder = _find_export(Path(given[-1] if given else _FOLDER))
+    named = Path(given[-1] if given else _FOLDER)
+    files = [place / name for place in (named, named / "weights") for name in (SETTINGS_FILE, _RECORD)]
+    folder = next((file.parent.resolve() for file in files if file.is_file()), None)
+    if folder is None and not named.is_dir():
+        raise ConfigError(f"{_KEY}={named}: no such folder; give that which tools/export.py wrote")
+    if folder is None:
+        raise CheckpointError(
+            f"{_KEY}={named}: no export is here (looked for {SETTINGS_FILE}, {_RECORD} and weights/);"
+            " write one with tools/export.py -c CONFIG -o Engine.save_load.output_dir=DIR"
+        )
     settings = folder / SETTINGS_FILE
     tree = read_yaml_mapping(settings) if settings.is_file() else dict(_PROGRAM)
     for name in _OF_THE_MACHINE:
@@ -101,21 +110,6 @@ def _with_export(file: ConfigFile, overrides: Sequence[str]) -> dict[str, Any]:
 def _has_prompt(tree: Mapping[str, Any]) -> bool:
     predict = tree.get("predict")
     return isinstance(predict, Mapping) and bool(predict.get("prompt") or predict.get("prompt_file"))
-
-
-def _find_export(folder: Path) -> Path:
-    """Return the folder of an export: the given one, or its ``weights``. Raises CheckpointError."""
-    from common.checkpoint.snapshot import SETTINGS_FILE
-
-    for place in (folder, folder / "weights"):
-        if any((place / name).is_file() for name in (SETTINGS_FILE, _RECORD)):
-            return place.resolve()
-    if not folder.is_dir():
-        raise ConfigError(f"{_KEY}={folder}: no such folder; give that which tools/export.py wrote")
-    raise CheckpointError(
-        f"{_KEY}={folder}: no export is here (looked for {SETTINGS_FILE}, {_RECORD} and weights/);"
-        " write one with tools/export.py -c CONFIG -o Engine.save_load.output_dir=DIR"
-    )
 
 
 def launch_command(argv: Sequence[str]) -> list[str]:

@@ -32,7 +32,7 @@ def tokenizer_json(model: bytes) -> str:
     """Return a tokenizer.json with the ids of a SentencePiece model. Raises TokenizerError for a
     model that ``tokenizers`` cannot express.
     """
-    from tokenizers import Tokenizer, decoders, models, normalizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 
     pieces, trainer, normalizer = _read(model)
     kind = trainer.get(3, _UNIGRAM)
@@ -56,8 +56,6 @@ def tokenizer_json(model: bytes) -> str:
     if charsmap is not None and charsmap.size:
         steps.append(normalizers.Precompiled(charsmap.tobytes()))
     if normalizer.get(4, 1):
-        from tokenizers import Regex
-
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
     has_prefix = bool(normalizer.get(3, 1))
     # not Metaspace, which adds no space before a text that begins with one
@@ -71,15 +69,17 @@ def tokenizer_json(model: bytes) -> str:
             *([decoders.Strip(" ", 1, 0)] if has_prefix else []),
         ]
     )
-    _add_marks(tokenizer, pieces)
+    for add, kinds in (
+        (tokenizer.add_special_tokens, (_UNKNOWN, _CONTROL)),
+        (tokenizer.add_tokens, (_USER_DEFINED,)),
+    ):
+        add([AddedToken(text, normalized=False) for text, _, kind in pieces if kind in kinds])
     text: str = tokenizer.to_str()
     return text
 
 
 def _read(model: bytes) -> tuple[list[tuple[str, float, int]], dict[int, Any], dict[int, Any]]:
-    """Return the pieces (text, score, type), and the fields of trainer_spec and of
-    normalizer_spec.
-    """
+    """Return the pieces (text, score, type), and the fields of trainer_spec and of normalizer_spec."""
     pieces: list[tuple[str, float, int]] = []
     specs: dict[int, dict[int, Any]] = {_TRAINER: {}, _NORMALIZER: {}}
     for number, value in read_fields(np.frombuffer(model, np.uint8)):
@@ -102,15 +102,6 @@ def _merges(pieces: list[tuple[str, float, int]], ids: dict[str, int]) -> list[t
         if text[:at] in ids and text[at:] in ids
     ]
     return [(left, right) for _, _, _, left, right in sorted(found)]
-
-
-def _add_marks(tokenizer: Any, pieces: list[tuple[str, float, int]]) -> None:
-    from tokenizers import AddedToken
-
-    special = [text for text, _, kind in pieces if kind in (_UNKNOWN, _CONTROL)]
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
-    own = [text for text, _, kind in pieces if kind == _USER_DEFINED]
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in own])
 
 
 _MODEL = "tokenizer.model"
@@ -223,14 +214,11 @@ def special_ids(weights: Weights) -> dict[str, Any]:
             found["pad_token_id"] = tokenizer.pad_id
     end = 50256 if rows == 50257 else None
     found = {"bos_token_id": end, "eos_token_id": end} | found
-    ids = {name: _ids_below(rows, value) for name, value in found.items()}
-    return {name: each for name, each in ids.items() if name != "pad_token_id" or each is not None}
-
-
-def _ids_below(rows: int, value: object) -> int | list[int] | None:
-    values = value if isinstance(value, list) else [value]
-    ids = [each for each in values if type(each) is int and 0 <= each < rows]
-    return ids if len(ids) > 1 else next(iter(ids), None)
+    for name, value in found.items():
+        values = value if isinstance(value, list) else [value]
+        ids = [each for each in values if type(each) is int and 0 <= each < rows]
+        found[name] = ids if len(ids) > 1 else next(iter(ids), None)
+    return {name: each for name, each in found.items() if name != "pad_token_id" or each is not None}
 
 
 def _folder_of(weights: Weights) -> Path:

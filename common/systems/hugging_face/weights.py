@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from common.config.resolved import ResolvedModel
-from common.dialects.hugging_face import DEFAULTS, FIXED, TABLE, other_function
-from common.dialects.rules import MapTo
+from common.dialects.hugging_face import DEFAULTS, TABLE
+from common.dialects.rules import Fixed, MapTo
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
 from common.structured_files import read_json_mapping, shown
@@ -76,9 +76,9 @@ def read_config(path: Path) -> ResolvedModel:
             f"{path}: no config of a GPT-2: {', '.join(missing)} missing; expected n_layer, n_embd,"
             " n_head, n_positions, vocab_size"
         )
-    for name, values in FIXED.items():
-        if fields.get(name, values[0]) not in values:
-            raise ConfigError(f"{path}: {name}={shown(fields[name])}; {other_function(name)}")
+    for name, rule in TABLE.items():
+        if isinstance(rule, Fixed) and rule.values and fields.get(name, rule.values[0]) not in rule.values:
+            raise ConfigError(f"{path}: {name}={shown(fields[name])}; {rule.instead}")
     names = (*_SIZES, *_RATES)
     section = {_FIELDS[name]: fields.get(name, DEFAULTS.get(name)) for name in names}
     section |= {"seq_length": positions, "max_positions": positions, "ffn_hidden_size": fields.get("n_inner") or None}
@@ -150,18 +150,18 @@ def open_hugging_face(path: Path, model: ResolvedModel | None = None) -> Iterato
         raise CheckpointError(f"{path}: no weights here; expected a file, or a folder with {' or '.join(FILES)}")
     if model is None or not _is_lightning(file) or (folder / CONFIG).is_file():
         model = read_config(folder / CONFIG)
-    with open_tensors(file) as stored:
-        tensors, ignored, name_map = _model_in(stored)
-        # transformers does not open the folder of a wrapped model
-        where = path if tensors.keys() <= stored.keys() | {name_map.rows(0)[0].theirs} else file
-        yield weights_from(file, name_map, tensors, model, format="hf", path=where, ignored=ignored)
+    stored = open_tensors(file)
+    tensors, ignored, name_map = _model_in(stored)
+    # transformers does not open the folder of a wrapped model
+    where = path if tensors.keys() <= stored.keys() | {name_map.rows(0)[0].theirs} else file
+    yield weights_from(file, name_map, tensors, model, format="hf", path=where, ignored=ignored)
 
 
 def _model_in(stored: TensorFile) -> tuple[dict[str, FileTensor], dict[str, str], NameMap]:
     """Return the tensors of a model without what wrappers put before their names, what is left out
     and why, and the names. Raises CheckpointError where they are not transformers'.
     """
-    if any(name.startswith("model_args.") for name in stored.plain):
+    if isinstance(stored.tree, dict) and "model_args" in stored.tree:
         raise CheckpointError(f"{stored.path}: {NANOGPT}")
     tensors, ignored = dict(stored), {}
     if prefix := wrapper_of(stored, POSITIONS):
@@ -183,29 +183,27 @@ def _model_in(stored: TensorFile) -> tuple[dict[str, FileTensor], dict[str, str]
     return tensors, ignored, name_map
 
 
-@contextmanager
-def open_without_config(file: Path, layers: int) -> Iterator[Weights]:
+def open_without_config(file: Path, layers: int) -> Weights:
     """Open a file without a config. Its shapes give all sizes but the number of heads. Raises CheckpointError."""
-    with open_tensors(file) as stored:
-        tensors, ignored, name_map = _model_in(stored)
-        there = 1 + max(
-            (int(found[1]) for name in tensors if (found := re.search(r"\bh\.(\d{1,9})\.", name))), default=layers - 1
-        )
-        if there != layers:
-            raise CheckpointError(f"{file}: has {there} blocks, and --layers says {layers}; say --layers {there}")
-        table, positions, inner = (
-            # refused below
-            tensors[row.theirs].shape if row.theirs in tensors and len(tensors[row.theirs].shape) == 2 else (1, 1)
-            for row in name_map.rows(1)
-            if row.ours in ((EMBEDDING,), (POSITIONS,), ("h.0.mlp.c_fc.weight",))
-        )
-        sizes = {
-            "num_layers": layers, "hidden_size": table[1], "num_heads": 1, "vocab_size": table[0],
-            "seq_length": positions[0],
-            "ffn_hidden_size": inner[1],
-        }  # fmt: skip
-        model = checked_model(file, sizes)
-        yield weights_from(file, name_map, tensors, model, format="hf", path=file, ignored=ignored)
+    tensors, ignored, name_map = _model_in(open_tensors(file))
+    there = 1 + max(
+        (int(found[1]) for name in tensors if (found := re.search(r"\bh\.(\d{1,9})\.", name))), default=layers - 1
+    )
+    if there != layers:
+        raise CheckpointError(f"{file}: has {there} blocks, and --layers says {layers}; say --layers {there}")
+    table, positions, inner = (
+        # refused below
+        tensors[row.theirs].shape if row.theirs in tensors and len(tensors[row.theirs].shape) == 2 else (1, 1)
+        for row in name_map.rows(1)
+        if row.ours in ((EMBEDDING,), (POSITIONS,), ("h.0.mlp.c_fc.weight",))
+    )
+    sizes = {
+        "num_layers": layers, "hidden_size": table[1], "num_heads": 1, "vocab_size": table[0],
+        "seq_length": positions[0],
+        "ffn_hidden_size": inner[1],
+    }  # fmt: skip
+    model = checked_model(file, sizes)
+    return weights_from(file, name_map, tensors, model, format="hf", path=file, ignored=ignored)
 
 
 _SHARD_BYTES = 5 * 10**9

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,8 +92,8 @@ def detects(path: Path, format: str) -> bool:
         if not files:
             # Megatron's format torch_dist, which is refused when it is opened
             return folder is not None and format == "megatron_core"
-        with open_tensors(files[min(files)]) as file:
-            return any(name.startswith("model.language_model.") for name in file) == (format == "megatron")
+        file = open_tensors(files[min(files)])
+        return any(name.startswith("model.language_model.") for name in file) == (format == "megatron")
     except (CheckpointError, ConfigError):  # reported when the files are opened
         return format == "megatron"
 
@@ -293,28 +293,27 @@ def open_shards(path: Path) -> Iterator[tuple[Sequence[TensorFile], int]]:
                 " --ckpt-convert-format torch --ckpt-convert-save FOLDER"
             )
         raise CheckpointError(f"{folder}: no mp_rank_00/{FILE} here; copy the whole folder again")
-    with ExitStack() as stack:
-        opened = {ranks: stack.enter_context(open_tensors(file)) for ranks, file in paths.items()}
-        args = args_of(next(iter(opened.values())))
-        most_ranks, most_stages = (max(numbers) + 1 for numbers in zip(*paths, strict=True))
-        tensor = args.get("tensor_model_parallel_size", args.get("model_parallel_size", most_ranks))
-        stages = args.get("pipeline_model_parallel_size", most_stages if tensor == most_ranks else 1)
-        if any(type(size) is not int or not 0 < size < _MAX_RANKS for size in (stages, tensor)):
-            raise CheckpointError(
-                f"{folder}: training had {tensor} tensor x {stages} pipeline ranks; copy the whole folder again"
+    opened = {ranks: open_tensors(file) for ranks, file in paths.items()}
+    args = args_of(next(iter(opened.values())))
+    most_ranks, most_stages = (max(numbers) + 1 for numbers in zip(*paths, strict=True))
+    tensor = args.get("tensor_model_parallel_size", args.get("model_parallel_size", most_ranks))
+    stages = args.get("pipeline_model_parallel_size", most_stages if tensor == most_ranks else 1)
+    if any(type(size) is not int or not 0 < size < _MAX_RANKS for size in (stages, tensor)):
+        raise CheckpointError(
+            f"{folder}: training had {tensor} tensor x {stages} pipeline ranks; copy the whole folder again"
+        )
+    require_ranks(
+        folder, paths, itertools.product(range(tensor), range(stages)),
+        lambda place: f"mp_rank_{place[0]:02d}" + f"_{place[1]:03d}" * (stages > 1),
+    )  # fmt: skip
+    for file in opened.values():
+        if any(name.startswith("model0.") for name in file):
+            raise ConfigError(
+                f"{file.path}: holds the parts of an interleaved pipeline (model0, model1,"
+                " ...); save it with Megatron without --num-layers-per-virtual-pipeline-stage"
             )
-        require_ranks(
-            folder, paths, itertools.product(range(tensor), range(stages)),
-            lambda place: f"mp_rank_{place[0]:02d}" + f"_{place[1]:03d}" * (stages > 1),
-        )  # fmt: skip
-        for file in opened.values():
-            if any(name.startswith("model0.") for name in file):
-                raise ConfigError(
-                    f"{file.path}: holds the parts of an interleaved pipeline (model0, model1,"
-                    " ...); save it with Megatron without --num-layers-per-virtual-pipeline-stage"
-                )
-        require_same({file.path: _of_all(file) for file in opened.values()}, lambda path: path.parent.name)
-        yield [opened[rank, stage] for stage in range(stages) for rank in range(tensor)], tensor
+    require_same({file.path: _of_all(file) for file in opened.values()}, lambda path: path.parent.name)
+    yield [opened[rank, stage] for stage in range(stages) for rank in range(tensor)], tensor
 
 
 def _of_all(file: TensorFile) -> dict[str, Any]:

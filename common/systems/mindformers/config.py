@@ -6,19 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.device import sees_ascend
-from common.dialects.mindformers import (
-    BASE,
-    CALLBACKS,
-    CLASSES,
-    DEFAULTS,
-    LORA,
-    MARKS,
-    OF_TYPES,
-    SYSTEM,
-    TABLE,
-    TARGETS,
-    WRITTEN,
-)
+from common.dialects.mindformers import BASE, CALLBACKS, DEFAULTS, MARKS, OF_TYPES, TABLE, TARGETS, WRITTEN
 from common.dialects.rules import Defaults, Ignored, MapTo
 from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
 
@@ -38,11 +26,14 @@ _UNUSED_ON_TORCH = {
     "train.sink_size": "torch has no data sink",
     "checkpoint.ckpt_prefix": "torch writes no .ckpt",
 }  # fmt: skip
-_UNUSED_ON_CPU = {
-    "context.max_device_memory": "a CPU has no memory of its own",
-    "context.enable_graph_kernel": "graph kernels are for accelerators",
-    "context.graph_kernel_flags": "graph kernels are for accelerators",
-    "context.device_id": "there is one CPU",
+_UNUSED_ON_DEVICE = {
+    "cpu": {
+        "context.max_device_memory": "a CPU has no memory of its own",
+        "context.enable_graph_kernel": "graph kernels are for accelerators",
+        "context.graph_kernel_flags": "graph kernels are for accelerators",
+        "context.device_id": "there is one CPU",
+    },
+    "auto": {"context.max_device_memory": "device=auto may be a CPU; give device=npu or cuda"},
 }
 _CALLBACKS = {
     "MFLossMonitor": ("per_print_times",),
@@ -52,14 +43,11 @@ _CALLBACKS = {
 """Keys of ``CALLBACKS`` that each kind of callback has."""
 _MASKS = {"attention_mask", "input_mask"}
 """Columns with a 0 for the padding of a row."""
-END_OF_TEXT = 50256
-"""Id of the end of text of GPT2Config."""
 _MAX_SUNK = 100
 """Largest train.sink_size."""
 
 
 def _defaults(tree: Mapping[str, Any]) -> Defaults:
-    """Return the defaults that count for this file."""
     found = dict(DEFAULTS)
     for key, values in OF_TYPES.items():
         section = tree.get(key.partition(".")[0])
@@ -73,16 +61,17 @@ def _kind(theirs: ForeignKeys, ours: Translation) -> None:
     """Refuse what is not a language model first, by the name that it has there."""
     key = "model.arch.type"
     arch = theirs.take(key)
-    if arch == "GPT2WithLora":
-        theirs.refuse(key, arch, LORA)
-    if arch == "GPT2ForSequenceClassification":
-        theirs.refuse(key, arch, CLASSES)
+    lora = "fine-tuning of added weights (LoRA) is not in this version; train all weights"
+    others = {
+        "GPT2WithLora": lora,
+        "GPT2ForSequenceClassification": "fine-tuning of classes is not in this version; models here predict the next"
+        " token",
+    }
     if arch not in (None, "GPT2LMHeadModel"):
-        theirs.refuse(key, arch, "the models here are GPT-2; use GPT2LMHeadModel")
+        theirs.refuse(key, arch, others.get(str(arch), "the models here are GPT-2; use GPT2LMHeadModel"))
     key = "model.model_config.pet_config"
-    if theirs.peek(f"{key}.pet_type") or list(theirs.under(f"{key}.")):
-        kind = theirs.peek(f"{key}.pet_type")
-        theirs.refuse(f"{key}.pet_type", kind, LORA)
+    if list(theirs.under(f"{key}.")):
+        theirs.refuse(f"{key}.pet_type", theirs.peek(f"{key}.pet_type"), lora)
     theirs.take(key)
 
 
@@ -103,9 +92,7 @@ def _validation(theirs: ForeignKeys, ours: Translation) -> None:
 
 
 def _columns(theirs: ForeignKeys, ours: Translation) -> None:
-    """Without a column of masks, GPT2LMHeadModel gives no loss where the target is the end of
-    text.
-    """
+    """Without a column of masks, GPT2LMHeadModel gives no loss where the target is the end of text."""
     key = "train_dataset.input_columns"
     columns = theirs.take(key, ["input_ids"])
     names = set(map(str, columns if isinstance(columns, list) else [columns]))
@@ -126,11 +113,6 @@ def _model(theirs: ForeignKeys, ours: Translation) -> None:
         size = theirs.peek("model.model_config.hidden_size")
     if ratio is not None and isinstance(size, int):
         ours.put("model.ffn_hidden_size", int(ratio * size), theirs, key)
-    key = "model.model_config.checkpoint_name_or_path"
-    if theirs.take(key) is not None:
-        ours.note(
-            key, "training begins with new weights; convert_weight.py makes a folder of them for checkpoint.init_from"
-        )
 
 
 def _length(theirs: ForeignKeys, ours: Translation) -> None:
@@ -263,19 +245,6 @@ def settle(ours: Translation, *, whole: bool = True) -> None:
     torch, device = ours.get("backend") == "torch", ours.get("device", target)
     if device == "auto" and not torch and not sees_ascend():
         device = "cpu"
-    whys = {**_unused_in_layout(ours, whole), **_unused_by_graph(ours, torch, device)}
-    whys |= _unused_on_device(device) | (_UNUSED_ON_TORCH if torch else {})
-    if device == "cpu" and not torch:
-        whys["profile.memory"] = "MindSpore records allocations on accelerators only"
-    for key, why in whys.items():
-        ours.drop(key, why)
-    if whole:
-        ours.drop("train.parallel_optimizer_comm_recompute", "MindSpore 2.10 takes no notice of it")
-        ours.settle_end_of_text(END_OF_TEXT)
-
-
-def _unused_in_layout(ours: Translation, whole: bool) -> dict[str, str]:
-    """Return keys of ours that have no effect with this layout, and why."""
     whys: dict[str, str] = {}
     if ours.get("parallel.pipeline_stage", 1) != 1 and whole:
         whys["parallel.vocab_emb_dp"] = "with a pipeline the ranks split the table"
@@ -286,7 +255,15 @@ def _unused_in_layout(ours: Translation, whole: bool) -> dict[str, str]:
     if ours.get("parallel.model_parallel", 1) == 1:
         whys["train.recompute_slice_activation"] = "one tensor-parallel rank has no slices"
         whys["parallel.sequence_parallel"] = "one tensor-parallel rank has nothing to split"
-    return whys
+    whys |= _unused_by_graph(ours, torch, device) | _UNUSED_ON_DEVICE.get(device, {})
+    whys |= _UNUSED_ON_TORCH if torch else {}
+    if device == "cpu" and not torch:
+        whys["profile.memory"] = "MindSpore records allocations on accelerators only"
+    for key, why in whys.items():
+        ours.drop(key, why)
+    if whole:
+        ours.drop("train.parallel_optimizer_comm_recompute", "MindSpore 2.10 takes no notice of it")
+        ours.settle_end_of_text(50256)  # of GPT2Config
 
 
 def _unused_by_graph(ours: Translation, torch: bool, device: str) -> dict[str, str]:
@@ -319,16 +296,8 @@ def _unused_by_graph(ours: Translation, torch: bool, device: str) -> dict[str, s
     return whys
 
 
-def _unused_on_device(device: str) -> dict[str, str]:
-    if device == "cpu":
-        return _UNUSED_ON_CPU
-    if device == "auto":
-        return {"context.max_device_memory": "device=auto may be a CPU; give device=npu or cuda"}
-    return {}
-
-
 DIALECT = Dialect(
-    system=SYSTEM, table=TABLE, defaults=DEFAULTS, defaults_of=_defaults,
+    system="MindFormers", table=TABLE, defaults=DEFAULTS, defaults_of=_defaults,
     begin={
         "backend": "mindspore", "logging.style": "mindformers",
         "data.split": "1,0,0",  # train_dataset is for training, all of it

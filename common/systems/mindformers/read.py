@@ -72,8 +72,15 @@ def find_model(file: Path, folders: Iterable[Path]) -> tuple[ResolvedModel, dict
                 f"{folder}: {', '.join(path.name for path in found)} have a model of MindFormers;"
                 f" leave one there, or name it as {file.name}"
             )
-        if found:
-            return _read(found[0]), None
+        for path in found:
+            tree, sources = read_foreign(path, BASE)
+            section = tree.get("model")
+            if not isinstance(section, dict) or "model_config" not in section:
+                raise ConfigError(
+                    f"{path}: has no model.model_config, nor have the files of its {BASE}; put the YAML"
+                    " with the model beside the weights"
+                )
+            return checked_model(path, DIALECT.translate({"model": section}, sources).tree["model"]), None
         if (folder / _CONFIG).is_file():
             return read_model_yaml(folder / _CONFIG)[0], None
     return None
@@ -87,18 +94,6 @@ def _is_theirs(path: Path) -> bool:
         raise ConfigError(f"{error}; fix the file, or move it away from the weights") from None
     model = tree.get("model")
     return BASE in tree or (isinstance(model, dict) and "model_config" in model)
-
-
-def _read(path: Path) -> ResolvedModel:
-    tree, sources = read_foreign(path, BASE)
-    section = tree.get("model")
-    if not isinstance(section, dict) or "model_config" not in section:
-        raise ConfigError(
-            f"{path}: has no model.model_config, nor have the files of its {BASE}; put the YAML"
-            " with the model beside the weights"
-        )
-    ours = DIALECT.translate({"model": section}, sources)
-    return checked_model(path, ours.tree["model"])
 
 
 MOMENTS = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "momentum_buffer": "moments."}
@@ -116,10 +111,9 @@ _COUNTERS = (
 def detects(path: Path, format: str = "mindformers") -> bool:
     try:
         found = _find(path)
-        if found is None:
-            return False
-        with _open(found) as stored:
-            return any(name.startswith("gpt2.") for name in stored) == (format == "mindformers_r0.3")
+        return found is not None and any(name.startswith("gpt2.") for name in _tensors(found)) == (
+            format == "mindformers_r0.3"
+        )
     except CheckpointError:  # reported when the files are opened
         return format == "mindformers"
 
@@ -127,9 +121,7 @@ def detects(path: Path, format: str = "mindformers") -> bool:
 def _find(path: Path) -> Path | Slices | None:
     """Return the file, or the ranks' files, that ``path`` names or contains. Raises CheckpointError."""
     if path.is_file():
-        if path.suffix != ".ckpt":
-            return None
-        return find_slices(path)
+        return find_slices(path) if path.suffix == ".ckpt" else None
     files = [file for file in sorted(path.glob("*.ckpt")) if file.is_file() and not strategy_file(file)]
     if len(files) == 1:
         return find_slices(files[0])
@@ -142,21 +134,8 @@ def _find(path: Path) -> Path | Slices | None:
     return found
 
 
-@contextmanager
-def _open(found: Path | Slices) -> Iterator[Mapping[str, FileTensor | SlicedTensor]]:
-    if isinstance(found, Slices):
-        yield found.tensors()
-    else:
-        with open_tensors(found) as stored:
-            yield stored
-
-
-def _folders(path: Path, found: Path | Slices) -> tuple[Path, ...]:
-    """Return the folders that may describe the model. An error names the first one."""
-    folder = path if path.is_dir() else path.parent
-    if isinstance(found, Slices):
-        return folder, found.root, found.root.parent
-    return (found.parent,)
+def _tensors(found: Path | Slices) -> Mapping[str, FileTensor | SlicedTensor]:
+    return found.tensors() if isinstance(found, Slices) else open_tensors(found)
 
 
 @contextmanager
@@ -172,8 +151,10 @@ def open_mindformers(path: Path, model: ResolvedModel | None = None, format: str
             f"{path}: holds 0 .ckpt files of MindFormers; give the path of one, or of a folder with"
             " the rank_N folders of a run and its ckpt_strategy.ckpt"
         )
-    file = found.root if isinstance(found, Slices) else found
-    folders = _folders(path, found)
+    if isinstance(found, Slices):
+        file, folders = found.root, [path if path.is_dir() else path.parent, found.root, found.root.parent]
+    else:
+        file, folders = found, [found.parent]
     told = find_model(file, folders) or (None if model is None else (model, None))
     if told is None:
         raise ConfigError(
@@ -182,41 +163,33 @@ def open_mindformers(path: Path, model: ResolvedModel | None = None, format: str
             " weights, or the YAML that the run was started with"
         )
     model, run = told
-    with _open(found) as stored:
-        name_map = match_name_map(file, format, NAME_MAPS[format], stored)
-        ignored = {name: "causal mask" for name in stored if name_map.ignores(name)}
-        counters = {
-            name: float(stored[name].read().reshape(-1)[0])
-            for name in _COUNTERS
-            if name in stored and stored[name].nbytes
-        }
-        rest = {
-            name: tensor
-            for name, tensor in stored.items()
-            if name not in ignored and name not in _COUNTERS and not name.startswith(_SUMS)
-        }
-        if sums := [name for name in stored if name.startswith(_SUMS)]:
-            ignored |= dict.fromkeys(sums, "gradients under way")
-        groups = {
-            part: {name: rest.pop(name) for name in [*rest] if name.startswith(prefix)}
-            for part, prefix in MOMENTS.items()
-        }
-        weights = weights_from(file, name_map, rest, model, format=format, path=path, ignored=ignored)
-        notes: dict[str, str] = {}
-        moments: dict[str, Weight] = {}
-        for part, tensors in groups.items():
-            if tensors:
-                moments |= import_names(file, name_map, tensors, model, prefix=MOMENTS[part], suffix=f".{part}")
-        if run is not None:
-            updates = run["engine"]["optimizer_steps"]
-            require_one_run(file, "global_step", counters.get("global_step"), updates)
-        if run is None and moments:
-            run = _run_of(file, counters, rule_keeping([part for part in groups if groups[part]]))
-            notes["position in the data"] = "not in the file: a resumed run reads from the first sample"
-        elif run is None:
-            notes |= dict.fromkeys(counters, "where training stood, without the state of the optimizer")
-        moments = {} if run is None else require_moments(file, moments, run, model)
-        yield replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})
+    stored = _tensors(found)
+    name_map = match_name_map(file, format, NAME_MAPS[format], stored)
+    ignored = {name: "causal mask" for name in stored if name_map.ignores(name)}
+    ignored |= {name: "gradients under way" for name in stored if name.startswith(_SUMS)}
+    counters = {
+        name: float(stored[name].read().reshape(-1)[0]) for name in _COUNTERS if name in stored and stored[name].nbytes
+    }
+    rest = {name: tensor for name, tensor in stored.items() if name not in ignored and name not in _COUNTERS}
+    groups = {
+        part: group
+        for part, prefix in MOMENTS.items()
+        if (group := {name: rest.pop(name) for name in [*rest] if name.startswith(prefix)})
+    }
+    weights = weights_from(file, name_map, rest, model, format=format, path=path, ignored=ignored)
+    moments: dict[str, Weight] = {}
+    for part, tensors in groups.items():
+        moments |= import_names(file, name_map, tensors, model, prefix=MOMENTS[part], suffix=f".{part}")
+    notes: dict[str, str] = {}
+    if run is not None:
+        require_one_run(file, "global_step", counters.get("global_step"), run["engine"]["optimizer_steps"])
+    elif moments:
+        run = _run_of(file, counters, rule_keeping([*groups]))
+        notes["position in the data"] = "not in the file: a resumed run reads from the first sample"
+    else:
+        notes |= dict.fromkeys(counters, "where training stood, without the state of the optimizer")
+    moments = {} if run is None else require_moments(file, moments, run, model)
+    yield replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})
 
 
 _STEPS = ("global_step", "step_num")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,22 @@ class Slices:
     at: str
     """EPOCH_STEP."""
     files: Mapping[int, Path]
-    strategies: tuple[Path, ...]
+    strategies: Sequence[Path]
 
     def tensors(self) -> dict[str, SlicedTensor]:
         """Return all tensors, joined. Raises CheckpointError for a missing part, or a strategy of another run."""
-        return _merge(self, _read_strategies(self.strategies))
+        merged: dict[int, dict[str, Layout]] = defaultdict(dict)
+        for path in self.strategies:
+            for stage, layouts in read_strategy(path).items():
+                strange = [name for name, layout in layouts.items() if merged[stage].get(name, layout) != layout]
+                if strange:
+                    others = " and ".join(str(other) for other in self.strategies if other != path)
+                    raise CheckpointError(
+                        f"{path}: says something else of {strange[0]} than {others[:300]}; leave the strategy files of"
+                        " one run there"
+                    )
+                merged[stage] |= layouts
+        return _merge(self, dict(sorted(merged.items())))
 
 
 def strategy_file(path: Path) -> bool:
@@ -96,30 +107,23 @@ def find_slices(path: Path) -> Slices | Path | None:
         raise CheckpointError(
             f"{path}: holds the ranks' files of {len(found)} runs ({shown}); give the path of a file of rank 0"
         )
-    for folder in (path.parent, path.parent.parent) if found else ():
-        strategies = strategies or [
-            file
-            for place in (folder, folder / "strategy")
-            if place.is_dir()
-            for file in sorted(place.iterdir())
-            if strategy_file(file)
-        ]
     if not found:
         return None
+    for folder in (path.parent, path.parent.parent):
+        strategies = strategies or [
+            file for place in (folder, folder / "strategy") for file in sorted(place.glob("*")) if strategy_file(file)
+        ]
     [((root, _), by_moment)] = found.items()
-    at = (
-        wanted
-        if wanted in by_moment
-        else max(by_moment, key=lambda at: [int(number) for number in at.split("_") if number])
-    )
-    if not strategies and (file is not None or len(by_moment[at]) == 1):
-        return file or next(iter(by_moment[at].values()))
+    newest = max(by_moment, key=lambda at: [int(number) for number in at.split("_") if number])
+    at = wanted if wanted in by_moment else newest
     if not strategies:
+        if file is not None or len(by_moment[at]) == 1:
+            return file or next(iter(by_moment[at].values()))
         raise CheckpointError(
             f"{path}: the files of {len(by_moment[at])} ranks, and no strategy file that says how they are split; put"
             " ckpt_strategy.ckpt there, or, where each rank has the whole model, give the path of one file"
         )
-    return Slices(root=root, at=at, files=by_moment[at], strategies=tuple(strategies))
+    return Slices(root=root, at=at, files=by_moment[at], strategies=strategies)
 
 
 _Found = dict[tuple[Path, str], dict[str, dict[int, Path]]]
@@ -153,21 +157,6 @@ def _named(file: Path) -> tuple[int | None, Path, str, str]:
     return (rank, folder.parent if folder else file.parent, name["prefix"] if name else "", name["at"] if name else "")
 
 
-def _read_strategies(paths: tuple[Path, ...]) -> Strategy:
-    merged: dict[int, dict[str, Layout]] = defaultdict(dict)
-    for path in paths:
-        for stage, layouts in read_strategy(path).items():
-            strange = [name for name, layout in layouts.items() if merged[stage].get(name, layout) != layout]
-            if strange:
-                raise CheckpointError(
-                    f"{path}: says something else of {strange[0]} than"
-                    f" {' and '.join(str(other) for other in paths if other != path)[:300]}; leave"
-                    " the strategy files of one run there"
-                )
-            merged[stage] |= layouts
-    return dict(sorted(merged.items()))
-
-
 def _merge(slices: Slices, strategy: Strategy) -> dict[str, SlicedTensor]:
     where = f"{slices.root}{f': files of {slices.at}' if slices.at else ''}"
     said = " and ".join(map(str, slices.strategies[:2]))
@@ -188,9 +177,10 @@ def _merge(slices: Slices, strategy: Strategy) -> dict[str, SlicedTensor]:
             rank - stage * stage_ranks: path for rank, path in slices.files.items() if rank // stage_ranks == stage
         }
         stored: dict[int, Mapping[str, FileTensor]] = {}
-        for rank in _needed(layouts, files):
-            with open_tensors(files[rank]) as stored[rank]:
-                pass  # its tensors can be read as long as the objects exist
+        # those of other ranks are copies
+        needed = {rank for layout in {*layouts.values()} for rank in layout.first_ranks(sorted(files))}
+        for rank in sorted(needed | ({min(files)} if files else set())):
+            stored[rank] = open_tensors(files[rank])
         for name in dict.fromkeys(name for tensors in stored.values() for name in tensors):
             if name in whole:
                 continue  # an earlier stage holds the same
@@ -240,12 +230,6 @@ def _joined(slices: Slices, said: str, layout: Layout, held: Mapping[int, FileTe
         for rank, tensor in sorted(held.items(), reverse=True)
     }
     return SlicedTensor(dtype=first.dtype, shape=shape, parts=parts)
-
-
-def _needed(layouts: Mapping[str, Layout], files: Mapping[int, Path]) -> list[int]:
-    """Return ranks whose files together hold all tensors. The others have copies."""
-    ranks = {rank for layout in {*layouts.values()} for rank in layout.first_ranks(sorted(files))}
-    return sorted(ranks | ({min(files)} if files else set()))
 
 
 def _listed(files: Mapping[int, Path]) -> str:

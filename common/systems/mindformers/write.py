@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,6 @@ def counters_of(run: Mapping[str, Any], *, epoch: int | None = None) -> dict[str
 STRATEGY_FILE = "ckpt_strategy.ckpt"
 _NAME_MAP = NAME_MAPS["mindformers"][0]
 
-_Layouts = Mapping[int, Mapping[NameRow, Layout]]
-"""Parameters that each pipeline rank holds, and how its ranks split each of them."""
-
 
 def epoch_and_step(config: Run, samples_per_epoch: int, state: TrainState) -> tuple[int, int]:
     """Return the epoch and the step in it, both from 1, as MindSpore counts them."""
@@ -98,47 +96,43 @@ def write_rank_file(config: Run, place: tuple[int, int], rank: int, is_split: bo
     name = f"{config.checkpoint.ckpt_prefix}_rank_{rank}"
     target = folder / f"{name}-{place[0]}_{place[1]}.ckpt"
     temporary = folder / f".{target.stem}.tmp.ckpt"
-    leftover = rf"\.{re.escape(name)}-(\d+)_(\d+)\.tmp\.ckpt.*"
     topology = config.topology if is_split else Topology()
-    layouts = _layouts(config, topology)
+    rows = -(-config.model.vocab_size // topology.tensor) * topology.tensor  # each tensor rank has as many
+    shapes = parameter_shapes(config.model) | {EMBEDDING: (rows, config.model.hidden_size)}
+    shards = shards_of(config.parallel, topology)
+    layouts = [
+        {row: _layout(row, row.shape(shapes), topology, shards) for row in _rows_of(stage, config.model, topology)}
+        for stage in range(topology.pipeline)
+    ]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _remove(_of_name(folder, leftover))
+        for leftover in folder.glob(f".{glob.escape(name)}-*.tmp.ckpt*"):
+            leftover.unlink(missing_ok=True)
         if is_split and rank == 0:
-            write_strategy(checkpoint.parent / STRATEGY_FILE, _strategy(config, layouts))
+            prefixes = ["", *(MOMENTS[part] for part in config.optimizer.rule.parts)]
+            strategy = (
+                {prefix + row.theirs: layout for prefix in prefixes for row, layout in rows.items()} for rows in layouts
+            )
+            write_strategy(checkpoint.parent / STRATEGY_FILE, dict(enumerate(strategy)))
         stage, local_rank = divmod(rank, topology.data * topology.tensor)
-        with _tensors(config, layouts[stage], local_rank, place, checkpoint) as tensors:
+        with _tensors(config, layouts[stage], shapes, local_rank, place, checkpoint) as tensors:
             stream_mindspore(temporary, tensors, arrays_of(tensors))
         os.replace(temporary, target)
         fsync_folder(folder)
     except OSError as error:
-        _remove(_of_name(folder, leftover))
+        with suppress(OSError):
+            temporary.unlink()
         raise StorageError(
             f"{target}: cannot be written: {error.strerror}; the checkpoint beside it is whole,"
             " checkpoint.resume=auto resumes it"
         ) from None
-    numbers = _of_name(folder, rf"{re.escape(name)}-(\d+)_(\d+)\.ckpt")
-    _remove(surplus(numbers, target, config.checkpoint.keep, numbers.__getitem__))
+    matches = ((path, re.fullmatch(rf"{re.escape(name)}-(\d+)_(\d+)\.ckpt", path.name)) for path in folder.glob("*"))
+    numbers = {path: (int(match[1]), int(match[2])) for path, match in matches if match}
+    for older in surplus(numbers, target, config.checkpoint.keep, numbers.__getitem__):
+        older.unlink(missing_ok=True)
 
 
 # ---- who holds what ----
-
-
-def _layouts(config: Run, topology: Topology) -> _Layouts:
-    shapes = _shapes(config.model, topology.tensor)
-    shards = shards_of(config.parallel, topology)
-    return {
-        place: {
-            row: _layout(row, row.shape(shapes), topology, shards) for row in _rows_of(place, config.model, topology)
-        }
-        for place in range(topology.pipeline)
-    }
-
-
-def _shapes(model: ResolvedModel, tensor: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all parameters; the rows of the embedding divide by the tensor ranks."""
-    rows = -(-model.vocab_size // tensor) * tensor
-    return parameter_shapes(model) | {EMBEDDING: (rows, model.hidden_size)}
 
 
 def _rows_of(place: int, model: ResolvedModel, topology: Topology) -> Iterator[NameRow]:
@@ -168,36 +162,31 @@ def _layout(row: NameRow, shape: tuple[int, ...], topology: Topology, shards: in
     return layout
 
 
-def _strategy(config: Run, layouts: _Layouts) -> dict[int, dict[str, Layout]]:
-    prefixes = ["", *(MOMENTS[part] for part in config.optimizer.rule.parts)]
-    return {
-        stage: {prefix + row.theirs: layout for prefix in prefixes for row, layout in rows.items()}
-        for stage, rows in layouts.items()
-    }
-
-
 # ---- the tensors of a rank ----
 
 
 @contextmanager
 def _tensors(
-    config: Run, layouts: Mapping[NameRow, Layout], rank: int, place: tuple[int, int], checkpoint: Path
+    config: Run,
+    layouts: Mapping[NameRow, Layout],
+    shapes: Mapping[str, tuple[int, ...]],
+    rank: int,
+    place: tuple[int, int],
+    checkpoint: Path,
 ) -> Iterator[dict[str, Weight]]:
     """Yield the tensors of a rank and the counters. Each is read when it is written."""
     manifest = read_manifest(checkpoint, checksums=False)
-    shapes = _shapes(config.model, max(layout.devices[1] for layout in layouts.values()))
     with (
         open_stored(checkpoint, MODEL_FILE, manifest) as model,
         open_stored(checkpoint, OPTIMIZER_FILE, manifest) as optimizer,
     ):
+        stored = [(model, "", "")]
+        stored += [(optimizer, MOMENTS[part], f".{part}") for part in config.optimizer.rule.parts if optimizer]
         tensors = {
-            row.theirs: _part(model, row, "", layout, rank, row.shape(shapes)) for row, layout in layouts.items()
+            prefix + row.theirs: _part(reader, row, suffix, layout, rank, row.shape(shapes))
+            for reader, prefix, suffix in stored
+            for row, layout in layouts.items()
         }
-        for part in config.optimizer.rule.parts if optimizer else ():
-            tensors |= {
-                MOMENTS[part] + row.theirs: _part(optimizer, row, f".{part}", layout, rank, row.shape(shapes))
-                for row, layout in layouts.items()
-            }
         yield tensors | counters_of(manifest, epoch=place[0])
 
 
@@ -215,17 +204,3 @@ def _part(
         return array.T if row.transposed else array
 
     return Weight(dtype="float32", shape=shape, load=load)
-
-
-# ---- files of a name ----
-
-
-def _of_name(folder: Path, pattern: str) -> dict[Path, tuple[int, int]]:
-    """Return the files whose whole name matches, with the epoch and the step in it."""
-    matches = ((path, re.fullmatch(pattern, path.name)) for path in folder.glob("*"))
-    return {path: (int(match[1]), int(match[2])) for path, match in matches if match}
-
-
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from common.cluster.environment import find_process
 from common.dialects.megatron import STATIC
-from common.dialects.oneflow import DEFAULTS, PROGRAM, SYSTEM, TABLE, above_zero
+from common.dialects.oneflow import DEFAULTS, POSITIVE, TABLE
 from common.errors import ConfigError
 from common.systems.dialect import Dialect, ForeignKeys, Translation
 from common.whole_numbers import MAX_RANKS, argument
@@ -21,7 +21,7 @@ def _translate(theirs: ForeignKeys, ours: Translation) -> None:
     scale, flag = theirs.take("loss_scale"), "initial_loss_scale"
     if scale is not None:
         try:
-            scale = above_zero(scale)
+            scale = POSITIVE(scale)
         except ValueError as error:
             theirs.refuse("loss_scale", scale, str(error))
         ours.put("loss_scale.mode", "static", theirs, "loss_scale")
@@ -45,12 +45,12 @@ def _translate(theirs: ForeignKeys, ours: Translation) -> None:
 
 
 DIALECT = Dialect(
-    system=SYSTEM,
+    system="OneFlow",
     table=TABLE,
     defaults=DEFAULTS,
     begin={"output_dir": "output", "validation.interval": "never"},
     parts=(_translate,),
-    programs=(PROGRAM,),
+    programs=("oneflow_gpt.training",),
 )
 
 

@@ -10,10 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from common.config.values import RuleName, rule_keeping
-from common.dialects.rules import whole
+from common.config.values import rule_keeping
 from common.errors import CheckpointError
 from common.structured_files import read_bytes
 from common.systems.name_map import LINEAR, Fusion, name_map
@@ -66,10 +64,7 @@ def read_variable(folder: Path, usual: tuple[int, ...] | None) -> FileTensor:
         raise CheckpointError(
             f"{folder / DATA}: has {data.size} bytes, and {dtype} {list(shape)} takes {expected}; copy it again"
         )
-    try:
-        return FileTensor(name=folder.name, dtype=dtype, shape=shape, segments=(data,))
-    except ValueError as error:  # a shape that an array cannot have
-        raise CheckpointError(f"{folder / META}: {error}; copy it again") from None
+    return FileTensor(name=folder.name, dtype=dtype, shape=shape, segments=(data,))
 
 
 _BLOCK = "model-h{layer}-"
@@ -130,24 +125,30 @@ def open_oneflow(path: Path) -> Iterator[Weights]:
     model, run = read_model_yaml(beside if beside.is_file() and not inside.is_file() else inside)
     ours = parameter_shapes(model)
     usual = {row.theirs: row.shape(ours) for row in NAME_MAP.rows(model.num_layers)}
-    names = {part: {f"{name}{end}": name for name in usual} for part, end in MOMENTS.items()}
-    usual |= {there: usual[name] for part in names for there, name in names[part].items()}
+    shapes = usual | {f"{name}{end}": shape for end in MOMENTS.values() for name, shape in usual.items()}
     files = sorted(file.parent.name for file in folder.glob(f"*/{DATA}"))
-    stored = {name: read_variable(folder / name, usual.get(name)) for name in files}
+    stored = {name: read_variable(folder / name, shapes.get(name)) for name in files}
     own = {name: stored.pop(name) for name in files if name.startswith(SYSTEM)}
-    groups = {part: {name: stored.pop(name) for name in files if name in names[part]} for part in names}
+    groups = {
+        part: found
+        for part, end in MOMENTS.items()
+        if (found := {name + end: stored.pop(name + end) for name in usual if name + end in stored})
+    }
     weights = weights_from(folder, NAME_MAP, stored, model, format="oneflow", path=path, ignored={})
     moments: dict[str, Weight] = {}
     for part, tensors in groups.items():
-        if tensors:
-            moments |= import_names(folder, NAME_MAP, tensors, model, end=MOMENTS[part], suffix=f".{part}")
+        moments |= import_names(folder, NAME_MAP, tensors, model, end=MOMENTS[part], suffix=f".{part}")
     notes: dict[str, str] = {}
     step = _number(own, STEP)
     if run is not None and step is not None:
         require_one_run(folder, "TrainStep", step, run["state"]["step"])
     if run is None and moments and step is not None:
-        rule = rule_keeping([part for part in groups if groups[part]])
-        run = _run_of(folder, own, step, rule)
+        scale = dict(NO_SCALE)
+        if (value := _number(own, SCALE, "-LossScale")) is not None:
+            finite = int(_number(own, SCALE, "-GoodStepCounter") or 0)
+            scale |= {"mode": "dynamic", "value": value, "finite_steps": finite}
+        found = new_run(rule_keeping([*groups]), step=int(step), updates=int(step), scale=scale)
+        run = checked_run(folder, found)
         notes["position in the data"] = "not in the snapshot: a resumed run reads from the first sample"
     elif run is None:
         reason = "a number of OneFlow's own, without the whole state of the optimizer"
@@ -168,15 +169,3 @@ def _number(own: Mapping[str, FileTensor], start: str, end: str = "") -> float |
     if data.size != 1 or not 0 <= data[0] < 2**53:
         raise CheckpointError(f"{names[0]}/{DATA}: is neither a count nor a scale; copy it again")
     return float(data[0])
-
-
-def _run_of(folder: Path, own: Mapping[str, FileTensor], step: float, optimizer: RuleName) -> dict[str, Any]:
-    value = _number(own, SCALE, "-LossScale")
-    scale = dict(NO_SCALE)
-    try:
-        updates, finite = whole(step), whole(_number(own, SCALE, "-GoodStepCounter") or 0)
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: its counters: {error}; copy it again") from None
-    if value is not None:
-        scale |= {"mode": "dynamic", "value": value, "finite_steps": finite}
-    return checked_run(folder, new_run(optimizer, step=updates, updates=updates, scale=scale))

@@ -112,24 +112,18 @@ def quantize_blocks(weight: NDArray[np.float32], bits: int) -> tuple[NDArray[np.
     a byte, the first in the low half.
     """
     rows, columns = weight.shape
-    blocks = columns // BLOCK
+    blocks, half = columns // BLOCK, 2 ** (bits - 1)
     integers = np.empty((rows, blocks, BLOCK * bits // 8), np.uint8)
     scales = np.empty((rows, blocks), np.float32)
     for first in range(0, rows, _ROWS):
         part = slice(first, first + _ROWS)
-        integers[part], scales[part] = _quantize(weight[part].reshape(-1, blocks, BLOCK), bits)
-    return integers, scales
-
-
-def _quantize(blocks: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    half = 2 ** (bits - 1)
-    places = np.abs(blocks).argmax(-1)[..., None]
-    scales = (np.take_along_axis(blocks, places, -1)[..., 0] / -half).astype(np.float32)
-    inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
-    integers = np.rint(blocks * inverse[..., None]) + half
-    integers = integers.clip(0, 2 * half - 1).astype(np.uint8)
-    if bits == 4:
-        integers = integers[..., ::2] | (integers[..., 1::2] << 4)
+        block = weight[part].reshape(-1, blocks, BLOCK)
+        places = np.abs(block).argmax(-1)[..., None]
+        scale = (np.take_along_axis(block, places, -1)[..., 0] / -half).astype(np.float32)
+        inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+        rounded = (np.rint(block * inverse[..., None]) + half).clip(0, 2 * half - 1).astype(np.uint8)
+        integers[part] = rounded if bits == 8 else rounded[..., ::2] | (rounded[..., 1::2] << 4)
+        scales[part] = scale
     return integers, scales
 
 

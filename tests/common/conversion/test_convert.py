@@ -104,9 +104,9 @@ def test_the_command_line_of_mindformers(tmp_path: Path, capsys: Any) -> None:
     words = ["--torch_path", str(file), "--mindspore_path", str(target)]
     two = ["--layers", "2"]
     assert main([*words, *two]) == 0
-    with open_tensors(target) as found:
-        assert len(found) == 16 * 2 + 4
-        query = found["backbone.blocks.1.attention.dense1.weight"].read()
+    found = open_tensors(target)
+    assert len(found) == 16 * 2 + 4
+    query = found["backbone.blocks.1.attention.dense1.weight"].read()
     np.testing.assert_array_equal(query, state["transformer.h.1.attn.c_attn.weight"][:, :24].T)
     empty, before = str(tmp_path / "empty.bin"), target.read_bytes()
     torch.save({"wte.weight": torch.zeros(0, 4)}, empty)
@@ -442,11 +442,8 @@ def test_weights_without_a_run(trained: Path, tmp_path: Path, capsys: pytest.Cap
     alone = told("mindformers", "alone", "--weights_only")
     assert "not written: 72 x state of the optimizer" in alone
     assert "not written: run (where training stood)" in told("hf", "hf")
-    with (
-        open_tensors(tmp_path / "run" / "gpt2.ckpt") as run,
-        open_tensors(tmp_path / "alone" / "gpt2.ckpt") as alone_file,
-    ):
-        assert len(alone_file) == 36 and len(run) == 3 * 36 + 3 and run["step_num"].read() == 2
+    run, alone_file = (open_tensors(tmp_path / name / "gpt2.ckpt") for name in ("run", "alone"))
+    assert len(alone_file) == 36 and len(run) == 3 * 36 + 3 and run["step_num"].read() == 2
 
 
 def test_a_checkpoint_of_mindspore_itself(tmp_path: Path, mindspore: ModuleType, trained: Path) -> None:
@@ -465,11 +462,11 @@ def test_a_checkpoint_of_mindspore_itself(tmp_path: Path, mindspore: ModuleType,
     engine = json.loads((back / "manifest.json").read_text())["engine"]
     assert (engine["optimizer_steps"], engine["loss_scale"]["value"]) == (1, 512)
     of = dict(zip([parameter.name for parameter in loaded], gradients, strict=True))
-    with open_tensors(back / "optimizer.safetensors") as found:
-        averages, squares = found["h.1.mlp.c_fc.weight.exp_avg"], found["h.0.attn.k_proj.bias.exp_avg_sq"]
-        wide, narrow = of["backbone.blocks.1.output.mapping.weight"], of["backbone.blocks.0.attention.dense2.bias"]
-        np.testing.assert_allclose(averages.read(), 0.1 * wide.T, rtol=1e-5)
-        np.testing.assert_allclose(squares.read(), 0.001 * narrow**2, rtol=1e-4)
+    found = open_tensors(back / "optimizer.safetensors")
+    averages, squares = found["h.1.mlp.c_fc.weight.exp_avg"], found["h.0.attn.k_proj.bias.exp_avg_sq"]
+    wide, narrow = of["backbone.blocks.1.output.mapping.weight"], of["backbone.blocks.0.attention.dense2.bias"]
+    np.testing.assert_allclose(averages.read(), 0.1 * wide.T, rtol=1e-5)
+    np.testing.assert_allclose(squares.read(), 0.001 * narrow**2, rtol=1e-4)
 
 
 def test_files_that_do_not_belong_together_are_refused(trained: Path, tmp_path: Path) -> None:

@@ -30,14 +30,13 @@ TENSORS = {
 
 def test_the_library_writes_what_we_read(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "x.safetensors", metadata={"format": "pt", "note": "7"})
-    with open_tensors(tmp_path / "x.safetensors") as stored:
-        assert stored.plain == {"format": "pt", "note": "7"}
-        assert stored.keys() == TENSORS.keys()
-        for name, tensor in TENSORS.items():
-            found = stored[name]
-            assert (f"torch.{found.dtype}", found.shape) == (str(tensor.dtype), tensor.shape)
-            content = tensor.view(torch.int16) if name == "half" else tensor
-            assert found.read().tobytes() == content.numpy().tobytes()
+    stored = open_tensors(tmp_path / "x.safetensors")
+    assert stored.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        found = stored[name]
+        assert (f"torch.{found.dtype}", found.shape) == (str(tensor.dtype), tensor.shape)
+        content = tensor.view(torch.int16) if name == "half" else tensor
+        assert found.read().tobytes() == content.numpy().tobytes()
 
 
 def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
@@ -77,15 +76,14 @@ WHOLE = raw({"a": entry(0, 4), "b": entry(4, 8)})
         (raw({"a": 3}), ""),
         (raw({"a": entry(0, 4), "b": entry(2, 6)}), "`b`"),
         (raw({"a": entry(0, 8, "F8_E4M3", [8])}), "a is of type 'F8_E4M3', and"),
-        (raw({"a": entry(0, 0, "F32", [0, 2**62, 2**62])}, b""), "beyond what an array can have"),
     ],
 )
 def test_a_file_that_does_not_fit_together_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
     message = f"x.safetensors: not a whole safetensors file: .*{reason}.*; copy it again"
-    with pytest.raises(CheckpointError, match=message), open_tensors(path):
-        pass
+    with pytest.raises(CheckpointError, match=message):
+        open_tensors(path)
 
 
 # ---- shards, and the one door for all formats ----
@@ -113,8 +111,8 @@ def test_shards_are_those_of_the_library_and_read_as_one(tmp_path: Path) -> None
             places[name] = file
             assert tensor.dtype == torch.bfloat16 and tensor.shape == (2, 3)
     assert places == index["weight_map"] and sorted(set(places.values())) == files
-    with open_tensors(tmp_path / INDEX) as stored:
-        assert [int(stored[name].read()[0, 0]) for name in stored] == [0, 1, 2, 3]
+    stored = open_tensors(tmp_path / INDEX)
+    assert [int(stored[name].read()[0, 0]) for name in stored] == [0, 1, 2, 3]
 
 
 def test_an_index_that_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -129,8 +127,8 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         ({"weight_map": places | {"d": "gone.safetensors"}}, "no such file"),
     ):
         (tmp_path / INDEX).write_text(json.dumps(content))
-        with pytest.raises(CheckpointError, match=message), open_tensors(tmp_path / INDEX):
-            pass
+        with pytest.raises(CheckpointError, match=message):
+            open_tensors(tmp_path / INDEX)
 
 
 def test_a_file_is_known_by_what_it_begins_with(tmp_path: Path) -> None:
@@ -138,15 +136,15 @@ def test_a_file_is_known_by_what_it_begins_with(tmp_path: Path) -> None:
     kinds = {"a": TensorKind(dtype="float32", shape=(2,))}
     stream_safetensors(tmp_path / "weights", kinds, [np.ones(2, np.float32)])
     for name in ("lightning.ckpt", "weights"):
-        with open_tensors(tmp_path / name) as stored:
-            assert stored["a"].read().tolist() == [1, 1]
+        stored = open_tensors(tmp_path / name)
+        assert stored["a"].read().tolist() == [1, 1]
     for name, words, message in (
         ("notes.txt", "only words", "not a known weight file"),
         ("empty.ckpt", "", "is empty"),
     ):
         (tmp_path / name).write_text(words)
-        with pytest.raises(CheckpointError, match=message), open_tensors(tmp_path / name):
-            pass
+        with pytest.raises(CheckpointError, match=message):
+            open_tensors(tmp_path / name)
 
 
 ARRAYS = {
@@ -189,13 +187,13 @@ def test_mindspore_reads_and_writes_the_same(
     records = [{"name": name, "data": tensor} for name, tensor in tensors.items()]
     more = {"note": "abcé", "loss_scale": 1024.0}
     ms.save_checkpoint(records, str(theirs), crc_check=seal, append_dict=more)
-    with open_tensors(theirs) as stored:
-        for name, (word, array) in ARRAYS.items():
-            assert stored[name].dtype == word and stored[name].shape == array.shape
-            assert stored[name].read().tobytes() == array.tobytes()
-        assert len(stored["large"].segments) == 3
-        np.testing.assert_array_equal(stored["large"].read(), large)
-        assert stored.plain == {"note": "abcé"} and stored["loss_scale"].read() == 1024
+    stored = open_tensors(theirs)
+    for name, (word, array) in ARRAYS.items():
+        assert stored[name].dtype == word and stored[name].shape == array.shape
+        assert stored[name].read().tobytes() == array.tobytes()
+    assert len(stored["large"].segments) == 3
+    np.testing.assert_array_equal(stored["large"].read(), large)
+    assert "note" not in stored and stored["loss_scale"].read() == 1024
 
 
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
@@ -203,7 +201,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     changed[changed.index(np.float32(5).tobytes()) + 1] ^= 1
     (tmp_path / "x.ckpt").write_bytes(changed)
     with pytest.raises(CheckpointError, match="its checksum is"):
-        open_tensors(tmp_path / "x.ckpt").__enter__()
+        open_tensors(tmp_path / "x.ckpt")
 
 
 def value(tag: bytes, tensor: bytes) -> bytes:
@@ -231,14 +229,14 @@ ONE = value(b"a", tensor(b"\x08\x01", b"Float32", b"\0" * 4))
 def test_a_message_that_does_not_fit_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
     (tmp_path / "x.ckpt").write_bytes(content)
     message = f"not a whole MindSpore checkpoint.*({reason})"
-    with pytest.raises(CheckpointError, match=message), open_tensors(tmp_path / "x.ckpt"):
-        pass
+    with pytest.raises(CheckpointError, match=message):
+        open_tensors(tmp_path / "x.ckpt")
 
 
 def test_older_scalars_and_packed_shapes_are_read(tmp_path: Path) -> None:
     content = value(b"step_num", tensor(b"\x08\x00", b"Int32", b"\7\0\0\0"))
     content += value(b"a", tensor(b"\x0a\x02\x02\x01", b"UInt8", b"\1\2"))
     (tmp_path / "x.ckpt").write_bytes(content)
-    with open_tensors(tmp_path / "x.ckpt") as stored:
-        assert stored["step_num"].read() == 7 and stored["step_num"].shape == ()
-        assert stored["a"].read().tolist() == [[1], [2]]
+    stored = open_tensors(tmp_path / "x.ckpt")
+    assert stored["step_num"].read() == 7 and stored["step_num"].shape == ()
+    assert stored["a"].read().tolist() == [[1], [2]]
