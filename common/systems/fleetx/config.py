@@ -233,11 +233,6 @@ def _checkpoint(theirs: ForeignKeys, ours: Translation) -> None:
     key = "Engine.save_load.ckpt_dir"
     if (path := theirs.take(key)) is not None:
         ours.put(f"checkpoint.{_MODULES[module]}", path, theirs, key)
-    for key in ("Quantization.pretrained", "Compress.pretrained"):
-        if (path := theirs.take(key)) is not None:
-            # FleetX takes a prefix, to which it adds the ending
-            weights = f"{path}.pdparams" if Path(f"{path}.pdparams").is_file() else path
-            ours.put("checkpoint.init_from", weights, theirs, key)
 
 
 def _evaluation(theirs: ForeignKeys, ours: Translation) -> None:
@@ -311,6 +306,11 @@ def _quantization(theirs: ForeignKeys, ours: Translation) -> None:
             ours.put("quantization.skip", skip, theirs, prefix)
         elif theirs.peek(prefix) is None:
             theirs.take(prefix)
+    for key in ("Quantization.pretrained", "Compress.pretrained"):
+        if (path := theirs.take(key)) is not None:
+            # FleetX takes a prefix, to which it adds the ending
+            weights = f"{path}.pdparams" if Path(f"{path}.pdparams").is_file() else path
+            ours.put("checkpoint.init_from", weights, theirs, key)
 
 
 def settle(ours: Translation) -> None:
