@@ -306,6 +306,10 @@ def _quantization(theirs: ForeignKeys, ours: Translation) -> None:
             ours.put("quantization.skip", skip, theirs, prefix)
         elif theirs.peek(prefix) is None:
             theirs.take(prefix)
+
+
+def _pretrained(theirs: ForeignKeys, ours: Translation) -> None:
+    """Stand after ``_quantization``, which takes the keys of a section that is not enabled."""
     for key in ("Quantization.pretrained", "Compress.pretrained"):
         if (path := theirs.take(key)) is not None:
             # FleetX takes a prefix, to which it adds the ending
@@ -330,7 +334,7 @@ DIALECT = Dialect(
     begin={"logging.style": "fleetx", "data.eod_mask_loss": True},
     parts=(
         _checkpoint, _layout, _validation, _steps, _precision, _model, _evaluation, _profile,
-        _quantization,
+        _quantization, _pretrained,
     ),
     settle=settle, base="_base_", marks=MARKS,
 )  # fmt: skip
