@@ -233,11 +233,6 @@ def _checkpoint(theirs: ForeignKeys, ours: Translation) -> None:
     key = "Engine.save_load.ckpt_dir"
     if (path := theirs.take(key)) is not None:
         ours.put(f"checkpoint.{_MODULES[module]}", path, theirs, key)
-    for key in ("Quantization.pretrained", "Compress.pretrained"):
-        if (path := theirs.take(key)) is not None:
-            # FleetX takes a prefix, to which it adds the ending
-            weights = f"{path}.pdparams" if Path(f"{path}.pdparams").is_file() else path
-            ours.put("checkpoint.init_from", weights, theirs, key)
 
 
 def _evaluation(theirs: ForeignKeys, ours: Translation) -> None:
@@ -313,6 +308,15 @@ def _quantization(theirs: ForeignKeys, ours: Translation) -> None:
             theirs.take(prefix)
 
 
+def _pretrained(theirs: ForeignKeys, ours: Translation) -> None:
+    """Stand after ``_quantization``, which takes the keys of a section that is not enabled."""
+    for key in ("Quantization.pretrained", "Compress.pretrained"):
+        if (path := theirs.take(key)) is not None:
+            # FleetX takes a prefix, to which it adds the ending
+            weights = f"{path}.pdparams" if Path(f"{path}.pdparams").is_file() else path
+            ours.put("checkpoint.init_from", weights, theirs, key)
+
+
 def settle(ours: Translation) -> None:
     """Remove keys without effect on the backend that is chosen in the end."""
     if ours.get("train.recompute") == "none":
@@ -330,7 +334,7 @@ DIALECT = Dialect(
     begin={"logging.style": "fleetx", "data.eod_mask_loss": True},
     parts=(
         _checkpoint, _layout, _validation, _steps, _precision, _model, _evaluation, _profile,
-        _quantization,
+        _quantization, _pretrained,
     ),
     settle=settle, base="_base_", marks=MARKS,
 )  # fmt: skip

@@ -137,7 +137,10 @@ def open_parts(path: Path) -> Sequence[Sequence[TensorFile]]:
         lambda place: _NAME.format(*place),
     )  # fmt: skip
     states = [open_tensors(folder / _META) for folder in folders.values() if (folder / _META).is_file()]
-    told = {state.path: {name: state.tree.get(name) for name in ("epoch", "step")} for state in states}
+    told: dict[Path, dict[str, object]] = {}
+    for state in states:
+        values = state.tree if isinstance(state.tree, dict) else {}
+        told[state.path] = {name: None if name in state else values.get(name) for name in ("epoch", "step")}
     require_same(told, lambda path: path.parent.name)
     return [[open_tensors(folders[rank, 0, stage] / FILE) for stage in range(stages)] for rank in range(tensor)]
 

@@ -168,7 +168,9 @@ def open_mindformers(path: Path, model: ResolvedModel | None = None, format: str
     ignored = {name: "causal mask" for name in stored if name_map.ignores(name)}
     ignored |= {name: "gradients under way" for name in stored if name.startswith(_SUMS)}
     counters = {
-        name: float(stored[name].read().reshape(-1)[0]) for name in _COUNTERS if name in stored and stored[name].nbytes
+        name: float(stored[name].read().reshape(-1)[0])
+        for name in _COUNTERS
+        if name in stored and stored[name].nbytes and len(stored[name].shape) < 2
     }
     rest = {name: tensor for name, tensor in stored.items() if name not in ignored and name not in _COUNTERS}
     groups = {

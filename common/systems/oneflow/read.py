@@ -163,9 +163,10 @@ def _number(own: Mapping[str, FileTensor], start: str, end: str = "") -> float |
     if not names:
         return None
     tensor = own[names[0]]
-    data = tensor.read().reshape(-1)
+    data = tensor.segments[0].view(NUMPY_TYPES[tensor.dtype])  # meta may say more dims than an array has
     if tensor.dtype == "uint8" and data.size in (4, 8):  # snapshots without meta
         data = data.view("<f4" if data.size == 4 else "<i8")
-    if data.size != 1 or not 0 <= data[0] < 2**53:
+    is_scale = end == "-LossScale"
+    if data.size != 1 or not 0 <= data[0] < 2**53 or not (is_scale or data[0] % 1 == 0):
         raise CheckpointError(f"{names[0]}/{DATA}: is neither a count nor a scale; copy it again")
     return float(data[0])

@@ -200,6 +200,8 @@ Compress:
     assert "Compress.Quantization.activation_preprocess_type" in opened.ours.without_effect
     disabled = open_config(tmp_path / "run.yaml", ["Compress.Quantization.enable=False"])
     assert disabled.config.quantization is None
+    (tmp_path / "23.yaml").write_text(f"_base_: {SINGLE_CARD}\nQuantization: {{enable: False, pretrained: a}}\n")
+    assert open_config(tmp_path / "23.yaml").config.checkpoint.init_from is None
 
 
 def test_a_section_that_inherits_nothing_and_one_that_an_override_fills(tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ BAD: dict[str, Callable[[Path], object]] = {
         with_file("model-wpe/out", bytes(332)),
     "model-wpe/meta: no shape and data_type": with_file("model-wpe/meta", b"shape { dim: -1 }"),
     "System-Train-TrainStep-train/out: is neither a count": with_file("System-Train-TrainStep-train/out", b"\xff" * 8),
+    "System-Train-TrainStep-train/out: is neither a count nor a scale; copy":
+        with_file("System-Train-TrainStep-train/meta", b"shape {" + b" dim: 1" * 40 + b" } data_type: kDouble"),
     "unexpected model-lm_head": lambda folder: save(folder, "model-lm_head", np.zeros(3, np.float32)),
     "model.yaml: no such file": lambda folder: (folder.parent / "model.yaml").unlink(),
 }  # fmt: skip
