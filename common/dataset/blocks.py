@@ -6,13 +6,12 @@ A block can be parsed and tokenized with no knowledge of the others.
 from __future__ import annotations
 
 import codecs
-import enum
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from common.dataset.corpus import TABLES, Corpus, CorpusFormat
 from common.dataset.encodings import DOCUMENT_BYTES, advice, check_words
@@ -39,13 +38,8 @@ class MissingKeyError(DataError):
         return f"{self.problem}; rename it, or name it with --json-keys"
 
 
-class DocumentRule(enum.Enum):
-    """Border between the documents of a plain text."""
-
-    BLANK_LINE = "blank_line"
-    LINE = "line"
-    FILE = "file"
-    EOT = "eot"
+DocumentRule = Literal["blank_line", "line", "file", "eot"]
+"""Border between the documents of a plain text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +96,7 @@ def read_blocks(
                 line += data.count(b"\n")
                 offset += len(data)
     except _LargeDocument:
-        remedy = ", say with --documents what separates its documents" if corpus.format is CorpusFormat.TEXT else ""
+        remedy = ", say with --documents what separates its documents" if corpus.format == "text" else ""
         raise DataError(
             f"{corpus.path}: the document that begins in line {line} has more than"
             f" {document_bytes / 2**20:g} MiB, but must fit in memory whole; divide it{remedy},"
@@ -118,15 +112,15 @@ def _pieces(
         yield from read_table(corpus.path, corpus.size, keys, block_bytes=block_bytes, document_bytes=document_bytes)
         return
     last_border: Callable[[bytes], int] = _after_line
-    if corpus.format is CorpusFormat.TEXT:
+    if corpus.format == "text":
         last_border = _LAST_BORDER[rule]
-    elif corpus.format is CorpusFormat.IDS:
+    elif corpus.format == "ids":
         last_border = partial(_after_mark, f" {end_id} ".encode())
     read = 0
     with corpus.open() as (file, raw):
         for data in (
             _array_blocks(file, corpus.path, keys, block_bytes, document_bytes)
-            if corpus.format is CorpusFormat.ARRAY
+            if corpus.format == "array"
             else _byte_blocks(file, last_border, block_bytes, document_bytes)
         ):
             yield data, raw.tell() - read
@@ -225,10 +219,10 @@ def _after_mark(mark: bytes, buffer: bytes) -> int:
 
 
 _LAST_BORDER: dict[DocumentRule, Callable[[bytes], int]] = {
-    DocumentRule.BLANK_LINE: _after_blank_line,
-    DocumentRule.LINE: _after_line,
-    DocumentRule.FILE: lambda buffer: 0,
-    DocumentRule.EOT: partial(_after_mark, END_OF_TEXT.encode()),
+    "blank_line": _after_blank_line,
+    "line": _after_line,
+    "file": lambda buffer: 0,
+    "eot": partial(_after_mark, END_OF_TEXT.encode()),
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.dataset.blocks import BLANK_LINES, END_OF_TEXT, Block, DocumentRule, read_blocks, texts_of
-from common.dataset.corpus import CorpusFormat, open_corpus
+from common.dataset.corpus import open_corpus
 from common.dataset.encodings import advice, check_words, require_no_nul
 from common.errors import DataError
 from common.structured_files import MalformedError, parse_json_line
@@ -43,7 +43,7 @@ def documents_of(block: Block, keys: tuple[str, ...]) -> list[Documents]:
     text = _decode(block, block.data)
     if block.offset == 0:
         text = text.removeprefix("\ufeff")
-    if block.format is CorpusFormat.TEXT:
+    if block.format == "text":
         found = _from_text(text, block.data, block.rule)
         for document in found.texts:
             check_words(document, lambda word: _place(block, word))
@@ -57,7 +57,7 @@ def read_texts(
     *,
     encoding: str,
     keys: tuple[str, ...] = ("text",),
-    rule: DocumentRule = DocumentRule.BLANK_LINE,
+    rule: DocumentRule = "blank_line",
     on_bytes: Callable[[int], object] = lambda read: None,
 ) -> Iterator[str]:
     """Yield the documents of each file in turn, read in blocks of a few MB; none of white space.
@@ -68,7 +68,7 @@ def read_texts(
     found = False
     for path in files:
         corpus = open_corpus(path, encoding=encoding)
-        names = ("text",) if corpus.format is CorpusFormat.TEXT else keys
+        names = ("text",) if corpus.format == "text" else keys
         for block in read_blocks(corpus, rule, names):
             for documents in documents_of(block, names):
                 texts = documents.written()
@@ -83,11 +83,11 @@ def _from_text(text: str, data: bytes, rule: DocumentRule) -> Documents:
     """Split a text into documents. data: the bytes of ``text``, which can be searched several times as fast."""
     if b"\r" in data:
         text = text.replace("\r\n", "\n")
-    if rule is DocumentRule.FILE:
+    if rule == "file":
         pieces = [text]
-    elif rule is DocumentRule.LINE:
+    elif rule == "line":
         pieces = text.removesuffix("\n").split("\n")
-    elif rule is DocumentRule.EOT:
+    elif rule == "eot":
         pieces = [piece.strip("\n") for piece in text.split(END_OF_TEXT)]
         if not pieces[-1].strip():
             pieces.pop()  # the text after the last mark of a block is not a document
@@ -96,7 +96,7 @@ def _from_text(text: str, data: bytes, rule: DocumentRule) -> Documents:
         if _SPACES_ONLY.search(data):
             text = _BLANK_LINES.sub("\n\n", text)
         pieces = [part.strip("\n") for part in text.split("\n\n")]
-    if rule is DocumentRule.BLANK_LINE:  # two borders with nothing between them make no document
+    if rule == "blank_line":  # two borders with nothing between them make no document
         pieces = [piece for piece in pieces if piece and not piece.isspace()]
     places = [place for place, piece in enumerate(pieces) if piece and not piece.isspace()]
     texts = [pieces[place] for place in places]

@@ -23,7 +23,7 @@ def checked_encoding(name: str) -> str:
     known = {"gbk": _GBK, "gb2312": _GBK, "cp936": _GBK}
     try:
         codec = codecs.lookup(name)
-        b"".decode(codec.name)
+        "".encode(codec.name)  # decoding nothing finds no codec that is of bytes
     except (LookupError, ValueError):
         raise ConfigError(
             f"--encoding {name!r}: not an encoding of text; for example utf-8, gbk, big5 or utf-16"

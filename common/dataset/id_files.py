@@ -85,7 +85,7 @@ class PiecesWriter(TokenWriter):
 
     def __init__(self, prefix: Path, pieces: int) -> None:
         super().__init__(prefix, "<i4")
-        self._pieces, self._shared_out = pieces, 0
+        self.pieces, self._shared_out = pieces, 0
         if (later := self.path(pieces)).exists():
             raise ConfigError(
                 f"{later}: is of an earlier run of more than {pieces} pieces; remove those, or"
@@ -113,11 +113,11 @@ class PiecesWriter(TokenWriter):
     def _publish(self) -> None:
         if not self.document_count:
             return
-        share = self._shared_out // self._pieces
+        share = self._shared_out // self.pieces
         if not share:
             _log.warning(
                 "--num-pieces %d: the corpus has %d documents, all but the last piece are empty",
-                *(self._pieces, self._shared_out),
+                *(self.pieces, self._shared_out),
             )
         self._file.seek(0)
         borders = self._borders(share)
@@ -130,9 +130,9 @@ class PiecesWriter(TokenWriter):
 
     def _borders(self, share: int) -> list[int]:
         """Return the number of tokens before each piece."""
-        borders, before = [0] * self._pieces, 0
+        borders, before = [0] * self.pieces, 0
         for lengths, ends in running_sums(self._sizes):
-            for number in range(1, self._pieces):
+            for number in range(1, self.pieces):
                 if before <= share * number - 1 < before + len(lengths):
                     borders[number] = int(ends[share * number - 1 - before])
             before += len(lengths)

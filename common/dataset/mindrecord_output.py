@@ -16,7 +16,8 @@ from typing import Any
 from common.dataset.metadata import METADATA_EXTENSION
 from common.dataset.mindrecord import EXTENSION
 from common.dataset.mindrecord_file import INDEX_EXTENSION
-from common.dataset.preprocess import PreprocessOptions, Progress, preprocess
+from common.dataset.options import DEFAULT_SEQ_LENGTH, PreprocessOptions
+from common.dataset.preprocess import Progress, preprocess
 from common.dataset.samples import GPTDataset
 from common.dataset.token_files import with_extension
 from common.errors import ConfigError, DataError, StorageError
@@ -105,30 +106,32 @@ def earlier_files(target: Path) -> list[Path]:
 
 
 def preprocess_mindrecord(
-    options: PreprocessOptions,
-    seq_length: int,
-    shards: int,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    options: PreprocessOptions, on_progress: Callable[[Progress], None]
 ) -> tuple[list[Any], Progress]:
-    """Write a set of ``shards`` files for each key, as ``preprocess`` writes pairs. Returns a
-    ``WrittenMindRecord`` of mindformers_gpt2 for each.
+    """Write a set of files for each key, as ``preprocess`` writes pairs. Returns a ``WrittenMindRecord`` of
+    mindformers_gpt2 for each.
 
     Raises ConfigError too if MindSpore, which writes the files, is not installed.
     """
     writer = _writer()
-    prefix = options.output_prefix
+    prefix, seq_length, shards = (
+        options.output_prefix,
+        options.seq_length or DEFAULT_SEQ_LENGTH,
+        options.num_splits or 1,
+    )
     writer.check_mindrecord(prefix, shards)
     for key in {*options.json_keys, "text"}:  # plain text has only this key, whatever was asked for
         options.keep_inputs(earlier_files(with_extension(options.prefix_of(key), EXTENSION)))
     with _temporary_folder(prefix.with_name(f"{prefix.name}.pairs")) as folder:
-        result = preprocess(replace(options, output_prefix=folder / prefix.name), on_progress)
-        for pair in result.prefixes:  # check all, before the first set is written
+        pairs = replace(options, format="indexed", seq_length=None, num_splits=None, output_prefix=folder / prefix.name)
+        progress = preprocess(pairs, on_progress)
+        for pair in progress.prefixes:  # check all, before the first set is written
             GPTDataset(pair, split="train", split_weights=(1, 0, 0), seq_length=seq_length, seed=0, shuffle=False)
         sets = [
             writer.write_mindrecord(pair, prefix.with_name(f"{pair.name}{EXTENSION}"), seq_length, shards)
-            for pair in result.prefixes
+            for pair in progress.prefixes
         ]
-        return sets, result.progress
+        return sets, progress
 
 
 def _writer() -> ModuleType:

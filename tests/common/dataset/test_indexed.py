@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from common.dataset import GPTDataset, IndexedDataset, IndexedWriter, open_samples, require_data, token_dtype
 from common.dataset.fleetx import FleetXDataset, FleetXWriter, fleetx_dtype
 from common.dataset.indexed import HEADER
-from common.dataset.preprocess import PreprocessResult, preprocess
+from common.dataset.preprocess import Progress, preprocess
 from common.errors import DataError
 from tests.common.dataset.conftest import WHOLE, files_of, offsets_of
 
@@ -107,7 +107,7 @@ def test_every_row_is_a_document_as_in_megatron(megatron, tmp_path, options_for,
     rows = [{"text": row} for row in ROWS] if name == "a.jsonl" else ROWS
     path.write_text(json.dumps(ROWS) if name == "array.json" else "\n".join(map(json.dumps, rows)))
 
-    def run(format: str, block_bytes: int) -> PreprocessResult:
+    def run(format: str, block_bytes: int) -> Progress:
         options = {"format": format, "block_bytes": block_bytes}
         return preprocess(options_for(path, output_prefix=tmp_path / format, **options))
 
@@ -115,7 +115,7 @@ def test_every_row_is_a_document_as_in_megatron(megatron, tmp_path, options_for,
         result = run("indexed", block_bytes)
         (prefix,) = result.prefixes
         assert files_of(prefix) == files_of(tmp_path / "theirs")
-        assert (result.progress.documents, result.progress.empty) == (len(ROWS), 2)
+        assert (result.documents, result.empty) == (len(ROWS), 2)
     of_fleetx = FleetXDataset(run("fleetx", 50).prefixes[0])
     pair = IndexedDataset(prefix)
     assert of_fleetx.tokens.tolist() == pair.tokens.tolist()
