@@ -95,7 +95,8 @@ def preprocessing_rows(corpus: Path, vocab: Path, merges: Path, repeats: int) ->
 
 
 def loader_rows(repeats: int) -> Iterator[Row]:
-    from common.dataset import GPTDataset, IndexedWriter
+    from common.dataset.indexed import IndexedWriter
+    from common.dataset.samples import GPTDataset
 
     for length in (1000, 100):
         with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, ops
 
-from common.dataset import Tokens
+from common.dataset.sampler import Tokens
 from common.parallel.packing import Packing
 from common.parallel.run import Run
 from common.parallel.sharding import slices_of_rank

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 from common.config.schema import EvaluationConfig
-from common.dataset import Tokens
+from common.dataset.sampler import Tokens
 from common.errors import ConfigError
 from common.evaluation.corpus import EvaluationResult, RowTask, read_evaluation_file
 from common.evaluation.rows import Scorer, score_rows

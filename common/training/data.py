@@ -14,24 +14,12 @@ import numpy as np
 
 from common.checkpoint.snapshot import TrainState
 from common.config.schema import TokenizerConfig
-from common.dataset import (
-    Batch,
-    EmptySplitError,
-    Metadata,
-    Prefetch,
-    Samples,
-    ShardedSampler,
-    Split,
-    Tokens,
-    open_samples,
-    ordered_batches,
-    parse_blend,
-    parse_split,
-    part_names,
-    windows_by_part,
-)
-from common.dataset.metadata import read_metadata, vocabulary_remarks
+from common.config.values import parse_split
+from common.dataset.blend import Samples, open_samples, parse_blend, part_names, windows_by_part
+from common.dataset.metadata import Metadata, read_metadata, vocabulary_remarks
 from common.dataset.mindrecord import metadata_paths
+from common.dataset.sampler import Batch, ShardedSampler, Tokens, ordered_batches, prefetch
+from common.dataset.samples import EmptySplitError, Split
 from common.dataset.token_files import allow_many_files
 from common.errors import ConfigError, DataError, TokenizerError
 from common.log import LOG, listed
@@ -69,7 +57,7 @@ class TrainingData:
     @property
     def fingerprint(self) -> str:
         """Identity of the data, its split, the window and the seed."""
-        return self.sampler.initial_hash if self.sampler else ""
+        return self.sampler.samples.fingerprint if self.sampler else ""
 
     @property
     def samples_per_epoch(self) -> int:
@@ -85,7 +73,7 @@ class TrainingData:
     ) -> AbstractContextManager[Iterator[Batch]]:
         """Return batches from ``state`` on, read ahead and prepared by a thread that ends with the context."""
         prepared = map(prepare, self.batches(state))
-        return Prefetch(prepared, self.prefetch) if self.prefetch else nullcontext(prepared)
+        return prefetch(prepared, self.prefetch) if self.prefetch else nullcontext(prepared)
 
     def require_validation(self) -> Passes:
         """Return the validation windows. Raises DataError without any."""

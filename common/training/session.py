@@ -12,7 +12,7 @@ from common.checkpoint.folders import find_checkpoint
 from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import CheckpointWriter
 from common.config.load import flatten
-from common.dataset import Blend
+from common.dataset.blend import Blend
 from common.device import Device, resident_bytes
 from common.errors import CheckpointError, StopRequested
 from common.interrupts import StopSignal

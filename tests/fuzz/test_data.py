@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
-from common.dataset import GPTDataset, IndexedDataset, IndexedWriter
+from common.dataset.indexed import IndexedDataset, IndexedWriter
 from common.dataset.options import PreprocessOptions
 from common.dataset.preprocess import preprocess
+from common.dataset.samples import GPTDataset
 from tests.fuzz.faults import FAULTS, NUMBERS, TREE_FAULTS, VALUES, Fault, changed_tree, spoil, to_json
 from tests.reference import MERGES, write_vocabulary
 

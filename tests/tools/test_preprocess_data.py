@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.dataset import GPTDataset, IndexedDataset, IndexedWriter
+from common.dataset.indexed import IndexedDataset, IndexedWriter
 from common.dataset.metadata import read_metadata
 from common.dataset.mindrecord import MindRecordSamples
+from common.dataset.samples import GPTDataset
 from tools import merge_datasets
 from tools.preprocess_data import main
 

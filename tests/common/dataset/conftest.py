@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.dataset import GPTDataset, IndexedDataset, IndexedWriter
+from common.dataset.indexed import IndexedDataset, IndexedWriter
 from common.dataset.options import PreprocessOptions
 from common.dataset.preprocess import preprocess
+from common.dataset.samples import GPTDataset
 from common.dataset.token_files import TokenFiles
 from common.tokenizer import TOKENIZERS, Framing, PackedIds
 

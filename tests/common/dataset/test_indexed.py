@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from common.dataset import GPTDataset, IndexedDataset, IndexedWriter, open_samples, require_data, token_dtype
+from common.dataset.blend import open_samples, require_data
 from common.dataset.fleetx import FleetXDataset, FleetXWriter, fleetx_dtype
-from common.dataset.indexed import HEADER
+from common.dataset.indexed import HEADER, IndexedDataset, IndexedWriter, token_dtype
 from common.dataset.preprocess import Progress, preprocess
+from common.dataset.samples import GPTDataset
 from common.errors import DataError
 from tests.common.dataset.conftest import WHOLE, files_of, offsets_of
 

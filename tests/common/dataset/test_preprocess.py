@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from common.dataset import IndexedDataset, blocks
+from common.dataset import blocks
 from common.dataset.encode import split_sentences
 from common.dataset.encodings import check_words, checked_encoding
+from common.dataset.indexed import IndexedDataset
 from common.dataset.options import PreprocessOptions
 from common.dataset.preprocess import preprocess
 from common.errors import ConfigError, DataError

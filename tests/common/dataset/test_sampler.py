@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from common.dataset import Blend, Prefetch, Samples, ShardedSampler, ordered_batches
+from common.dataset.blend import Blend, Samples
+from common.dataset.sampler import ShardedSampler, ordered_batches, prefetch
 from common.errors import DataError
 from tests.common.dataset.conftest import windows_of
 
@@ -36,8 +37,7 @@ def test_the_ranks_parts_make_the_global_batch(samples, size, per_rank, consumed
     assert all(part.shape == (per_rank, 7) and part.dtype == np.int32 for part in parts)
     assert (np.concatenate(parts) == whole.batch(consumed)).all()
     assert (whole.batch(consumed) == samples.read(np.arange(consumed, consumed + batch))).all()
-    state = whole.initial_hash
-    assert len({rank.extend_hash(state, consumed) for rank in (whole, *ranks)}) == 1
+    assert len({rank.extend_hash(samples.fingerprint, consumed) for rank in (whole, *ranks)}) == 1
 
 
 def test_64_readers_that_open_the_data_themselves_agree(write_pair) -> None:
@@ -116,9 +116,9 @@ def test_what_is_read_ahead_has_its_order_its_end_and_its_error() -> None:
         yield from range(20)
         raise ValueError("broken")
 
-    with Prefetch(iter(range(20)), depth=3) as items:
+    with prefetch(iter(range(20)), depth=3) as items:
         assert [list(items), list(items)] == [list(range(20)), []]
-    with Prefetch(source()) as items:
+    with prefetch(source()) as items:
         assert [next(items) for _ in range(20)] == list(range(20))
         with pytest.raises(ValueError, match="broken"):
             next(items)
@@ -129,7 +129,7 @@ def test_what_is_read_ahead_has_its_order_its_end_and_its_error() -> None:
 def test_an_endless_source_is_left_without_a_thread_and_is_not_read_far_ahead() -> None:
     source = itertools.count()
     before = threading.active_count()
-    with Prefetch(source, depth=2) as items:
+    with prefetch(source, depth=2) as items:
         assert [next(items) for _ in range(5)] == list(range(5))
     assert threading.active_count() == before
     assert next(source) <= 5 + 2 + 1

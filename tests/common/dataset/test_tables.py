@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.dataset import IndexedDataset, IndexedWriter
 from common.dataset.documents import read_texts
+from common.dataset.indexed import IndexedDataset, IndexedWriter
 from common.dataset.merge import merge_datasets
 from common.dataset.metadata import Shard, parse_shard
 from common.dataset.options import PreprocessOptions

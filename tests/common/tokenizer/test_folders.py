@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.dataset import IndexedDataset
+from common.dataset.indexed import IndexedDataset
 from common.dataset.metadata import read_metadata
 from common.dataset.options import PreprocessOptions
 from common.dataset.preprocess import preprocess

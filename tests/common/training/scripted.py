@@ -18,7 +18,7 @@ from common import run_folder
 from common.checkpoint.folders import find_checkpoint
 from common.checkpoint.snapshot import EngineState, TrainState, make_snapshot
 from common.checkpoint.writer import CheckpointWriter, Snapshot
-from common.dataset import Batch, Tokens
+from common.dataset.sampler import Batch, Tokens
 from common.parallel.run import Run
 from common.parallel.updates import LossScale
 from common.training.data import TrainingData
