@@ -23,10 +23,9 @@ import hashlib
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,8 +53,7 @@ _RENEW = "copy the file again, or write it again"
 Ids = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Header:
+class Header(NamedTuple):
     """Header of a MindRecord file.
 
     fields: the arrays of a row, in order. masks: those that are masks. type: of ``input_ids``. end:
@@ -100,15 +98,23 @@ class MindRecordFile:
         self.width = 0
         """Tokens of a row; 0 without rows."""
         if len(self):
-            first = np.array([0])
-            data, at, size = self._rows(first)
+            zero = np.array([0])
+            data, at, size = self._rows(zero)
             counts = _numbers(data, at, 4, big=True)
-            self._require(counts < size, first)
+            self._require(counts < size, zero)
             self.width = int(counts[0])
             self.read(np.array([0, len(self) - 1]))
             places = np.linspace(0, len(self) - 1, min(len(self), _LOOKED_AT))
             self._require_whole(np.unique(places.astype(np.int64)))
-        self.content_key = self._content_key()
+        # 16 hex digits, equal for equal data; to be cheap, of the places of the rows and both ends of the data
+        digest = hashlib.blake2b(repr((self.header.fields, self.header.type)).encode(), digest_size=8)
+        for part in (self._begin, self._end):
+            digest.update(part.data)
+        if len(self):
+            first, last = int(self._begin[0]), int(self._end[-1])
+            digest.update(self._bytes[first : first + (1 << 14)].tobytes())
+            digest.update(self._bytes[max(0, last - (1 << 14)) : last].tobytes())
+        self.content_key = digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._begin)
@@ -214,20 +220,6 @@ class MindRecordFile:
                 " belong together, copy both again"
             )
         return begin, end
-
-    def _content_key(self) -> str:
-        """Return 16 hex digits, equal for equal data.
-
-        To be cheap, they cover only the places of the rows and both ends of the data.
-        """
-        digest = hashlib.blake2b(repr((self.header.fields, self.header.type)).encode(), digest_size=8)
-        digest.update(self._begin.data)
-        digest.update(self._end.data)
-        if len(self):
-            first, last = int(self._begin[0]), int(self._end[-1])
-            digest.update(self._bytes[first : first + (1 << 14)].tobytes())
-            digest.update(self._bytes[max(0, last - (1 << 14)) : last].tobytes())
-        return digest.hexdigest()
 
 
 def looks_like_mindrecord(path: Path) -> bool:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from common.dataset.metadata import METADATA_EXTENSION
@@ -27,24 +26,50 @@ from common.paths import install
 from common.structured_files import parse_json
 
 
-def shard_names(name: str, shards: int) -> list[str]:
-    """Return the names that FileWriter(name, shards) gives its files.
-
-    These are NAME, or NAME0, NAME1, ... with as many digits as the last number needs.
-    """
-    return [name] if shards == 1 else [f"{name}{number:0{len(str(shards - 1))}d}" for number in range(shards)]
-
-
 @contextmanager
-def publication(target: Path, names: Sequence[str]) -> Iterator[Path]:
-    """Yield a folder beside ``target`` for the files, and move them to their final names on normal exit.
+def publication(target: Path, shards: int) -> Iterator[list[Path]]:
+    """Yield where to write each file of a set, and move them to their final names on normal exit.
 
+    These are the names of FileWriter(target, shards): NAME, or NAME0, NAME1, ... with as many digits as the last number
+    needs. Files that were written one by one become shards of one set: a reader that opens one then finds the others.
+    FileWriter could make the set itself. But it deals the last rows of each call to shards by chance, so the order
+    would be lost.
     An older set of the same name goes first. The index files move last: a crash between the renames leaves no set of
     files, never a wrong one. Raises StorageError if the disk fails.
     """
+    width = len(str(shards - 1))
+    names = [target.name] if shards == 1 else [f"{target.name}{number:0{width}d}" for number in range(shards)]
+    metadata, indices = target.name + METADATA_EXTENSION, [name + INDEX_EXTENSION for name in names]
     with _temporary_folder(target) as folder:
-        yield folder
-        _publish(folder, target, names)
+        yield [folder / name for name in names]
+        for number, name in enumerate(names):
+            _join(folder / name, names, number)
+        with holding_signals():
+            for name in (*names, *indices):
+                # FileWriter leaves its files readable only by their owner, whatever the umask says
+                (folder / name).chmod(folder.stat().st_mode & 0o666)
+                with (folder / name).open("rb+") as file:
+                    os.fsync(file.fileno())
+            for old in earlier_files(target):
+                old.unlink()
+            for name in (*names, *([metadata] if (folder / metadata).exists() else []), *indices):
+                os.replace(folder / name, target.with_name(name))
+            fsync_folder(target.parent)
+
+
+def _join(path: Path, names: Sequence[str], number: int) -> None:
+    """Record in a file that it is this one of a set."""
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = parse_json(file.read(length))  # of a file written by this process
+        header |= {"shard_addresses": names, "shard_id": number}
+        for page in header["page"]:
+            page["shard_id"] = number
+        text = json.dumps(header, separators=(",", ":")).encode()
+        if len(text) + 8 > header["header_size"]:
+            raise DataError(f"{path}: a set of {len(names)} shards does not fit its header; write fewer shards")
+        file.seek(0)
+        file.write(len(text).to_bytes(8, "little") + text)
 
 
 @contextmanager
@@ -55,42 +80,6 @@ def _temporary_folder(target: Path) -> Iterator[Path]:
             yield folder
     except OSError as error:
         raise StorageError(f"{target}: could not be written: {error.strerror or error}") from error
-
-
-@holding_signals()
-def _publish(folder: Path, target: Path, names: Sequence[str]) -> None:
-    metadata = target.name + METADATA_EXTENSION
-    indices = [name + INDEX_EXTENSION for name in names]
-    for name in (*names, *indices):
-        # FileWriter leaves its files readable only by their owner, whatever the umask says
-        (folder / name).chmod(folder.stat().st_mode & 0o666)
-        with (folder / name).open("rb+") as file:
-            os.fsync(file.fileno())
-    for old in earlier_files(target):
-        old.unlink()
-    for name in (*names, *([metadata] if (folder / metadata).exists() else []), *indices):
-        os.replace(folder / name, target.with_name(name))
-    fsync_folder(target.parent)
-
-
-def join_shards(paths: Sequence[Path]) -> None:
-    """Record in files that were written one by one that they are shards of one set.
-
-    A reader that opens one then finds the others. FileWriter could make the set itself. But it
-    deals the last rows of each call to shards by chance, so the order would be lost.
-    """
-    for number, path in enumerate(paths):
-        with path.open("r+b") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = parse_json(file.read(length))  # of a file written by this process
-            header |= {"shard_addresses": [other.name for other in paths], "shard_id": number}
-            for page in header["page"]:
-                page["shard_id"] = number
-            text = json.dumps(header, separators=(",", ":")).encode()
-            if len(text) + 8 > header["header_size"]:
-                raise DataError(f"{path}: a set of {len(paths)} shards does not fit its header; write fewer shards")
-            file.seek(0)
-            file.write(len(text).to_bytes(8, "little") + text)
 
 
 def earlier_files(target: Path) -> list[Path]:
@@ -113,7 +102,17 @@ def preprocess_mindrecord(
 
     Raises ConfigError too if MindSpore, which writes the files, is not installed.
     """
-    writer = _writer()
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of absent devices
+    try:
+        writer = import_module("mindformers_gpt2.mindrecord")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "mindspore":
+            raise
+        raise ConfigError(
+            "--format mindrecord is written by MindSpore, which is not installed; install it with:"
+            f" {install('mindspore')}, or leave the option out: both backends train from"
+            " .bin/.idx pairs too"
+        ) from None
     prefix, seq_length, shards = (
         options.output_prefix,
         options.seq_length or DEFAULT_SEQ_LENGTH,
@@ -132,17 +131,3 @@ def preprocess_mindrecord(
             for pair in progress.prefixes
         ]
         return sets, progress
-
-
-def _writer() -> ModuleType:
-    os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of absent devices
-    try:
-        return import_module("mindformers_gpt2.mindrecord")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "mindspore":
-            raise
-        raise ConfigError(
-            "--format mindrecord is written by MindSpore, which is not installed; install it with:"
-            f" {install('mindspore')}, or leave the option out: both backends train from"
-            " .bin/.idx pairs too"
-        ) from None
