@@ -240,7 +240,7 @@ def _check_training(run_mode: str, config: Run) -> Checkpoint | None:
 
 
 def _check_data(entries: Sequence[str | float] | None) -> None:
-    for _, prefix in parse_blend([str(entry) for entry in require_entries(entries)]):
+    for _, prefix in parse_blend(require_entries(entries)):
         require_data(prefix)
 
 

@@ -24,18 +24,11 @@ END_OF_TEXT = "<|endoftext|>"
 BLANK_LINES = re.compile(rb"\n(?:[ \t\r\f\v]*\n)+")
 
 
+KEY_ADVICE = "; rename it, or name it with --json-keys"
+
+
 class MissingKeyError(DataError):
-    """Error for an item without the key asked for.
-
-    problem: the message without the advice, which concerns preprocessing.
-    """
-
-    @property
-    def problem(self) -> str:
-        return str(self.args[0])
-
-    def __str__(self) -> str:
-        return f"{self.problem}; rename it, or name it with --json-keys"
+    """Error for an item without the key asked for. Its text ends with KEY_ADVICE, which concerns preprocessing."""
 
 
 DocumentRule = Literal["blank_line", "line", "file", "eot"]
@@ -80,21 +73,30 @@ def read_blocks(
     Raises DataError for a broken array, gzip stream or table, and a document above
     ``document_bytes``. Raises MissingKeyError for an item without its key.
     """
-    line, offset = 1, 0
+    block = partial(Block, path=corpus.path, format=corpus.format, rule=rule)
+    if corpus.format in TABLES:
+        sizes = {"block_bytes": block_bytes, "document_bytes": document_bytes}
+        for texts, read in read_table(corpus.path, corpus.size, keys, **sizes):
+            yield block(data=texts, first_line=1, offset=0, read_bytes=read)
+        return
+    last_border: Callable[[bytes], int] = _after_line
+    if corpus.format == "text":
+        last_border = _LAST_BORDER[rule]
+    elif corpus.format == "ids":
+        last_border = partial(_after_mark, f" {end_id} ".encode())
+    line, offset, read = 1, 0, 0
     try:
-        for data, read in _pieces(corpus, rule, keys, block_bytes, document_bytes, end_id):
-            yield Block(
-                path=corpus.path,
-                format=corpus.format,
-                rule=rule,
-                data=data,
-                first_line=line,
-                offset=offset,
-                read_bytes=read,
-            )
-            if isinstance(data, bytes):
-                line += data.count(b"\n")
-                offset += len(data)
+        with corpus.open() as (file, raw):
+            for data in (
+                _array_blocks(file, corpus.path, keys, block_bytes, document_bytes)
+                if corpus.format == "array"
+                else _byte_blocks(file, last_border, block_bytes, document_bytes)
+            ):
+                yield block(data=data, first_line=line, offset=offset, read_bytes=raw.tell() - read)
+                read = raw.tell()
+                if isinstance(data, bytes):
+                    line += data.count(b"\n")
+                    offset += len(data)
     except _LargeDocument:
         remedy = ", say with --documents what separates its documents" if corpus.format == "text" else ""
         raise DataError(
@@ -102,29 +104,6 @@ def read_blocks(
             f" {document_bytes / 2**20:g} MiB, but must fit in memory whole; divide it{remedy},"
             " or allow more: --max-document-mib N"
         ) from None
-
-
-def _pieces(
-    corpus: Corpus, rule: DocumentRule, keys: tuple[str, ...], block_bytes: int, document_bytes: int, end_id: int | None
-) -> Iterator[tuple[bytes | Texts, int]]:
-    """Yield what blocks hold, and the bytes that were taken from disk for it."""
-    if corpus.format in TABLES:
-        yield from read_table(corpus.path, corpus.size, keys, block_bytes=block_bytes, document_bytes=document_bytes)
-        return
-    last_border: Callable[[bytes], int] = _after_line
-    if corpus.format == "text":
-        last_border = _LAST_BORDER[rule]
-    elif corpus.format == "ids":
-        last_border = partial(_after_mark, f" {end_id} ".encode())
-    read = 0
-    with corpus.open() as (file, raw):
-        for data in (
-            _array_blocks(file, corpus.path, keys, block_bytes, document_bytes)
-            if corpus.format == "array"
-            else _byte_blocks(file, last_border, block_bytes, document_bytes)
-        ):
-            yield data, raw.tell() - read
-            read = raw.tell()
 
 
 def texts_of(item: Any, keys: tuple[str, ...], where: str) -> tuple[str, ...]:
@@ -149,7 +128,7 @@ def texts_of(item: Any, keys: tuple[str, ...], where: str) -> tuple[str, ...]:
     for key in keys:
         if key not in item:
             present = ", ".join(repr(name) for name in list(item)[:10]) or "none"
-            raise MissingKeyError(f"{where}: the key {key!r} is missing, the keys present are {present}")
+            raise MissingKeyError(f"{where}: the key {key!r} is missing, the keys present are {present}{KEY_ADVICE}")
         if not isinstance(item[key], str):
             raise DataError(
                 f"{where}: the value of {key!r} is {_kind(item[key])}, expected a string; fix or remove this item"

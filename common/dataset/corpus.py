@@ -242,7 +242,17 @@ def files_of(inputs: Sequence[Path], split: str | None) -> list[Path]:
         if (path / _SPLITS).exists():
             has_splits = True
             path = _folder_of_split(path, split)
-        found += _files(path)
+        if (path / _STATE).exists():
+            found += _saved_files(path)
+            continue
+        with reading(path, DataError):
+            tables = sorted(each for each in path.iterdir() if each.suffix == ".parquet" and each.name[0] != ".")
+        if not tables:
+            raise DataError(
+                f"{path}: is a folder without *.parquet files and without {_STATE}, with which"
+                f" datasets saves its own; give its files, for example {path}/*.txt"
+            )
+        found += tables
     if split is not None and not has_splits:
         raise ConfigError(f"--dataset-split {split}: no --input is a folder of splits ({_SPLITS}); leave it out")
     return found
@@ -259,19 +269,6 @@ def _folder_of_split(folder: Path, split: str | None) -> Path:
             f" --dataset-split {splits[0]}"
         )
     return folder / split
-
-
-def _files(folder: Path) -> list[Path]:
-    if (folder / _STATE).exists():
-        return _saved_files(folder)
-    with reading(folder, DataError):
-        found = sorted(path for path in folder.iterdir() if path.suffix == ".parquet" and not path.name.startswith("."))
-    if not found:
-        raise DataError(
-            f"{folder}: is a folder without *.parquet files and without {_STATE}, with which"
-            f" datasets saves its own; give its files, for example {folder}/*.txt"
-        )
-    return found
 
 
 def _saved_files(folder: Path) -> list[Path]:

@@ -40,13 +40,16 @@ def documents_of(block: Block, keys: tuple[str, ...]) -> list[Documents]:
     """Return one entry per key. Raises DataError with the line and column of an error."""
     if isinstance(block.data, list):
         return [_from_strings([texts[n] for texts in block.data]) for n in range(len(keys))]
-    text = _decode(block, block.data)
+    data, text = block.data, _decode(block, block.data)
     if block.offset == 0:
         text = text.removeprefix("\ufeff")
     if block.format == "text":
-        found = _from_text(text, block.data, block.rule)
+        found = _from_text(text, data, block.rule)
         for document in found.texts:
-            check_words(document, lambda word: _place(block, word))
+            check_words(
+                document,
+                lambda word: f"{block.path}: line {block.first_line + data[: data.find(word.encode())].count(10)}",
+            )
         return [found]
     items = _parse_lines(block, text, keys)
     return [_from_strings([texts[n] for texts in items]) for n in range(len(keys))]
@@ -101,12 +104,6 @@ def _from_text(text: str, data: bytes, rule: DocumentRule) -> Documents:
     places = [place for place, piece in enumerate(pieces) if piece and not piece.isspace()]
     texts = [pieces[place] for place in places]
     return Documents(texts=texts, places=places, blank=len(pieces) - len(texts), size=len(data))
-
-
-def _place(block: Block, word: str) -> str:
-    assert isinstance(block.data, bytes)
-    line = block.first_line + block.data[: block.data.find(word.encode())].count(10)
-    return f"{block.path}: line {line}"
 
 
 def _from_strings(texts: list[str]) -> Documents:

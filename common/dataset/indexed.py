@@ -107,46 +107,6 @@ class IndexedDataset(TokenFiles):
         with reading(self.prefix, DataError):
             require_pair(self.prefix)
         header = self._read_index()
-        self._check_ends()
-        for part in spread(len(self.sizes)):
-            self._check_sequences(part.start, part.stop)
-        for part in spread(len(self.document_index)):
-            self._check_documents(part.start, part.stop)
-        self.tokens = map_file(self.bin_path).view(self.dtype)
-        self.content_key = content_key(self.tokens, np.frombuffer(header, np.uint8), self.sizes, self.document_index)
-
-    def __len__(self) -> int:
-        """Return the number of sequences: documents, or sentences in a ``_sentence`` pair."""
-        return len(self.sizes)
-
-    def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
-        """Return the tokens of one sequence, a view of shape (sizes[sequence],)."""
-        start = self._place(sequence)
-        return self.tokens[start : start + int(self.sizes[sequence : sequence + 1][0])]
-
-    @property
-    def document_count(self) -> int:
-        return len(self.document_index) - 1
-
-    def tokens_before(self, document: int) -> int:
-        self._check_documents(max(0, document - 1), document + 2)
-        (sequence,) = self.document_index[document : document + 1].tolist()
-        self._check_sequences(max(0, sequence - 1), sequence + 1)
-        return self.token_count if sequence == len(self.sizes) else self._place(sequence)
-
-    def _place(self, sequence: int) -> int:
-        """Return the number of tokens before a sequence."""
-        return int(self.offsets[sequence : sequence + 1][0]) * self.unit // self.dtype.itemsize
-
-    def check_all(self) -> None:
-        """Raise DataError unless all sequences and documents lie one after the other."""
-        for start in range(0, len(self.sizes), CHUNK):
-            self._check_sequences(start, start + CHUNK)
-        for start in range(0, len(self.document_index), CHUNK):
-            self._check_documents(start, start + CHUNK)
-
-    def _check_ends(self) -> None:
-        """Check the first and the last sequence and document, and the length of the .bin."""
         index, n = self.document_index, len(self.sizes)
         found = [*index[:1].tolist(), *index[-1:].tolist()]
         if len(index) < 2 or found != [0, n]:
@@ -166,6 +126,39 @@ class IndexedDataset(TokenFiles):
                 f" {wanted} expected ({total} tokens of {self.dtype.name}); the two files do not"
                 " belong together, copy or preprocess both again"
             )
+        self.document_count = len(index) - 1
+        for part in spread(len(self.sizes)):
+            self._check_sequences(part.start, part.stop)
+        for part in spread(len(self.document_index)):
+            self._check_documents(part.start, part.stop)
+        self.tokens = map_file(self.bin_path).view(self.dtype)
+        self.content_key = content_key(self.tokens, np.frombuffer(header, np.uint8), self.sizes, self.document_index)
+
+    def __len__(self) -> int:
+        """Return the number of sequences: documents, or sentences in a ``_sentence`` pair."""
+        return len(self.sizes)
+
+    def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
+        """Return the tokens of one sequence, a view of shape (sizes[sequence],)."""
+        start = self._place(sequence)
+        return self.tokens[start : start + int(self.sizes[sequence : sequence + 1][0])]
+
+    def tokens_before(self, document: int) -> int:
+        self._check_documents(max(0, document - 1), document + 2)
+        (sequence,) = self.document_index[document : document + 1].tolist()
+        self._check_sequences(max(0, sequence - 1), sequence + 1)
+        return self.token_count if sequence == len(self.sizes) else self._place(sequence)
+
+    def _place(self, sequence: int) -> int:
+        """Return the number of tokens before a sequence."""
+        return int(self.offsets[sequence : sequence + 1][0]) * self.unit // self.dtype.itemsize
+
+    def check_all(self) -> None:
+        """Raise DataError unless all sequences and documents lie one after the other."""
+        for start in range(0, len(self.sizes), CHUNK):
+            self._check_sequences(start, start + CHUNK)
+        for start in range(0, len(self.document_index), CHUNK):
+            self._check_documents(start, start + CHUNK)
 
     def _check_sequences(self, start: int, stop: int) -> None:
         """Check that each of these sequences begins where the one before it ends."""
@@ -275,17 +268,14 @@ class IndexedWriter(TokenWriter):
     def _publish(self) -> None:
         self._close(".idx")
         with atomic_write(with_extension(self.prefix, ".idx")) as file:
-            self._write_index(file)
-
-    def _write_index(self, file: IO[bytes]) -> None:
-        file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.sequence_count, self.document_count + 1))
-        for sizes, _ in running_sums(self._sizes):
-            file.write(sizes.tobytes())
-        for sizes, ends in running_sums(self._sizes):
-            file.write(((ends - sizes) * self.dtype.itemsize).astype("<i8").tobytes())
-        file.write(np.zeros(1, dtype="<i8").tobytes())
-        for _, ends in running_sums(self._documents):
-            file.write(ends.astype("<i8").tobytes())
+            file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.sequence_count, self.document_count + 1))
+            for sizes, _ in running_sums(self._sizes):
+                file.write(sizes.tobytes())
+            for sizes, ends in running_sums(self._sizes):
+                file.write(((ends - sizes) * self.dtype.itemsize).astype("<i8").tobytes())
+            file.write(np.zeros(1, dtype="<i8").tobytes())
+            for _, ends in running_sums(self._documents):
+                file.write(ends.astype("<i8").tobytes())
 
 
 def _require_header(path: Path, version: int, code: int, sequences: int) -> np.dtype[Any]:
@@ -313,35 +303,39 @@ def _require_length(path: Path, size: int, expected: int, sequences: int, bounda
 
 
 def require_pair(prefix: str | Path) -> None:
-    """Raise DataError unless both files of a pair are there and can be read."""
+    """Raise DataError unless both files of a pair are there and can be read.
+
+    The message has similar names that are on disk.
+    """
     prefix = strip_extension(prefix)
     for path in (with_extension(prefix, ".idx"), with_extension(prefix, ".bin")):
-        if not path.exists():
-            raise DataError(_missing(prefix, path))
-        open_input(path, DataError).close()
-
-
-def _missing(prefix: Path, path: Path) -> str:
-    """Return the message for a missing file, with similar names that are on disk."""
-    text = f"{path}: not found{looked_in(path)}"
-    if not prefix.parent.is_dir():
-        return f"{text}: the folder {prefix.parent} does not exist; give the prefix that preprocess_data.py wrote"
-    other = with_extension(prefix, ".idx" if path.suffix == ".bin" else ".bin")
-    if other.is_file():
-        return f"{text}, although {other.name} is there; the pair belongs together, copy or preprocess both again"
-    pairs = (strip_extension(entry) for entry in prefix.parent.glob("*.idx"))
-    names = sorted(pair.name for pair in pairs if with_extension(pair, ".bin").is_file())
-    base = prefix.name
-    for suffix in _SUFFIXES:
-        base = base.removesuffix(suffix)
-    related = [name for name in names if name.startswith(base) and name.endswith(_SUFFIXES)]
-    # without what all names end with, which makes any two of them alike
-    asked, *stems = (_ENDING.sub("", name) for name in (prefix.name, *names))
-    near = difflib.get_close_matches(asked, stems, n=3, cutoff=0.75)
-    choices = related or [name for name in names if _ENDING.sub("", name) in near]
-    if choices:
-        return f"{text}; did you mean {' or '.join(str(prefix.parent / name) for name in choices)}?"
-    return (
-        f"{text}, and {prefix.parent} holds {', '.join(names[:5]) or 'no .bin/.idx pair'}; write"
-        " one with tools/preprocess_data.py, or give data.train"
-    )
+        if path.exists():
+            open_input(path, DataError).close()
+            continue
+        text = f"{path}: not found{looked_in(path)}"
+        if not prefix.parent.is_dir():
+            raise DataError(
+                f"{text}: the folder {prefix.parent} does not exist; give the prefix that preprocess_data.py wrote"
+            )
+        other = with_extension(prefix, ".idx" if path.suffix == ".bin" else ".bin")
+        if other.is_file():
+            raise DataError(
+                f"{text}, although {other.name} is there; the pair belongs together, copy or preprocess both again"
+            )
+        pairs = (strip_extension(entry) for entry in prefix.parent.glob("*.idx"))
+        names = sorted(pair.name for pair in pairs if with_extension(pair, ".bin").is_file())
+        base = prefix.name
+        for suffix in _SUFFIXES:
+            base = base.removesuffix(suffix)
+        choices = [name for name in names if name.startswith(base) and name.endswith(_SUFFIXES)]
+        if not choices:
+            # without what all names end with, which makes any two of them alike
+            asked, *stems = (_ENDING.sub("", name) for name in (prefix.name, *names))
+            near = difflib.get_close_matches(asked, stems, n=3, cutoff=0.75)
+            choices = [name for name in names if _ENDING.sub("", name) in near]
+        if choices:
+            raise DataError(f"{text}; did you mean {' or '.join(str(prefix.parent / name) for name in choices)}?")
+        raise DataError(
+            f"{text}, and {prefix.parent} holds {', '.join(names[:5]) or 'no .bin/.idx pair'}; write"
+            " one with tools/preprocess_data.py, or give data.train"
+        )

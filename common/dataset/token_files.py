@@ -94,21 +94,17 @@ class TokenFiles(ABC):
     """Files opened for reading, whose documents lie one after the other.
 
     prefix: beginning of the files' names. tokens: (token_count,) integers of all documents, mapped.
-    content_key: 16 hex digits, equal for equal data.
+    content_key: 16 hex digits, equal for equal data. document_count: empty documents included.
     """
 
     prefix: Path
     tokens: npt.NDArray[Any]
     content_key: str
+    document_count: int
 
     @property
     def token_count(self) -> int:
         return len(self.tokens)
-
-    @property
-    @abstractmethod
-    def document_count(self) -> int:
-        """Return the number of documents, empty ones included."""
 
     @abstractmethod
     def tokens_before(self, document: int) -> int:
@@ -140,19 +136,15 @@ class TokenWriter(ABC):
     def __init__(self, prefix: Path, dtype: npt.DTypeLike) -> None:
         self.prefix, self.dtype = prefix, np.dtype(dtype).newbyteorder("<")
         self.token_count = self.sequence_count = self.document_count = 0
-        self._stack: ExitStack
-        self._put_by: ExitStack
-        self._file: IO[bytes]
-        self._sizes: IO[bytes]
-        self._documents: IO[bytes]
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack, ExitStack() as put_by:
-            self._file = stack.enter_context(self._tokens_file())
+        with ExitStack() as stack:
+            self._tokens = stack.enter_context(ExitStack())
+            self._file = self._tokens.enter_context(self._tokens_file())
             self._sizes, self._documents = (
-                put_by.enter_context(TemporaryFile(dir=self.prefix.parent)) for _ in range(2)
+                stack.enter_context(TemporaryFile(dir=self.prefix.parent)) for _ in range(2)
             )
-            self._stack, self._put_by = stack.pop_all(), put_by.pop_all()
+            self._stack = stack.pop_all()
         return self
 
     @abstractmethod
@@ -175,16 +167,7 @@ class TokenWriter(ABC):
         sizes = np.asarray(sizes, dtype="<i4")
         documents = np.asarray(np.ones(len(sizes)) if documents is None else documents, "<i4")
         assert int(sizes.sum()) == len(tokens) and int(documents.sum()) == len(sizes)
-        if len(tokens):
-            self._file.write(self._cast(tokens).data)
-        self._sizes.write(sizes.tobytes())
-        self._documents.write(documents.tobytes())
-        self.token_count += len(tokens)
-        self.sequence_count += len(sizes)
-        self.document_count += len(documents)
-
-    def _cast(self, tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        if tokens.dtype != self.dtype:
+        if len(tokens) and tokens.dtype != self.dtype:
             limits = np.iinfo(self.dtype)
             low, high = int(tokens.min()), int(tokens.max())
             if low < limits.min or high > limits.max:
@@ -192,17 +175,21 @@ class TokenWriter(ABC):
                     f"{self.prefix}: token id {low if low < limits.min else high} does not fit {self.dtype.name}; the"
                     " tokenizer's vocab_size is smaller than its ids, check the vocabulary files"
                 )
-        return np.ascontiguousarray(tokens, dtype=self.dtype)
+        self._file.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
+        self._sizes.write(sizes.tobytes())
+        self._documents.write(documents.tobytes())
+        self.token_count += len(tokens)
+        self.sequence_count += len(sizes)
+        self.document_count += len(documents)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._put_by:
-            if error is not None:
-                self._stack.__exit__(kind, error, trace)
-                return
-            with self._stack:  # an error leaves the files of before
-                self._publish()
+        if error is not None:
+            self._stack.__exit__(kind, error, trace)
+            return
+        with self._stack:  # an error leaves the files of before
+            self._publish()
 
     def _close(self, *old: str) -> None:
         """Publish the file of tokens. The ``old`` files go first: a crash between the renames then
@@ -210,7 +197,7 @@ class TokenWriter(ABC):
         """
         for extension in (*old, METADATA_EXTENSION):
             with_extension(self.prefix, extension).unlink(missing_ok=True)
-        self._stack.close()
+        self._tokens.close()
 
 
 def running_sums(file: IO[bytes]) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]:

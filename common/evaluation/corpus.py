@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.schema import EvaluationConfig
-from common.dataset.blocks import MissingKeyError, read_blocks
+from common.dataset.blocks import KEY_ADVICE, MissingKeyError, read_blocks
 from common.dataset.corpus import open_corpus
 from common.dataset.documents import documents_of
 from common.errors import ConfigError, DataError
@@ -63,7 +63,8 @@ def read_evaluation_file(config: EvaluationConfig) -> EvaluationFile:
             for documents in documents_of(block, ("text",)):
                 texts += documents.written()
     except MissingKeyError as error:
-        raise DataError(f"evaluation.file={error.problem}; evaluation reads the field text, rename yours") from None
+        problem = str(error).removesuffix(KEY_ADVICE)
+        raise DataError(f"evaluation.file={problem}; evaluation reads the field text, rename yours") from None
     except DataError as error:
         raise DataError(f"evaluation.file={error}") from None
     if not texts:

@@ -106,8 +106,20 @@ def open_corpus(config: Run, *, training: bool = True) -> Corpus:
     Raises DataError and ConfigError.
     """
     allow_many_files()  # a blend may have thousands
-    records = _metadata(config)
-    made_with = _tokenizer_record(records)
+    records = [
+        (Path(prefix), metadata)
+        for entries in (config.data.train, config.data.validation)
+        for _, prefix in (parse_blend(require_entries(entries)) if entries else ())
+        for path in metadata_paths(prefix)
+        if (metadata := read_metadata(path)) is not None
+    ]
+    by_digest = {metadata.tokenizer_sha256: (prefix, metadata) for prefix, metadata in records}
+    if len(by_digest) > 1:
+        names = " and ".join(str(prefix) for prefix, _ in by_digest.values())
+        raise DataError(f"{names} were made with different tokenizers; preprocess them with one")
+    made_with: dict[str, Any] | None = None
+    for sha256, (_, metadata) in by_digest.items():
+        made_with = {"kind": metadata.tokenizer, "sha256": sha256, "vocab_size": metadata.vocab_size}
     given, remarks = (
         _given_tokenizer(config, is_known=made_with is not None) if training or made_with is None else (None, [])
     )
@@ -151,11 +163,16 @@ def open_data(
             vocab_size=config.model.vocab_size,
         )
     validation: Passes = {}
-    reason = _why_no_validation(config, training=samples is not None)
-    if reason is None:
+    reason = None
+    if samples is not None and config.validation.interval == "never":
+        reason = "validation.interval is never"
+    elif config.data.validation is None and not parse_split(config.data.split)[1]:
+        reason = f"data.split is {config.data.split}"
+    else:
         validation, without = _validation(config)
-        reason = None if validation else next(iter(without.values()))
-        if validation and without:
+        if not validation:
+            reason = next(iter(without.values()))
+        elif without:
             remarks.append(f"no validation of {listed(list(without))}: {next(iter(without.values()))}")
     if samples is None and LOG.isEnabledFor(logging.INFO):  # a training reports them
         for remark in remarks:
@@ -174,15 +191,6 @@ def open_data(
         prefetch=config.data.prefetch,
         remarks=tuple(remarks),
     )
-
-
-def _why_no_validation(config: Run, *, training: bool) -> str | None:
-    """Return the key that says that there are no validation windows, if one does."""
-    if training and config.validation.interval == "never":
-        return "validation.interval is never"
-    if config.data.validation is None and not parse_split(config.data.split)[1]:
-        return f"data.split is {config.data.split}"
-    return None
 
 
 def count_text_bytes(windows: Passes, config: Run, made_with: dict[str, Any] | None) -> dict[str, int]:
@@ -251,7 +259,7 @@ def _open(
     stride: int | None = None,
 ) -> Samples:
     return open_samples(
-        [str(entry) for entry in require_entries(entries)],
+        require_entries(entries),
         split=split,
         split_weights=(1.0, 0.0, 0.0) if config.data.validation is not None else parse_split(config.data.split),
         seq_length=config.model.seq_length,
@@ -264,44 +272,18 @@ def _open(
 
 def named_parts(entries: Sequence[str | float] | None) -> dict[str, str]:
     """Return the prefixes of data.train or data.validation by a short name of each."""
-    prefixes = [prefix for _, prefix in parse_blend([str(it) for it in require_entries(entries)])]
+    prefixes = [prefix for _, prefix in parse_blend(require_entries(entries))]
     return dict(zip(part_names(prefixes), prefixes, strict=True))
 
 
-def require_entries(entries: Sequence[str | float] | None) -> list[str | float]:
+def require_entries(entries: Sequence[str | float] | None) -> list[str]:
     """Return the entries of data.train. Raises ConfigError if there are none."""
     if not entries:
         raise ConfigError(
             "data.train is not given; set it to the prefix of a .bin/.idx pair or to a MindRecord,"
             " as tools/preprocess_data.py writes them"
         )
-    return list(entries)
-
-
-def _metadata(config: Run) -> list[tuple[Path, Metadata]]:
-    """Read the .meta.json files beside the data, with the prefix of each."""
-    found = []
-    for entries in (config.data.train, config.data.validation):
-        for _, prefix in parse_blend([str(entry) for entry in entries]) if entries else ():
-            for path in metadata_paths(prefix):
-                metadata = read_metadata(path)
-                if metadata is not None:
-                    found.append((Path(prefix), metadata))
-    return found
-
-
-def _tokenizer_record(records: list[tuple[Path, Metadata]]) -> dict[str, Any] | None:
-    """Return the tokenizer's record of the data, if known.
-
-    Raises DataError if parts of a blend were made with different tokenizers.
-    """
-    by_digest = {metadata.tokenizer_sha256: (prefix, metadata) for prefix, metadata in records}
-    if len(by_digest) > 1:
-        names = " and ".join(str(prefix) for prefix, _ in by_digest.values())
-        raise DataError(f"{names} were made with different tokenizers; preprocess them with one")
-    for sha256, (_, metadata) in by_digest.items():
-        return {"kind": metadata.tokenizer, "sha256": sha256, "vocab_size": metadata.vocab_size}
-    return None
+    return list(map(str, entries))
 
 
 def _find_eod(config: Run, records: list[tuple[Path, Metadata]], vocab_size: int) -> int | None:
@@ -317,7 +299,13 @@ def _find_eod(config: Run, records: list[tuple[Path, Metadata]], vocab_size: int
                     f"{named}the documents of {prefix} do not end with a token of their own, since they were made with"
                     " --no-append-eod; preprocess them without it, or set data.eod_id to a token that ends them"
                 )
-        eod = records[0][1].eod_id if records else _eod_of_tokenizer(config, named)
+        try:
+            eod = records[0][1].eod_id if records else load_given_tokenizer(config)[0].eod_id
+        except (ConfigError, TokenizerError) as error:
+            raise ConfigError(
+                f"{named}the id of the token that ends a document is not known: the data have no .meta.json, and there"
+                f" is no tokenizer to ask ({error}); set data.tokenizer or data.eod_id"
+            ) from None
     assert eod is not None
     if eod >= vocab_size:
         raise ConfigError(
@@ -348,17 +336,6 @@ def _eod_remarks(config: Run, samples: Samples, records: list[tuple[Path, Metada
         f" the token {config.packing.eod} that ends documents, so each counts as one document; if"
         " the documents are shorter, preprocess them without --no-append-eod, or set data.eod_id"
     ]
-
-
-def _eod_of_tokenizer(config: Run, named: str) -> int:
-    """Return the token with which data.tokenizer ends documents. named: keys that need it."""
-    try:
-        return load_given_tokenizer(config)[0].eod_id
-    except (ConfigError, TokenizerError) as error:
-        raise ConfigError(
-            f"{named}the id of the token that ends a document is not known: the data have no .meta.json, and there is"
-            f" no tokenizer to ask ({error}); set data.tokenizer or data.eod_id"
-        ) from None
 
 
 def open_tokenizer(config: Run) -> tuple[Tokenizer, dict[str, int]]:
