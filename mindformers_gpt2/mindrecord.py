@@ -10,8 +10,8 @@ import numpy as np
 from mindspore.mindrecord import FileWriter
 
 from common.dataset.metadata import METADATA_EXTENSION, write_metadata
+from common.dataset.mindrecord import publication
 from common.dataset.mindrecord_file import COLUMN, MindRecordFile
-from common.dataset.mindrecord_output import publication
 from common.dataset.samples import GPTDataset
 from common.dataset.token_files import with_extension
 from common.errors import ConfigError, DataError, GPT2Error, StorageError

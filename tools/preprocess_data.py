@@ -30,9 +30,8 @@ from typing import Any, get_args
 from common.dataset.blocks import DocumentRule
 from common.dataset.encode import limit_tokenizer_threads
 from common.dataset.metadata import METADATA_EXTENSION, read_metadata
-from common.dataset.mindrecord_output import preprocess_mindrecord
 from common.dataset.options import DEFAULT_PIECES, DEFAULT_SEQ_LENGTH, PreprocessOptions
-from common.dataset.preprocess import Progress, preprocess
+from common.dataset.preprocess import Progress, preprocess, preprocess_mindrecord
 from common.dataset.token_files import with_extension
 from common.hub import located
 from common.log import progress_bar

@@ -192,21 +192,14 @@ def _frame(ids: _Ids, sizes: _Sizes, counts: _Sizes, framing: Framing) -> tuple[
     """Put the prefix before the first sequence of each document, the suffix after its last one."""
     ends = np.cumsum(counts)
     first, last = ends - counts, ends - 1
+    stops = np.cumsum(sizes)
+    prefix, suffix = (np.array(marks, ids.dtype) for marks in (framing.prefix, framing.suffix))
+    # at one place the end of a document comes before the begin of the next, since it is named first
+    places = np.concatenate([stops[last].repeat(len(suffix)), (stops - sizes)[first].repeat(len(prefix))])
     framed = sizes.copy()
-    framed[first] += len(framing.prefix)
-    framed[last] += len(framing.suffix)
-    stops = np.cumsum(framed)
-    out = np.empty(int(stops[-1]), dtype=ids.dtype)
-    is_text = np.ones(len(out), dtype=np.bool_)
-    starts = (stops - framed)[first]
-    for n, token in enumerate(framing.prefix):
-        out[starts + n] = token
-        is_text[starts + n] = False
-    for n, token in enumerate(reversed(framing.suffix), 1):
-        out[stops[last] - n] = token
-        is_text[stops[last] - n] = False
-    out[is_text] = ids
-    return out, framed
+    framed[first] += len(prefix)
+    framed[last] += len(suffix)
+    return np.insert(ids, places, np.concatenate([np.tile(suffix, len(ends)), np.tile(prefix, len(ends))])), framed
 
 
 # ---- sentences by rule ----
@@ -226,6 +219,7 @@ _BOUNDARY = re.compile(
     rf"|(?:[。\uff01\uff1f]+|……)[{_CLOSING}]*"
     r"|(?=\n[ \t]*\n)"
 )
+_SPACE = re.compile(r"\s*")
 _LAST_WORD = re.compile(r"([^\s(\[\"'\u201c\u2018]+)\.$")
 
 
@@ -245,22 +239,11 @@ def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
     sentences equal the text.
     """
     ends = [match.end() for match in _BOUNDARY.finditer(text) if _is_end(text, match)]
+    if keep_newlines:  # white space goes to the sentence before; what leads the text goes to the first one
+        begin = len(text) - len(text.lstrip())
+        ends = [found.end() for end in ends if end > begin and (found := _SPACE.match(text, end))]
     pieces = [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
-    if not keep_newlines:
-        return [stripped for piece in pieces if (stripped := piece.strip())]
-    sentences: list[str] = []
-    leading = ""
-    for piece in pieces:
-        # White space leads the next piece. Move it to the sentence before; the first one keeps it.
-        body = piece.lstrip()
-        space = piece[: len(piece) - len(body)]
-        if sentences:
-            sentences[-1] += space
-        else:
-            leading += space
-        if body:
-            sentences.append(body if sentences else leading + body)
-    return sentences
+    return [piece if keep_newlines else piece.strip() for piece in pieces if piece and not piece.isspace()]
 
 
 def _is_end(text: str, match: re.Match[str]) -> bool:

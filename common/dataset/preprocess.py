@@ -1,4 +1,4 @@
-"""Preprocess corpora with a tokenizer into PREFIX_{key}_{document|sentence}.{bin,idx,meta.json}, streaming.
+"""Preprocess corpora with a tokenizer into PREFIX_{key}_{document|sentence}.{bin,idx,meta.json} or into MindRecord.
 
 The names are those of Megatron's preprocess_data.py.
 """
@@ -6,11 +6,13 @@ The names are those of Megatron's preprocess_data.py.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,13 @@ from common.dataset.metadata import (
     read_metadata,
     write_metadata,
 )
-from common.dataset.options import DEFAULT_PIECES, PreprocessOptions
+from common.dataset.mindrecord import EXTENSION, earlier_files, new_folder
+from common.dataset.options import DEFAULT_PIECES, DEFAULT_SEQ_LENGTH, PreprocessOptions
+from common.dataset.samples import GPTDataset
 from common.dataset.tables import check_table
 from common.dataset.token_files import TokenWriter, with_extension
 from common.errors import ConfigError, DataError
+from common.paths import install
 from common.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -278,3 +283,42 @@ def _is_finished(progress: Progress, records: list[Metadata]) -> bool:
         progress.empty += found.empty_documents
     progress.kept = True
     return True
+
+
+def preprocess_mindrecord(
+    options: PreprocessOptions, on_progress: Callable[[Progress], None]
+) -> tuple[list[Any], Progress]:
+    """Write a set of files for each key, as ``preprocess`` writes pairs. Returns a ``WrittenMindRecord`` of
+    mindformers_gpt2 for each.
+
+    Raises ConfigError too if MindSpore, which writes the files, is not installed.
+    """
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of absent devices
+    try:
+        writer = import_module("mindformers_gpt2.mindrecord")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "mindspore":
+            raise
+        raise ConfigError(
+            "--format mindrecord is written by MindSpore, which is not installed; install it with:"
+            f" {install('mindspore')}, or leave the option out: both backends train from"
+            " .bin/.idx pairs too"
+        ) from None
+    prefix, seq_length, shards = (
+        options.output_prefix,
+        options.seq_length or DEFAULT_SEQ_LENGTH,
+        options.num_splits or 1,
+    )
+    writer.check_mindrecord(prefix, shards)
+    for key in {*options.json_keys, "text"}:  # plain text has only this key, whatever was asked for
+        options.keep_inputs(earlier_files(with_extension(options.prefix_of(key), EXTENSION)))
+    with new_folder(prefix.with_name(f"{prefix.name}.pairs")) as folder:
+        pairs = replace(options, format="indexed", seq_length=None, num_splits=None, output_prefix=folder / prefix.name)
+        progress = preprocess(pairs, on_progress)
+        for pair in progress.prefixes:  # check all, before the first set is written
+            GPTDataset(pair, split="train", split_weights=(1, 0, 0), seq_length=seq_length, seed=0, shuffle=False)
+        sets = [
+            writer.write_mindrecord(pair, prefix.with_name(f"{pair.name}{EXTENSION}"), seq_length, shards)
+            for pair in progress.prefixes
+        ]
+        return sets, progress

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import resource
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -72,12 +71,6 @@ class Column:
         place = self._begin + size * start
         data = os.pread(self._file.fileno(), size * max(0, stop - start), place)
         return np.frombuffer(data, self._dtype)
-
-
-def allow_many_files() -> None:
-    """Let this process have as many open files as the system allows it: a mapped file is one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def spread(length: int) -> list[slice]:

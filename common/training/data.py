@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from common.dataset.metadata import Metadata, read_metadata, vocabulary_remarks
 from common.dataset.mindrecord import metadata_paths
 from common.dataset.sampler import Batch, ShardedSampler, Tokens, ordered_batches, prefetch
 from common.dataset.samples import EmptySplitError, Split
-from common.dataset.token_files import allow_many_files
 from common.errors import ConfigError, DataError, TokenizerError
 from common.log import LOG, listed
 from common.parallel.packing import wanted_keys
@@ -105,7 +105,9 @@ def open_corpus(config: Run, *, training: bool = True) -> Corpus:
 
     Raises DataError and ConfigError.
     """
-    allow_many_files()  # a blend may have thousands
+    # a blend may have thousands of files, and a mapped one is open
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     records = [
         (Path(prefix), metadata)
         for entries in (config.data.train, config.data.validation)
