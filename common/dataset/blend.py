@@ -223,7 +223,8 @@ def open_samples(
     weights = []
     for weight, prefix in parse_blend(data):
         if not is_mindrecord(prefix):
-            source = prefix if find_fleetx(prefix) is None else FleetXDataset(prefix)
+            found = find_fleetx(prefix)
+            source = FleetXDataset(found) if found else prefix
             datasets.append(GPTDataset(source, split=split, seq_length=seq_length, stride=stride, **order))
         elif stride in (None, seq_length):
             datasets.append(MindRecordSamples(prefix, split=split, seq_length=seq_length, padded=padded, **order))

@@ -80,22 +80,17 @@ def find_fleetx(path: str | Path) -> Path | None:
 
 
 class FleetXDataset(TokenFiles):
-    """FleetX's token files opened for reading. prefix: see ``find_fleetx``.
+    """FleetX's token files opened for reading. prefix: as ``find_fleetx`` returns it.
 
     Raises DataError if a file is missing, is not of this format, or contradicts the other.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
-        found = find_fleetx(prefix)
-        if found is None:
-            raise DataError(
-                f"{prefix}{IDS}: not found{looked_in(Path(f'{prefix}{IDS}'))}; give the prefix of FleetX's token files"
-            )
-        self.prefix = found
-        old = with_extension(found, OLD)
+    def __init__(self, prefix: Path) -> None:
+        self.prefix = prefix
+        old = with_extension(prefix, OLD)
         is_old = old.exists()
-        self._index_path = old if is_old else with_extension(found, INDEX)
-        ids_path = old if is_old else with_extension(found, IDS)
+        self._index_path = old if is_old else with_extension(prefix, INDEX)
+        ids_path = old if is_old else with_extension(prefix, IDS)
         self.tokens = _load_array(ids_path, "ids" if is_old else None)
         lens = _load_array(self._index_path, "lens")
         documents = _load_array(self._index_path, "docs", required=False)

@@ -29,7 +29,7 @@ import struct
 import weakref
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -202,40 +202,49 @@ class IndexedDataset(TokenFiles):
                 f"{path}: starts with {start[:9]!r}, expected {MAGIC!r}; this is not an index of"
                 " Megatron's .bin/.idx format"
             )
-        header = len(start) if is_old else HEADER.size
-        if len(start) < (OLD_HEADER.size + 8 if is_old else header):
+        header = OLD_HEADER.size + 8 if is_old else HEADER.size
+        if len(start) < header:
             raise DataError(f"{path}: ends after {size} bytes, inside its header; copy or preprocess it again")
+        start, width = start[:header], 1
         if is_old:
-            self._read_old_index(file, size, start)
-            return start
-        _, version, code, n, m = HEADER.unpack(start[:header])
-        self.dtype, self.unit = _require_header(path, version, code, n), 1
-        _require_length(path, size, header + 12 * n + 8 * m, n, m)
-        self.sizes = Column(file, "<i4", n, header)
-        self.offsets = Column(file, "<i8", n, header + 4 * n)
-        self.document_index = Column(file, "<i8", m, header + 12 * n)
-        return start[:header]
-
-    def _read_old_index(self, file: BinaryIO, size: int, start: bytes) -> None:
-        """Find the columns of an index of the kinds lazy and cached, by Megatron-LM or fairseq."""
-        path, at = self.idx_path, OLD_HEADER.size
-        _, version, code, width, n, dimensions = OLD_HEADER.unpack(start[:at])
-        self.dtype, self.unit = _require_header(path, version, code, n), width
-        if width != self.dtype.itemsize or dimensions != n:
+            _, version, code, width, n, dimensions = OLD_HEADER.unpack(start[:-8])
+            m = int.from_bytes(start[-8:], "little")
+        else:
+            _, version, code, n, m = HEADER.unpack(start)
+        if version != VERSION:
+            raise DataError(
+                f"{path}: has format version {version}, expected {VERSION}; preprocess again with this toolkit"
+            )
+        if code not in DTYPES:
+            known = ", ".join(f"{number} {dtype.name}" for number, dtype in DTYPES.items())
+            raise DataError(
+                f"{path}: has dtype code {code}, expected an integer type ({known}); tokens are"
+                " integers, is this a token file?"
+            )
+        if n == 0:
+            raise DataError(f"{path}: holds no sequences; preprocess a corpus that has text")
+        self.dtype, self.unit = DTYPES[code], width
+        if is_old and (width != self.dtype.itemsize or dimensions != n):
             raise DataError(
                 f"{path}: says {width} bytes a token of {self.dtype.name} and {dimensions}"
                 f" dimensions for {n} sequences, expected {self.dtype.itemsize} and {n}; a corpus"
                 " of text has one dimension a sequence, preprocess it again"
             )
-        arrays = 8 * (2 * (n + 1) + n)
-        self.document_index = np.arange(n + 1)
-        if size != at + arrays:  # fairseq's index ends here
-            m = int.from_bytes(start[at:], "little")
-            at += 8
-            _require_length(path, size, at + arrays + 8 * m, n, m)
-            self.document_index = Column(file, "<i8", m, at + arrays)
-        self.offsets = Column(file, "<i8", n, at + 8 * (n + 1))
-        self.sizes = Column(file, "<i8", n, at + 16 * (n + 1))
+        at, arrays = header, 8 * (3 * n + 2) if is_old else 12 * n
+        if is_old and size == header - 8 + arrays:  # fairseq's index ends here
+            at, self.document_index = header - 8, np.arange(n + 1)
+        elif size == header + arrays + 8 * m:
+            self.document_index = Column(file, "<i8", m, header + arrays)
+        else:
+            expected = header + arrays + 8 * m
+            word = "ends early" if size < expected else "is too long"
+            raise DataError(
+                f"{path}: {word}: {size} bytes found, {expected} expected for the {n} sequences"
+                f" and {m} document boundaries in its header; copy or preprocess it again"
+            )
+        self.sizes = Column(file, "<i8" if is_old else "<i4", n, at + 16 * (n + 1) if is_old else at)
+        self.offsets = Column(file, "<i8", n, at + (8 * (n + 1) if is_old else 4 * n))
+        return start
 
 
 class IndexedWriter(TokenWriter):
@@ -276,30 +285,6 @@ class IndexedWriter(TokenWriter):
             file.write(np.zeros(1, dtype="<i8").tobytes())
             for _, ends in running_sums(self._documents):
                 file.write(ends.astype("<i8").tobytes())
-
-
-def _require_header(path: Path, version: int, code: int, sequences: int) -> np.dtype[Any]:
-    """Return the token type. Raises DataError for a wrong type, version or number of sequences."""
-    if version != VERSION:
-        raise DataError(f"{path}: has format version {version}, expected {VERSION}; preprocess again with this toolkit")
-    if code not in DTYPES:
-        known = ", ".join(f"{number} {dtype.name}" for number, dtype in DTYPES.items())
-        raise DataError(
-            f"{path}: has dtype code {code}, expected an integer type ({known}); tokens are"
-            " integers, is this a token file?"
-        )
-    if sequences == 0:
-        raise DataError(f"{path}: holds no sequences; preprocess a corpus that has text")
-    return DTYPES[code]
-
-
-def _require_length(path: Path, size: int, expected: int, sequences: int, boundaries: int) -> None:
-    if size != expected:
-        word = "ends early" if size < expected else "is too long"
-        raise DataError(
-            f"{path}: {word}: {size} bytes found, {expected} expected for the {sequences} sequences"
-            f" and {boundaries} document boundaries in its header; copy or preprocess it again"
-        )
 
 
 def require_pair(prefix: str | Path) -> None:

@@ -272,16 +272,16 @@ def _record(options: PreprocessOptions, tokenizer: Tokenizer, corpora: list[Corp
 
 def _is_finished(progress: Progress, records: list[Metadata]) -> bool:
     """Return whether an earlier run has written this shard from the same inputs; ``progress`` then has its counts."""
+    there = []
     for prefix, wanted in zip(progress.prefixes, records, strict=True):
         found = read_metadata(with_extension(prefix, METADATA_EXTENSION))
         if found is None or not all(with_extension(prefix, extension).exists() for extension in (".bin", ".idx")):
             return False
         if replace(found, **_NO_COUNTS) != wanted:
             return False
-        progress.documents += found.documents
-        progress.tokens += found.tokens
-        progress.empty += found.empty_documents
-    progress.kept = True
+        there.append(found)
+    progress.kept, progress.documents = True, sum(each.documents for each in there)
+    progress.tokens, progress.empty = sum(each.tokens for each in there), sum(each.empty_documents for each in there)
     return True
 
 
@@ -304,11 +304,8 @@ def preprocess_mindrecord(
             f" {install('mindspore')}, or leave the option out: both backends train from"
             " .bin/.idx pairs too"
         ) from None
-    prefix, seq_length, shards = (
-        options.output_prefix,
-        options.seq_length or DEFAULT_SEQ_LENGTH,
-        options.num_splits or 1,
-    )
+    prefix, shards = options.output_prefix, options.num_splits or 1
+    seq_length = options.seq_length or DEFAULT_SEQ_LENGTH
     writer.check_mindrecord(prefix, shards)
     for key in {*options.json_keys, "text"}:  # plain text has only this key, whatever was asked for
         options.keep_inputs(earlier_files(with_extension(options.prefix_of(key), EXTENSION)))

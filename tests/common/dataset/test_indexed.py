@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from common.dataset.blend import open_samples, require_data
-from common.dataset.fleetx import FleetXDataset, FleetXWriter, fleetx_dtype
+from common.dataset.fleetx import FleetXDataset, FleetXWriter, find_fleetx, fleetx_dtype
 from common.dataset.indexed import HEADER, IndexedDataset, IndexedWriter, token_dtype
 from common.dataset.preprocess import Progress, preprocess
 from common.dataset.samples import GPTDataset
@@ -289,7 +289,7 @@ def test_the_older_form_and_one_without_documents(tmp_path) -> None:
     np.savez(tmp_path / "old_ids.npz", ids=TOKENS, lens=LENS)
     np.savez_compressed(tmp_path / "packed_ids.npz", ids=TOKENS, lens=LENS)
     for prefix in (tmp_path / "old", tmp_path / "packed_ids.npz", write_npy(tmp_path, lens=LENS)):
-        data = FleetXDataset(prefix)
+        data = FleetXDataset(find_fleetx(prefix))
         assert data.tokens.tolist() == TOKENS.tolist()
         assert offsets_of(data) == [0, 3, 10, 12, 13]
     assert offsets_of(FleetXDataset(write_npy(tmp_path))) == [0, 10, 10, 13]
