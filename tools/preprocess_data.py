@@ -101,7 +101,7 @@ def _token_files(options: PreprocessOptions, display: _Display) -> str:
     # a count of documents does not tell what separated them, where nobody chose it
     metadata = read_metadata(with_extension(done.prefixes[0], METADATA_EXTENSION))
     usual, *others = get_args(DocumentRule)
-    if metadata and options.documents == usual and any(source.format == "text" for source in metadata.sources):
+    if metadata and options.documents == usual and any(source["format"] == "text" for source in metadata.sources):
         text += f"\nplain text: each blank line ended a document (--documents {usual}; the others: {', '.join(others)})"
     return text
 

@@ -107,9 +107,6 @@ class Recoded:
             if text or not data:
                 return text.encode()
 
-    def tell(self) -> int:
-        return self._file.tell()
-
 
 DOCUMENT_BYTES = 256 << 20
 """Maximum bytes of a document. Tokenizing takes about six times as much memory."""

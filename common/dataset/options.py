@@ -168,8 +168,8 @@ class PreprocessOptions:
         if self.format == "pieces":
             return self.output_prefix
         level = "sentence" if self.split_sentences else "document"
-        prefix = self.shard.prefix(self.output_prefix) if self.shard else self.output_prefix
-        return prefix.with_name(f"{prefix.name}_{key}_{level}")
+        part = f".shard-{self.shard.number:05d}-of-{self.shard.count:05d}" if self.shard else ""
+        return self.output_prefix.with_name(f"{self.output_prefix.name}{part}_{key}_{level}")
 
     def keep_inputs(self, outputs: Iterable[Path]) -> None:
         """Raise ConfigError if a file to be written or replaced is also an input."""

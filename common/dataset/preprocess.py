@@ -27,7 +27,6 @@ from common.dataset.metadata import (
     SHARD_OPTION,
     Metadata,
     Shard,
-    SourceFile,
     read_metadata,
     write_metadata,
 )
@@ -41,6 +40,7 @@ from common.paths import install
 from common.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
+_MIN_BLOCK = 1 << 12
 _MUCH = 1 / 3
 """Share of a text beyond which leaving it out for its length is warned of."""
 
@@ -225,7 +225,9 @@ def _keys(asked: tuple[str, ...], corpora: list[Corpus]) -> tuple[str, ...]:
 
 def _blocks(corpora: list[Corpus], options: PreprocessOptions, keys: tuple[str, ...], end_id: int) -> Iterator[Block]:
     shard, total = options.shard, sum(corpus.size for corpus in corpora)
-    block_bytes = shard.block_bytes(total, options.block_bytes) if shard else options.block_bytes
+    block_bytes = options.block_bytes
+    if shard:  # equal in all parts, and 16 of them or more in each, as far as documents allow
+        block_bytes = min(block_bytes, max(_MIN_BLOCK, total // (16 * shard.count)))
     for corpus, at in _in_reach(corpora, shard):
         for block in read_blocks(corpus, options.documents, keys, block_bytes, options.document_bytes, end_id):
             part = shard.part_of(at, total) if shard else 0
@@ -256,7 +258,7 @@ def _record(options: PreprocessOptions, tokenizer: Tokenizer, corpora: list[Corp
         tokenizer_sha256=tokenizer.sha256,
         eod_id=tokenizer.eod_id if options.append_eod else None,
         **_NO_COUNTS,
-        sources=tuple(SourceFile(name=corpus.path.name, bytes=corpus.size, format=corpus.format) for corpus in corpora),
+        sources=tuple({"name": corpus.path.name, "bytes": corpus.size, "format": corpus.format} for corpus in corpora),
         options={
             "key": key,
             "documents": options.documents,

@@ -36,61 +36,37 @@ class Batch:
     sample_hash: str
 
 
-class ShardedSampler:
-    """Sampler in which rank r reads the r-th contiguous part of each global batch.
+def rank_batches(
+    samples: Samples,
+    consumed_samples: int = 0,
+    sample_hash: str = "",
+    *,
+    global_batch_size: int,
+    data_parallel_size: int = 1,
+    data_parallel_rank: int = 0,
+    batch_size_at: Callable[[int], int] | None = None,
+    vocab_size: int | None = None,
+) -> Iterator[Batch]:
+    """Yield a rank's batches from ``consumed_samples`` on, without end: the r-th contiguous part of each global batch.
 
-    The order survives any change of the layout. batch_size_at: size of the global batch that starts
-    at a sample, where it is not always ``global_batch_size``. vocab_size: the model's. A token
-    beyond it raises DataError when it is read (None: no check).
+    The order survives any change of the layout. sample_hash: the one stored with ``consumed_samples``; at the start,
+    the fingerprint of the data. batch_size_at: size of the global batch that starts at a sample, where it is not always
+    ``global_batch_size``. vocab_size: the model's. A token beyond it raises DataError when it is read (None: no check).
     """
-
-    def __init__(
-        self,
-        samples: Samples,
-        *,
-        global_batch_size: int,
-        data_parallel_size: int = 1,
-        data_parallel_rank: int = 0,
-        batch_size_at: Callable[[int], int] | None = None,
-        vocab_size: int | None = None,
-    ) -> None:
-        assert 0 <= data_parallel_rank < data_parallel_size <= global_batch_size
-        assert global_batch_size % data_parallel_size == 0
-        self.samples = samples
-        self._size_at = batch_size_at or (lambda _: global_batch_size)
-        self._ranks, self._rank = data_parallel_size, data_parallel_rank
-        self._vocab_size = vocab_size
-
-    def batch(self, consumed_samples: int) -> Tokens:
-        """Return this rank's tokens (samples, seq_length + 1) of the global batch that starts at
-        sample ``consumed_samples``.
-        """
-        own = self._size_at(consumed_samples) // self._ranks
-        first = consumed_samples + self._rank * own
-        return _read(self.samples, np.arange(first, first + own), self._vocab_size)
-
-    def extend_hash(self, sample_hash: str, consumed_samples: int) -> str:
-        """Chain ``sample_hash`` with the global batch at ``consumed_samples``.
-
-        The result is equal on every rank and under every layout.
-        """
-        identities = self.samples.identities(
-            np.arange(consumed_samples, consumed_samples + self._size_at(consumed_samples))
-        )
-        data = bytes.fromhex(sample_hash) + identities.astype("<i8").tobytes()
-        return hashlib.blake2b(data, digest_size=8).hexdigest()
-
-    def batches(self, consumed_samples: int = 0, sample_hash: str | None = None) -> Iterator[Batch]:
-        """Yield batches from ``consumed_samples`` on, without end.
-
-        sample_hash: the hash stored with ``consumed_samples``; at the start, the data's fingerprint.
-        """
-        state = self.samples.fingerprint if sample_hash is None else sample_hash
-        while True:
-            tokens, size = self.batch(consumed_samples), self._size_at(consumed_samples)
-            state = self.extend_hash(state, consumed_samples)
-            consumed_samples += size
-            yield Batch(tokens=tokens, samples=size, consumed_samples=consumed_samples, sample_hash=state)
+    assert 0 <= data_parallel_rank < data_parallel_size <= global_batch_size
+    assert global_batch_size % data_parallel_size == 0
+    state = sample_hash or samples.fingerprint
+    while True:
+        size = batch_size_at(consumed_samples) if batch_size_at else global_batch_size
+        own = size // data_parallel_size
+        first = consumed_samples + data_parallel_rank * own
+        tokens = _read(samples, np.arange(first, first + own), vocab_size)
+        # chained over the whole global batch, it is equal on every rank and under every layout
+        identities = samples.identities(np.arange(consumed_samples, consumed_samples + size))
+        data = bytes.fromhex(state) + identities.astype("<i8").tobytes()
+        state = hashlib.blake2b(data, digest_size=8).hexdigest()
+        consumed_samples += size
+        yield Batch(tokens=tokens, samples=size, consumed_samples=consumed_samples, sample_hash=state)
 
 
 def ordered_batches(
@@ -105,7 +81,7 @@ def ordered_batches(
     """Yield tokens (<= batch_size, seq_length + 1) of samples 0, 1, ...: one epoch, or its first ``limit`` samples.
 
     Each of ``ranks`` ranks gets every ``ranks``-th batch. All ranks get the same number, so the last one may be empty.
-    vocab_size: as in ShardedSampler.
+    vocab_size: as in rank_batches.
     """
     end = samples.samples_per_epoch if limit is None else min(limit, samples.samples_per_epoch)
     for start in range(0, end, ranks * batch_size):

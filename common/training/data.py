@@ -19,7 +19,7 @@ from common.config.values import parse_split
 from common.dataset.blend import Samples, open_samples, parse_blend, part_names, windows_by_part
 from common.dataset.metadata import Metadata, read_metadata, vocabulary_remarks
 from common.dataset.mindrecord import metadata_paths
-from common.dataset.sampler import Batch, ShardedSampler, Tokens, ordered_batches, prefetch
+from common.dataset.sampler import Batch, Tokens, ordered_batches, prefetch, rank_batches
 from common.dataset.samples import EmptySplitError, Split
 from common.errors import ConfigError, DataError, TokenizerError
 from common.log import LOG, listed
@@ -38,8 +38,10 @@ Passes = Mapping[str, Callable[[], Iterator[Tokens]]]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
-    sampler: ShardedSampler | None
+    samples: Samples | None
     """None when only the validation part was asked for."""
+    batches: Callable[[TrainState], Iterator[Batch]]
+    """Function that returns batches from a state on, read when needed."""
     validation: Passes
     """Validation windows of the rank; empty without any."""
     validation_bytes: Callable[[], Mapping[str, int]]
@@ -57,16 +59,11 @@ class TrainingData:
     @property
     def fingerprint(self) -> str:
         """Identity of the data, its split, the window and the seed."""
-        return self.sampler.samples.fingerprint if self.sampler else ""
+        return self.samples.fingerprint if self.samples else ""
 
     @property
     def samples_per_epoch(self) -> int:
-        return self.sampler.samples.samples_per_epoch if self.sampler else 0
-
-    def batches(self, state: TrainState) -> Iterator[Batch]:
-        """Return batches from ``state`` on, read when needed."""
-        assert self.sampler is not None
-        return self.sampler.batches(state.consumed_samples, state.sample_hash or None)
+        return self.samples.samples_per_epoch if self.samples else 0
 
     def training_batches(
         self, state: TrainState, prepare: Callable[[Batch], Batch] = lambda batch: batch
@@ -153,17 +150,22 @@ def open_data(
     out. They divide validation windows too, but not with ``whole_validation``. Raises DataError.
     """
     remarks, samples = [*corpus.remarks], corpus.samples
-    sampler = None
     if samples is not None:
         remarks += _eod_remarks(config, samples, corpus.records)
-        sampler = ShardedSampler(
+
+    def batches(state: TrainState) -> Iterator[Batch]:
+        assert samples is not None
+        return rank_batches(
             samples,
+            state.consumed_samples,
+            state.sample_hash,
             global_batch_size=config.train.global_batch_size,
             data_parallel_size=ranks or config.parallel.data_parallel,
             data_parallel_rank=rank,
             batch_size_at=config.batch_sizes.at,
             vocab_size=config.model.vocab_size,
         )
+
     validation: Passes = {}
     reason = None
     if samples is not None and config.validation.interval == "never":
@@ -181,7 +183,8 @@ def open_data(
             LOG.warning(remark)
     place = {"rank": rank, "ranks": ranks or config.parallel.data_parallel}
     return TrainingData(
-        sampler=sampler,
+        samples=samples,
+        batches=batches,
         validation=validation
         if whole_validation
         else {name: partial(windows, **place) for name, windows in validation.items()},

@@ -204,7 +204,7 @@ def announce(config: Run, data: TrainingData, device_name: str, start: Start, st
 
 def _describe_blend(config: Run, data: TrainingData) -> str | None:
     """Return the share of each data set of a blend, and how often the run reads it."""
-    blend = data.sampler.samples if data.sampler is not None else None
+    blend = data.samples
     if not isinstance(blend, Blend):
         return None
     samples = config.batch_sizes.samples_after(config.train.steps)

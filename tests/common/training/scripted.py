@@ -117,7 +117,8 @@ def start(
             state = Checkpoint(found).states(config, LossScale(config.loss_scale))[0]
         engine.config, engine.step = config, state.step
         data = TrainingData(
-            sampler=None,
+            samples=None,
+            batches=lambda state: batches(),
             validation={"all": lambda: iter([np.zeros((1, 3), np.int32)] * 3)},
             validation_bytes=dict,
             no_validation=None,
