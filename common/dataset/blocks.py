@@ -25,10 +25,7 @@ BLANK_LINES = re.compile(rb"\n(?:[ \t\r\f\v]*\n)+")
 
 
 KEY_ADVICE = "; rename it, or name it with --json-keys"
-
-
-class MissingKeyError(DataError):
-    """Error for an item without the key asked for. Its text ends with KEY_ADVICE, which concerns preprocessing."""
+"""End of the error for an item without a key, which concerns preprocessing."""
 
 
 DocumentRule = Literal["blank_line", "line", "file", "eot"]
@@ -71,7 +68,7 @@ def read_blocks(
     With the rule ``file`` a block is always the whole file. end_id: id that ends each document in a
     file of ids.
     Raises DataError for a broken array, gzip stream or table, and a document above
-    ``document_bytes``. Raises MissingKeyError for an item without its key.
+    ``document_bytes``, and for an item without its key.
     """
     block = partial(Block, path=corpus.path, format=corpus.format, rule=rule)
     if corpus.format in TABLES:
@@ -128,7 +125,7 @@ def texts_of(item: Any, keys: tuple[str, ...], where: str) -> tuple[str, ...]:
     for key in keys:
         if key not in item:
             present = ", ".join(repr(name) for name in list(item)[:10]) or "none"
-            raise MissingKeyError(f"{where}: the key {key!r} is missing, the keys present are {present}{KEY_ADVICE}")
+            raise DataError(f"{where}: the key {key!r} is missing, the keys present are {present}{KEY_ADVICE}")
         if not isinstance(item[key], str):
             raise DataError(
                 f"{where}: the value of {key!r} is {_kind(item[key])}, expected a string; fix or remove this item"

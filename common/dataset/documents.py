@@ -39,19 +39,20 @@ class Documents:
 def documents_of(block: Block, keys: tuple[str, ...]) -> list[Documents]:
     """Return one entry per key. Raises DataError with the line and column of an error."""
     if isinstance(block.data, list):
-        return [_from_strings([texts[n] for texts in block.data]) for n in range(len(keys))]
-    data, text = block.data, _decode(block, block.data)
-    if block.offset == 0:
-        text = text.removeprefix("\ufeff")
-    if block.format == "text":
-        found = _from_text(text, data, block.rule)
-        for document in found.texts:
-            check_words(
-                document,
-                lambda word: f"{block.path}: line {block.first_line + data[: data.find(word.encode())].count(10)}",
-            )
-        return [found]
-    items = _parse_lines(block, text, keys)
+        items = block.data
+    else:
+        data, text = block.data, _decode(block, block.data)
+        if block.offset == 0:
+            text = text.removeprefix("\ufeff")
+        if block.format == "text":
+            found = _from_text(text, data, block.rule)
+            for document in found.texts:
+                check_words(
+                    document,
+                    lambda word: f"{block.path}: line {block.first_line + data[: data.find(word.encode())].count(10)}",
+                )
+            return [found]
+        items = _parse_lines(block, text, keys)
     return [_from_strings([texts[n] for texts in items]) for n in range(len(keys))]
 
 

@@ -94,10 +94,6 @@ class IndexedDataset(TokenFiles):
     other.
     """
 
-    dtype: np.dtype[Any]
-    unit: int
-    sizes: Column
-    offsets: Column
     document_index: Column | npt.NDArray[Any]
 
     def __init__(self, prefix: str | Path) -> None:
@@ -255,8 +251,7 @@ class IndexedWriter(TokenWriter):
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
         super().__init__(strip_extension(prefix), dtype)
-        if self.dtype not in CODES:
-            raise ValueError(f"dtype {self.dtype} has no code in the .idx format")
+        assert self.dtype in CODES
 
     def _tokens_file(self) -> AbstractContextManager[IO[bytes]]:
         return atomic_write(with_extension(self.prefix, ".bin"))

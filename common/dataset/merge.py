@@ -33,8 +33,8 @@ class _Part(NamedTuple):
 
 def merge_datasets(
     inputs: Sequence[Path], output: Path, on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> Metadata | None:
-    """Write the pair ``output``; return its record if all inputs have one.
+) -> None:
+    """Write the pair ``output``, and its record if all inputs have one.
 
     inputs: prefixes, or folders whose pairs are taken by name. Shards are sorted by their number,
     and all must be there. on_progress: called with the bytes of tokens copied, and of all.
@@ -69,10 +69,8 @@ def merge_datasets(
                 empty = np.zeros(part.metadata.documents, np.int32)
                 writer.append(np.zeros(0, writer.dtype), empty[:0], empty)
             on_progress(writer.token_count * writer.dtype.itemsize, total)
-    metadata = _joined(parts)
-    if metadata is not None:
+    if (metadata := _joined(parts)) is not None:
         write_metadata(with_extension(output, METADATA_EXTENSION), metadata)
-    return metadata
 
 
 def _open(prefix: Path) -> _Part:

@@ -23,9 +23,8 @@ import hashlib
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +41,6 @@ _LOOKED_AT = 1024
 """Rows whose masks are looked at when a file is opened."""
 INDEX_EXTENSION = ".db"
 VERSION = "3.0"
-_CHUNK = 1 << 16
 # Tokens decoded in one round: the position arrays then stay in the processor's cache.
 _ROUND = 1 << 16
 _CODES = ((np.arange(256)[:, None] >> np.array([6, 4, 2, 0])) & 3).astype(np.int8)
@@ -200,8 +198,7 @@ class MindRecordFile:
                 if connection.execute("SELECT 1 FROM sqlite_master WHERE type='view'").fetchone():
                     raise ValueError("it has views, whose rows may have no end")
                 names = [name for (name,) in connection.execute("SELECT NAME FROM SHARD_NAME")]
-                chunks = iter(partial(connection.execute(query).fetchmany, _CHUNK), [])
-                parts = [np.array(chunk, dtype=np.int64) for chunk in chunks]
+                places: Any = np.fromiter(connection.execute(query), dtype=np.dtype((np.int64, 3)))
         except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
             raise DataError(f"{path}: is not the index of a MindRecord ({error}); {_RENEW}") from None
         if self.path.name not in names:
@@ -210,7 +207,6 @@ class MindRecordFile:
                 " one beside it, or undo the renaming (MindSpore does not read a renamed MindRecord either)"
             )
         header = self.header
-        places = np.concatenate([np.zeros((0, 3), np.int64), *parts])
         start = header.header_size + places[:, 0] * header.page_size
         begin, end = start + places[:, 1], start + places[:, 2]
         wrong = (begin < header.header_size) | (end > header.end) | (end - begin < 8)

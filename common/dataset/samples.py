@@ -61,8 +61,6 @@ class SplitSamples:
         split_weights: Sequence[float] = (949, 50, 1),
         shuffle: bool = True,
     ) -> None:
-        if seq_length < 1:
-            raise DataError(f"seq_length={seq_length}: expected 1 or more")
         self.split = split
         self.seq_length = seq_length
         self.seed = seed

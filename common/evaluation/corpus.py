@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.schema import EvaluationConfig
-from common.dataset.blocks import KEY_ADVICE, MissingKeyError, read_blocks
+from common.dataset.blocks import KEY_ADVICE, read_blocks
 from common.dataset.corpus import open_corpus
 from common.dataset.documents import documents_of
 from common.errors import ConfigError, DataError
@@ -62,11 +62,9 @@ def read_evaluation_file(config: EvaluationConfig) -> EvaluationFile:
         for block in read_blocks(corpus, "file", ("text",)):
             for documents in documents_of(block, ("text",)):
                 texts += documents.written()
-    except MissingKeyError as error:
-        problem = str(error).removesuffix(KEY_ADVICE)
-        raise DataError(f"evaluation.file={problem}; evaluation reads the field text, rename yours") from None
     except DataError as error:
-        raise DataError(f"evaluation.file={error}") from None
+        said = str(error).replace(KEY_ADVICE, "; evaluation reads the field text, rename yours")
+        raise DataError(f"evaluation.file={said}") from None
     if not texts:
         raise DataError(f"evaluation.file={path}: holds nothing but white space; expected text")
     with path.open("rb") as file:

@@ -25,7 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "preprocess_data.py"
 VOCABULARY = ("--vocab-file", "vocab.json", "--merge-file", "merges.txt")
 
-
 Run = Callable[[str], tuple[object, str]]
 
 

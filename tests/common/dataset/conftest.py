@@ -91,8 +91,7 @@ def options_for(tmp_path: Path, byte_tokenizer: dict[str, Any]) -> Callable[...,
     """options_for(file, file, ..., **options): of bytes, to the prefix ``out``."""
 
     def make(*inputs: Path, **options: Any) -> PreprocessOptions:
-        given = {"output_prefix": tmp_path / "out", **byte_tokenizer, **options}
-        return PreprocessOptions(inputs=inputs, **given)
+        return PreprocessOptions(inputs=inputs, **{"output_prefix": tmp_path / "out", **byte_tokenizer, **options})
 
     return make
 

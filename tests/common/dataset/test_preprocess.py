@@ -248,9 +248,8 @@ BERT_TOKENS = [
 
 @pytest.fixture
 def bert(tmp_path: Path) -> Path:
-    path = tmp_path / "vocab.txt"
-    path.write_text("\n".join(BERT_TOKENS) + "\n", encoding="utf-8")
-    return path
+    (tmp_path / "vocab.txt").write_text("\n".join(BERT_TOKENS) + "\n", encoding="utf-8")
+    return tmp_path / "vocab.txt"
 
 
 def build_files(texts: list[str], vocab_file: Path, pieces: int, least: int) -> list[str]:
@@ -269,10 +268,9 @@ def build_files(texts: list[str], vocab_file: Path, pieces: int, least: int) -> 
     return written
 
 
-def run_bert(target: Path, vocab_file: Path, source: Path, **options: object) -> Path:
-    prefix = target / "tokenized_train"
-    made = preprocess(PreprocessOptions(inputs=(source,), output_prefix=prefix, vocab_file=vocab_file, **options))
-    return made.prefixes[0]
+def run_bert(target: Path, vocab: Path, source: Path, **options: object) -> Path:
+    wish = PreprocessOptions(inputs=(source,), output_prefix=target / "tokenized_train", vocab_file=vocab, **options)
+    return preprocess(wish).prefixes[0]
 
 
 def write_array(path: Path, texts: list[str]) -> Path:

@@ -32,9 +32,8 @@ def batches_of(samples: Samples, rank: int, ranks: int, size: int, *start: Any) 
 @given(size=st.sampled_from([1, 2, 3, 4, 64]), per_rank=st.integers(1, 5), consumed=st.integers(0, 500))
 def test_the_ranks_parts_make_the_global_batch(samples, size, per_rank, consumed) -> None:
     batch = size * per_rank
-    whole, *parts = (
-        next(batches_of(samples, *place, batch, consumed)) for place in ((0, 1), *((n, size) for n in range(size)))
-    )
+    places = [(0, 1), *((rank, size) for rank in range(size))]
+    whole, *parts = (next(batches_of(samples, *place, batch, consumed)) for place in places)
     assert all(part.tokens.shape == (per_rank, 7) and part.tokens.dtype == np.int32 for part in parts)
     assert (np.concatenate([part.tokens for part in parts]) == whole.tokens).all()
     assert (whole.tokens == samples.read(np.arange(consumed, consumed + batch))).all()
@@ -54,8 +53,7 @@ def test_64_readers_that_open_the_data_themselves_agree(write_pair) -> None:
 def test_resuming_continues_data_and_hash(samples) -> None:
     straight = list(itertools.islice(batches_of(samples, 1, 2, 8), 12))
     saved = straight[4]
-    start = saved.consumed_samples, saved.sample_hash
-    resumed = list(itertools.islice(batches_of(samples, 1, 2, 8, *start), 7))
+    resumed = list(itertools.islice(batches_of(samples, 1, 2, 8, saved.consumed_samples, saved.sample_hash), 7))
     for one, two in zip(straight[5:], resumed, strict=True):
         assert (one.tokens == two.tokens).all()
         assert (one.consumed_samples, one.sample_hash) == (two.consumed_samples, two.sample_hash)
