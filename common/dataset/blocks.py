@@ -26,8 +26,6 @@ BLANK_LINES = re.compile(rb"\n(?:[ \t\r\f\v]*\n)+")
 
 KEY_ADVICE = "; rename it, or name it with --json-keys"
 """End of the error for an item without a key, which concerns preprocessing."""
-
-
 DocumentRule = Literal["blank_line", "line", "file", "eot"]
 """Border between the documents of a plain text."""
 
@@ -49,10 +47,6 @@ class Block:
     first_line: int
     offset: int
     read_bytes: int
-
-
-class _LargeDocument(Exception):
-    """Signal that a document has more bytes than allowed."""
 
 
 def read_blocks(
@@ -81,26 +75,15 @@ def read_blocks(
         last_border = _LAST_BORDER[rule]
     elif corpus.format == "ids":
         last_border = partial(_after_mark, f" {end_id} ".encode())
-    line, offset, read = 1, 0, 0
-    try:
-        with corpus.open() as (file, raw):
-            for data in (
-                _array_blocks(file, corpus.path, keys, block_bytes, document_bytes)
-                if corpus.format == "array"
-                else _byte_blocks(file, last_border, block_bytes, document_bytes)
-            ):
-                yield block(data=data, first_line=line, offset=offset, read_bytes=raw.tell() - read)
-                read = raw.tell()
-                if isinstance(data, bytes):
-                    line += data.count(b"\n")
-                    offset += len(data)
-    except _LargeDocument:
-        remedy = ", say with --documents what separates its documents" if corpus.format == "text" else ""
-        raise DataError(
-            f"{corpus.path}: the document that begins in line {line} has more than"
-            f" {document_bytes / 2**20:g} MiB, but must fit in memory whole; divide it{remedy},"
-            " or allow more: --max-document-mib N"
-        ) from None
+    read = 0
+    with corpus.open() as (file, raw):
+        for data, line, offset in (
+            _array_blocks(file, corpus.path, keys, block_bytes, document_bytes)
+            if corpus.format == "array"
+            else _byte_blocks(file, corpus, last_border, block_bytes, document_bytes)
+        ):
+            yield block(data=data, first_line=line, offset=offset, read_bytes=raw.tell() - read)
+            read = raw.tell()
 
 
 def texts_of(item: Any, keys: tuple[str, ...], where: str) -> tuple[str, ...]:
@@ -142,7 +125,7 @@ def _kind(value: Any) -> str:
 
 def _array_blocks(
     file: BinaryIO, path: Path, keys: tuple[str, ...], block_bytes: int, document_bytes: int
-) -> Iterator[Texts]:
+) -> Iterator[tuple[Texts, int, int]]:
     items: Texts = []
     size = 0
     for number, item in array_items(file, path, document_bytes):
@@ -150,27 +133,34 @@ def _array_blocks(
         items.append(texts)
         size += sum(map(len, texts))
         if size >= block_bytes:
-            yield items
+            yield items, 1, 0
             items, size = [], 0
     if items:
-        yield items
+        yield items, 1, 0
 
 
 def _byte_blocks(
-    file: BinaryIO, last_border: Callable[[bytes], int], block_bytes: int, document_bytes: int
-) -> Iterator[bytes]:
-    rest = b""
+    file: BinaryIO, corpus: Corpus, last_border: Callable[[bytes], int], block_bytes: int, document_bytes: int
+) -> Iterator[tuple[bytes, int, int]]:
+    """Yield bytes, their first line and their offset."""
+    rest, line, offset = b"", 1, 0
     # doubling the chunk keeps the time for one huge document linear
     while chunk := file.read(max(block_bytes, min(len(rest), document_bytes + 1 - len(rest)))):
         buffer = rest + chunk if rest else chunk
         border = last_border(buffer)
         if border:
-            yield buffer[:border]
+            yield buffer[:border], line, offset
+            line, offset = line + buffer.count(b"\n", 0, border), offset + border
         rest = buffer[border:]
         if len(rest) > document_bytes:
-            raise _LargeDocument
+            remedy = ", say with --documents what separates its documents" if corpus.format == "text" else ""
+            raise DataError(
+                f"{corpus.path}: the document that begins in line {line} has more than"
+                f" {document_bytes / 2**20:g} MiB, but must fit in memory whole; divide it{remedy},"
+                " or allow more: --max-document-mib N"
+            )
     if rest:
-        yield rest
+        yield rest, line, offset
 
 
 def _after_line(buffer: bytes) -> int:

@@ -45,15 +45,26 @@ def documents_of(block: Block, keys: tuple[str, ...]) -> list[Documents]:
         if block.offset == 0:
             text = text.removeprefix("\ufeff")
         if block.format == "text":
-            found = _from_text(text, data, block.rule)
-            for document in found.texts:
+            split = _from_text(text, data, block.rule)
+            for document in split.texts:
                 check_words(
                     document,
                     lambda word: f"{block.path}: line {block.first_line + data[: data.find(word.encode())].count(10)}",
                 )
-            return [found]
+            return [split]
         items = _parse_lines(block, text, keys)
-    return [_from_strings([texts[n] for texts in items]) for n in range(len(keys))]
+    found = []
+    for n in range(len(keys)):
+        texts = [each[n] for each in items]
+        try:
+            size = len("".join(texts).encode())
+        except UnicodeEncodeError:
+            # JSON may spell half a surrogate pair (\ud83d), which UTF-8 cannot: U+FFFD takes its place,
+            # as a decoder would do.
+            texts = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
+            size = len("".join(texts).encode())
+        found.append(Documents(texts=texts, places=list(range(len(texts))), blank=0, size=size))
+    return found
 
 
 def read_texts(
@@ -105,17 +116,6 @@ def _from_text(text: str, data: bytes, rule: DocumentRule) -> Documents:
     places = [place for place, piece in enumerate(pieces) if piece and not piece.isspace()]
     texts = [pieces[place] for place in places]
     return Documents(texts=texts, places=places, blank=len(pieces) - len(texts), size=len(data))
-
-
-def _from_strings(texts: list[str]) -> Documents:
-    try:
-        size = len("".join(texts).encode())
-    except UnicodeEncodeError:
-        # JSON may spell half a surrogate pair (\ud83d), which UTF-8 cannot: U+FFFD takes its place,
-        # as a decoder would do.
-        texts = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
-        size = len("".join(texts).encode())
-    return Documents(texts=texts, places=list(range(len(texts))), blank=0, size=size)
 
 
 def _parse_lines(block: Block, text: str, keys: tuple[str, ...]) -> list[tuple[str, ...]]:
