@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from mindspore.mindrecord import FileWriter
 
-from common.dataset.metadata import METADATA_EXTENSION, write_metadata
+from common.dataset.metadata import METADATA_EXTENSION, read_metadata, write_metadata
 from common.dataset.mindrecord import publication
 from common.dataset.mindrecord_file import COLUMN, MindRecordFile
 from common.dataset.samples import GPTDataset
@@ -65,7 +65,7 @@ def write_mindrecord(prefix: Path, target: Path, seq_length: int, shards: int = 
     with publication(target, shards) as paths:
         for number, path in enumerate(paths):
             _write_file(path, windows, rows * number // shards, rows * (number + 1) // shards)
-        metadata = windows.data.metadata()
+        metadata = read_metadata(with_extension(windows.data.prefix, METADATA_EXTENSION))
         if metadata is not None:
             options = metadata.options | {"format": "mindrecord", "seq_length": str(seq_length)}
             metadata = replace(metadata, tokens=rows * seq_length + 1, options=options)

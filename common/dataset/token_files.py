@@ -17,7 +17,7 @@ from typing import IO, Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from common.dataset.metadata import METADATA_EXTENSION, Metadata, read_metadata
+from common.dataset.metadata import METADATA_EXTENSION
 from common.errors import DataError
 from common.files import reading
 
@@ -102,20 +102,6 @@ class TokenFiles(ABC):
     @abstractmethod
     def tokens_before(self, document: int) -> int:
         """Return the number of tokens before a document, or all for ``document_count``."""
-
-    def metadata(self) -> Metadata | None:
-        """Return the record of the files' origin, or None without one.
-
-        Raises DataError if it describes other files.
-        """
-        path = with_extension(self.prefix, METADATA_EXTENSION)
-        metadata = read_metadata(path)
-        if metadata is not None and metadata.tokens != self.token_count:
-            raise DataError(
-                f"{path}: describes {metadata.tokens} tokens, but {self.prefix.name} holds"
-                f" {self.token_count}; it was left by another run, delete it or preprocess again"
-            )
-        return metadata
 
 
 class TokenWriter(ABC):

@@ -16,6 +16,7 @@ from common.dataset import blocks
 from common.dataset.encode import split_sentences
 from common.dataset.encodings import check_words, checked_encoding
 from common.dataset.indexed import IndexedDataset
+from common.dataset.metadata import read_metadata
 from common.dataset.options import PreprocessOptions
 from common.dataset.preprocess import preprocess
 from common.errors import ConfigError, DataError
@@ -60,7 +61,7 @@ def test_several_keys_give_several_outputs(tmp_path, options_for, block_bytes) -
     assert title.tokens.tolist() == [65, 256, 66, 256]
     assert body.tokens.tolist() == [97, 97, 256]
     assert (result.documents, result.empty) == (4, 1)
-    assert body.metadata().empty_documents == 1
+    assert read_metadata(Path(f"{body.prefix}.meta.json")).empty_documents == 1
 
 
 def test_text_left_out_for_its_length_is_told(tmp_path, options_for, caplog) -> None:
@@ -121,19 +122,18 @@ def test_metadata_tells_what_was_done(tmp_path, read_back) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "ab"}\n{"text": ""}\n')
     read_back(path)
-    data = IndexedDataset(tmp_path / "out_text_document")
-    told = asdict(data.metadata())
+    record = tmp_path / "out_text_document.meta.json"
+    told = asdict(read_metadata(record))
     source = {"name": "a.jsonl", "bytes": path.stat().st_size, "format": "jsonl"}
     assert told["sources"][0].items() >= source.items()
     expected = {"vocab_size": 257, "eod_id": 256, "documents": 2, "sequences": 1, "tokens": 3}
     assert told.items() >= (expected | {"tokenizer": "Byte", "empty_documents": 1}).items()
-    record = tmp_path / "out_text_document.meta.json"
     for wrong in ("{}", record.read_text().replace('"tokens": 3', '"tokens": -3')):
         record.write_text(wrong)
         with pytest.raises(DataError, match="the file does not describe token files: delete it"):
-            data.metadata()
+            read_metadata(record)
     record.unlink()
-    assert data.metadata() is None
+    assert read_metadata(record) is None
 
 
 def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path, read_back) -> None:
