@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
 from common.dataset.encodings import Recoded, require_no_nul
-from common.dataset.tables import ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC, PARQUET_MAGIC, require_pyarrow
+from common.dataset.tables import ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC, PARQUET_MAGIC
 from common.errors import ConfigError, DataError
 from common.files import GZIP_MAGIC, foreign_kind, open_input, reading
-from common.paths import looked_in
+from common.paths import looked_in, require_package
 from common.structured_files import MalformedError, parse_json_item, parse_json_line, read_json_mapping
 
 _log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = 
         raise DataError(f"{path}: {foreign}")
     table = _table_format(path, head, gzipped, forced, encoding)
     if table is not None:
-        require_pyarrow(path)
+        require_package("pyarrow", extra="parquet", purpose=f"which reads {path}")
         _log.info("%s: read as %s (by content)", path, _WORDS[table])
         return Corpus(path=path, format=table, size=path.stat().st_size, gzipped=False)
     complete = len(head) < _HEAD_BYTES

@@ -13,7 +13,6 @@ from typing import Any
 
 from common.dataset.encodings import WORD_CHARACTERS, check_words
 from common.errors import DataError
-from common.paths import require_package
 
 PARQUET_MAGIC, ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARROW1\0\0", b"\xff\xff\xff\xff"
 _END_OF_STREAM = ARROW_STREAM_MAGIC + bytes(4)
@@ -24,11 +23,6 @@ _BUFFER_BYTES = 1 << 20
 Texts = list[tuple[str, ...]]
 _Batches = Callable[[tuple[str, ...], int], Iterator[tuple[Any, int, int]]]
 """From columns and bytes of a block to record batches, each with the bytes of the file between which it lies."""
-
-
-def require_pyarrow(path: Path) -> None:
-    """Raise ConfigError unless pyarrow is installed. path: the file that needs it."""
-    require_package("pyarrow", extra="parquet", purpose=f"which reads {path}")
 
 
 def check_table(path: Path, keys: tuple[str, ...]) -> None:
@@ -127,7 +121,6 @@ def _opened(path: Path, keys: tuple[str, ...]) -> Iterator[_Batches]:
 
     Within the block, errors of pyarrow become DataError.
     """
-    require_pyarrow(path)
     import pyarrow as pa
     from pyarrow import parquet
 
