@@ -249,10 +249,6 @@ class IndexedWriter(TokenWriter):
     prefix: path without extension; its folder is created if absent. dtype: see ``token_dtype``.
     """
 
-    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
-        super().__init__(strip_extension(prefix), dtype)
-        assert self.dtype in CODES
-
     def _tokens_file(self) -> AbstractContextManager[IO[bytes]]:
         return atomic_write(with_extension(self.prefix, ".bin"))
 
