@@ -190,10 +190,8 @@ def _judge(path: Path, head: str, complete: bool, named_json: bool) -> CorpusFor
 
 def _is_array(text: str, complete: bool) -> bool:
     rest = text[1:].lstrip()
-    if not rest.startswith(('"', "{", "]")):
-        return False
-    if rest.startswith("]"):
-        return True
+    if not rest.startswith(('"', "{")):
+        return rest.startswith("]")
     try:
         _, end = parse_json_item(rest)
     except MalformedError:

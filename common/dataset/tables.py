@@ -21,8 +21,6 @@ _ROWS_AT_ONCE, _BYTES_AT_ONCE = 256, 4 << 20
 _BUFFER_BYTES = 1 << 20
 
 Texts = list[tuple[str, ...]]
-_Batches = Callable[[tuple[str, ...], int], Iterator[tuple[Any, int, int]]]
-"""From columns and bytes of a block to record batches, each with the bytes of the file between which it lies."""
 
 
 def check_table(path: Path, keys: tuple[str, ...]) -> None:
@@ -116,8 +114,9 @@ def _check_columns(path: Path, schema: Any, keys: tuple[str, ...]) -> None:
 
 
 @contextmanager
-def _opened(path: Path, keys: tuple[str, ...]) -> Iterator[_Batches]:
-    """Yield a function that reads record batches, of a file that has the columns ``keys``.
+def _opened(path: Path, keys: tuple[str, ...]) -> Iterator[Callable[..., Iterator[tuple[Any, int, int]]]]:
+    """Yield a function of columns and of the bytes of a block. It reads record batches of a file that has the columns
+    ``keys``, each with the bytes of the file between which it lies.
 
     Within the block, errors of pyarrow become DataError.
     """
