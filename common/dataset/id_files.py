@@ -85,7 +85,7 @@ class PiecesWriter(TokenWriter):
 
     def __init__(self, prefix: Path, pieces: int) -> None:
         super().__init__(prefix, "<i4")
-        self.pieces, self._shared_out = pieces, 0
+        self._pieces, self._shared_out = pieces, 0
         if (later := self.path(pieces)).exists():
             raise ConfigError(
                 f"{later}: is of an earlier run of more than {pieces} pieces; remove those, or"
@@ -113,15 +113,15 @@ class PiecesWriter(TokenWriter):
     def _publish(self) -> None:
         if not self.document_count:
             return
-        share = self._shared_out // self.pieces
+        share = self._shared_out // self._pieces
         if not share:
             _log.warning(
                 "--num-pieces %d: the corpus has %d documents, all but the last piece are empty",
-                *(self.pieces, self._shared_out),
+                *(self._pieces, self._shared_out),
             )
-        borders, before = [0] * self.pieces, 0  # tokens before each piece
+        borders, before = [0] * self._pieces, 0  # tokens before each piece
         for lengths, ends in running_sums(self._sizes):
-            for number in range(1, self.pieces):
+            for number in range(1, self._pieces):
                 last = share * number - 1 - before
                 if 0 <= last < len(lengths):
                     borders[number] = int(ends[last])

@@ -104,8 +104,10 @@ def preprocess(options: PreprocessOptions, on_progress: Callable[[Progress], Non
     marks_as = options.special_tokens or ("tokens" if tokenizer.has_marks else "text")
     options = replace(options, json_keys=keys, special_tokens=marks_as)
     prefixes = tuple(map(options.prefix_of, keys))
-    extensions = (*_EXTENSIONS[options.format], METADATA_EXTENSION)
-    options.keep_inputs(with_extension(prefix, extension) for prefix in prefixes for extension in extensions)
+    pieces = [f"_{number}.txt" for number in range(options.num_pieces or DEFAULT_PIECES)]
+    extensions = {"indexed": [".bin", ".idx"], "fleetx": [IDS, INDEX], "pieces": pieces}[options.format]
+    outputs = (with_extension(prefix, each) for prefix in prefixes for each in (*extensions, METADATA_EXTENSION))
+    options.keep_inputs(outputs)
     progress = Progress(prefixes=prefixes, total_bytes=sum(corpus.size for corpus in corpora))
     records = [_record(options, tokenizer, corpora, key) for key in keys]
     if options.shard is not None and _is_finished(progress, records):
@@ -113,8 +115,6 @@ def preprocess(options: PreprocessOptions, on_progress: Callable[[Progress], Non
     empty, short, marks = [0] * len(keys), [0] * len(keys), Counter[str]()
     with ExitStack() as stack:
         writers = [_writer(options, prefix, tokenizer.vocab_size) for prefix in prefixes]
-        if isinstance(writers[0], PiecesWriter):
-            options.keep_inputs(map(writers[0].path, range(writers[0].pieces)))
         for writer in writers:
             stack.enter_context(writer)
         # closing: a failure must end the worker processes before the error is reported
@@ -181,7 +181,6 @@ def _warn(options: PreprocessOptions, corpora: list[Corpus], progress: Progress,
 
 
 _NO_COUNTS: dict[str, Any] = {"documents": 0, "sequences": 0, "tokens": 0, "empty_documents": 0}
-_EXTENSIONS = {"indexed": (".bin", ".idx"), "fleetx": (IDS, INDEX), "pieces": ()}
 
 
 def _open(options: PreprocessOptions) -> list[Corpus]:
