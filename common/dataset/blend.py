@@ -51,20 +51,22 @@ class Blend:
         exact = [Fraction(repr(float(weight))) for weight in weights]  # 0.1 is a tenth
         unit = math.lcm(*(weight.denominator for weight in exact))
         parts = [int(weight * unit) for weight in exact]
-        self._counts = apportion(min(FINEST, sum(parts) // math.gcd(*parts)), parts)
-        for count, weight, dataset in zip(self._counts, weights, datasets, strict=True):
+        counts = apportion(min(FINEST, sum(parts) // math.gcd(*parts)), parts)
+        for count, weight, dataset in zip(counts, weights, datasets, strict=True):
             if count == 0:
                 raise DataError(
                     f"the weight of {dataset.source(0)} is {weight:g}, less than half a sample in {FINEST:,}: it"
                     " would never be read; raise the weight or leave the data set out"
                 )
-        self.weights = tuple(count / sum(self._counts) for count in self._counts)
+        self.weights = tuple(count / sum(counts) for count in counts)
+        identity = ["tree", counts, [dataset.fingerprint for dataset in datasets]]
+        self.fingerprint: str = hashlib.blake2b(repr(identity).encode(), digest_size=8).hexdigest()
         # leaves have the numbers of the data sets, and the root has the last
         leaves = len(datasets)
         self._whole = np.ones(2 * leaves - 1, dtype=np.int64)
         self._share = np.ones_like(self._whole)
         self._sides = np.stack([np.arange(len(self._whole))] * 2, axis=1)
-        heap = [(count, number, 0) for number, count in enumerate(self._counts)]
+        heap = [(count, number, 0) for number, count in enumerate(counts)]
         heapq.heapify(heap)
         for node in range(leaves, 2 * leaves - 1):
             (right, right_side, right_depth), (left, left_side, left_depth) = (heapq.heappop(heap), heapq.heappop(heap))
@@ -72,11 +74,6 @@ class Blend:
             self._sides[node] = left_side, right_side
             heapq.heappush(heap, (left + right, node, 1 + max(left_depth, right_depth)))
         self._depth = heap[0][2]
-
-    @property
-    def fingerprint(self) -> str:
-        parts = ["tree", self._counts, [dataset.fingerprint for dataset in self.datasets]]
-        return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     def locate(self, ids: Ids) -> tuple[Ids, Ids]:
         """Map sample numbers to data sets and to samples within them.

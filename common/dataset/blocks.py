@@ -173,10 +173,8 @@ def _after_blank_line(buffer: bytes) -> int:
     windows = buffer.rfind(b"\n\r\n") if b"\r" in buffer else -1
     if unix >= 0 or windows >= 0:
         return max(unix + 2, windows + 3)
-    border = 0  # blank lines made of spaces: rare, so the slow search comes last
-    for match in BLANK_LINES.finditer(buffer):
-        border = match.end()
-    return border
+    # blank lines made of spaces: rare, so the slow search comes last
+    return max((match.end() for match in BLANK_LINES.finditer(buffer)), default=0)
 
 
 def _after_mark(mark: bytes, buffer: bytes) -> int:

@@ -65,10 +65,7 @@ class MindRecordSamples(SplitSamples):
                 f"{self.files[0].path}: the split {split!r} (weights {weights}) holds none of"
                 f" {total} rows; write more rows, or give this split a larger weight"
             )
-
-    @property
-    def fingerprint(self) -> str:
-        return self._digest("mindrecord", [file.content_key for file in self.files])
+        self.fingerprint = self._digest("mindrecord", [file.content_key for file in self.files])
 
     def read(self, ids: Ids) -> npt.NDArray[np.int32]:
         """Read samples. ids: (n,) numbers >= 0 in any order. Returns (n, seq_length + 1) int32 tokens."""

@@ -47,7 +47,7 @@ class Order(TypedDict, total=False):
 
 
 class SplitSamples:
-    """Windows of one split of a data set."""
+    """Windows of one split of a data set. fingerprint: 16 hex digits that are equal for equal data and settings."""
 
     samples_per_epoch: int
     _unit = "windows"
@@ -73,7 +73,6 @@ class SplitSamples:
         return np.stack([np.zeros_like(windows), epochs * self.samples_per_epoch + windows], axis=1)
 
     def _digest(self, *content: object, settings: tuple[object, ...] = ()) -> str:
-        """Return the fingerprint of samples from data of this content: 16 hex digits, equal for equal settings."""
         shape = (self.split, self.split_weights, self.seq_length)
         parts = (ORDER_VERSION, *content, *shape, self.seed if self.shuffle else None, *settings)
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
@@ -130,11 +129,8 @@ class GPTDataset(SplitSamples):
                 f" at least seq_length + 1 = {seq_length + 1}; use more or smaller documents, a"
                 " larger weight for this split, or a smaller seq_length"
             )
-
-    @property
-    def fingerprint(self) -> str:
         settings = () if self.stride is None else ("stride", self.stride)
-        return self._digest(self.data.content_key, settings=settings)
+        self.fingerprint = self._digest(self.data.content_key, settings=settings)
 
     def read(self, ids: Ids) -> npt.NDArray[np.int32]:
         """Read samples. ids: (n,) numbers >= 0 in any order. Returns (n, seq_length + 1) int32 tokens."""
