@@ -81,16 +81,16 @@ def preprocessing_rows(corpus: Path, vocab: Path, merges: Path, repeats: int) ->
 
 
 def loader_rows(repeats: int) -> Iterator[Row]:
-    from common.dataset import GPTDataset, IndexedWriter
+    from common.dataset import indexed, samples
 
     for length in (1000, 100):
         with tempfile.TemporaryDirectory() as folder:
             random, prefix = np.random.default_rng(0), Path(folder) / "data"
             sizes = random.integers(length // 2, length * 3 // 2, size=64_000_000 // length)
-            with IndexedWriter(prefix, np.uint16) as writer:
+            with indexed.IndexedWriter(prefix, np.uint16) as writer:
                 ids = random.integers(0, 50257, size=int(sizes.sum()), dtype=np.uint16)
                 writer.append(ids, sizes)
-            dataset = GPTDataset(prefix, split="train", split_weights=(1, 0, 0), seq_length=1024, seed=1)
+            dataset = samples.GPTDataset(prefix, split="train", split_weights=(1, 0, 0), seq_length=1024, seed=1)
             n, rates = dataset.samples_per_epoch, []
             for _ in range(repeats + 1):  # the first round warms the page cache and the index
                 start = time.perf_counter()

@@ -19,7 +19,7 @@ from common.cluster.environment import ALONE, Process
 from common.config.resolved import as_run, as_section
 from common.config.schema import RunConfig, TokenizerConfig
 from common.conversion.export import PROGRAMS, export_program
-from common.dataset import parse_blend, require_data
+from common.dataset.blend import parse_blend, require_data
 from common.errors import CheckpointError, ConfigError, DataError, RunError
 from common.evaluation.corpus import find_evaluation_file
 from common.evaluation.task import VALIDATION_TASKS
@@ -240,7 +240,7 @@ def _check_training(run_mode: str, config: Run) -> Checkpoint | None:
 
 
 def _check_data(entries: Sequence[str | float] | None) -> None:
-    for _, prefix in parse_blend([str(entry) for entry in require_entries(entries)]):
+    for _, prefix in parse_blend(require_entries(entries)):
         require_data(prefix)
 
 

@@ -13,7 +13,7 @@ from mindspore import Tensor, ops
 
 from common.checkpoint.snapshot import EngineState, TrainState, make_snapshot, true_slice
 from common.checkpoint.writer import Part, Snapshot
-from common.dataset import Batch, Tokens
+from common.dataset.sampler import Batch, Tokens
 from common.parallel.run import Run
 from common.parallel.sharding import initial_values
 from common.systems.mindformers.write import epoch_and_step, write_rank_file

@@ -10,7 +10,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from common.dataset import Tokens
+from common.dataset.sampler import Tokens
 from common.parallel.packing import UNCOUNTED, Packing
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import mindspore as ms
 from mindspore import Tensor, ops
 
-from common.dataset import Tokens
+from common.dataset.sampler import Tokens
 from common.parallel.packing import Packing
 from common.parallel.sharding import slices_of_rank
 from common.quantization import frozen_parameters

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from mindspore.mindrecord import FileWriter
 
-from common.dataset import GPTDataset
-from common.dataset.metadata import METADATA_EXTENSION, write_metadata
+from common.dataset.metadata import METADATA_EXTENSION, read_metadata, write_metadata
+from common.dataset.mindrecord import publication
 from common.dataset.mindrecord_file import COLUMN, MindRecordFile
-from common.dataset.mindrecord_output import join_shards, publication, shard_names
+from common.dataset.samples import GPTDataset
 from common.dataset.token_files import with_extension
 from common.errors import ConfigError, DataError, GPT2Error, StorageError
 
@@ -23,8 +24,7 @@ _MAX_SHARDS = 1000  # FileWriter's limit
 _FORBIDDEN = set("\\:*?\"<>|`&';")  # FileWriter's
 
 
-@dataclass(frozen=True, kw_only=True)
-class WrittenMindRecord:
+class WrittenMindRecord(NamedTuple):
     """A written set.
 
     files: the shards in order. rows: number in all shards. left_over: tokens at the end of the data that fill no row.
@@ -62,19 +62,15 @@ def write_mindrecord(prefix: Path, target: Path, seq_length: int, shards: int = 
             f"{prefix}: gives {rows} rows of {seq_length + 1} tokens, too few for {shards} files;"
             " ask for fewer --num-splits"
         )
-    names = shard_names(target.name, shards)
-    with publication(target, names) as folder:
-        paths = [folder / name for name in names]
-        bounds = [rows * number // shards for number in range(shards + 1)]
-        for path, first, end in zip(paths, bounds[:-1], bounds[1:], strict=True):
-            _write_file(path, windows, first, end)
-        join_shards(paths)
-        metadata = windows.data.metadata()
+    with publication(target, shards) as paths:
+        for number, path in enumerate(paths):
+            _write_file(path, windows, rows * number // shards, rows * (number + 1) // shards)
+        metadata = read_metadata(with_extension(windows.data.prefix, METADATA_EXTENSION))
         if metadata is not None:
             options = metadata.options | {"format": "mindrecord", "seq_length": str(seq_length)}
             metadata = replace(metadata, tokens=rows * seq_length + 1, options=options)
-            write_metadata(with_extension(folder / target.name, METADATA_EXTENSION), metadata)
-    files = tuple(target.with_name(name) for name in names)
+            write_metadata(with_extension(paths[0].with_name(target.name), METADATA_EXTENSION), metadata)
+    files = tuple(target.with_name(path.name) for path in paths)
     return WrittenMindRecord(files=files, rows=rows, left_over=windows.token_count - rows * seq_length - 1)
 
 

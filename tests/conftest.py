@@ -191,7 +191,7 @@ def corpus_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A .bin/.idx pair of 60 documents with 300 to 800 random tokens below 101, without a
     .meta.json. Beside it is the pair ``other`` of 20 documents with 800, for blends.
     """
-    from common.dataset import IndexedWriter
+    from common.dataset.indexed import IndexedWriter
 
     prefix = tmp_path_factory.mktemp("corpus") / "random_text_document"
     generator = np.random.default_rng(0)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from common.dataset import IndexedWriter
+from common.dataset.indexed import IndexedWriter
 
 EOD = 7
 FLAGS: dict[str, Any] = {

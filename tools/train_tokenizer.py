@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.config.values import kind_named
-from common.dataset.blocks import DocumentRule
 from common.dataset.documents import read_texts
 from common.dataset.encodings import checked_encoding
 from common.errors import ConfigError
@@ -68,7 +67,7 @@ def main(arguments: Request) -> None:
                 arguments.input,
                 encoding=encoding,
                 keys=(arguments.json_key,),
-                rule=DocumentRule.LINE,
+                rule="line",
                 on_bytes=bar.update,
             )
             yield from (text for text in found if text.strip() != END_OF_TEXT)

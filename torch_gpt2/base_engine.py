@@ -12,7 +12,7 @@ from torch import Tensor
 from common.checkpoint.snapshot import EngineState, TrainState, make_snapshot
 from common.checkpoint.writer import Part, Snapshot
 from common.cluster.environment import ALONE, Process
-from common.dataset import Tokens
+from common.dataset.sampler import Tokens
 from common.errors import CheckpointError
 from common.parallel.run import Run
 from common.parallel.updates import LossScale

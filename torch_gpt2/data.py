@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.dataset import Batch, Tokens
+from common.dataset.sampler import Batch, Tokens
 from common.parallel.packing import UNCOUNTED, Packing
 from common.parallel.run import Run
 from torch_gpt2.device import TorchDevice

@@ -15,7 +15,7 @@ from torch import Tensor
 from common.checkpoint.snapshot import TrainState, true_slice
 from common.checkpoint.writer import Part, Snapshot
 from common.cluster.environment import Process
-from common.dataset import Batch, Tokens
+from common.dataset.sampler import Batch, Tokens
 from common.parallel.packing import Packing
 from common.parallel.sharding import initial_values, slices_of_rank
 from common.quantization import frozen_parameters

@@ -23,7 +23,7 @@ from common.backends import make_run
 from common.checkpoint.snapshot import TrainState
 from common.cluster.environment import ALONE, Process, find_process, torch_variables
 from common.command_line import parse_arguments
-from common.dataset import Batch, Tokens
+from common.dataset.sampler import Batch, Tokens
 from common.errors import ConfigError, GPT2Error, report
 from common.log import start_log
 from common.parallel.run import Run

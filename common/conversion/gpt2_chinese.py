@@ -17,10 +17,10 @@ from typing import Any
 
 from common.cluster.environment import find_process
 from common.config.hints import schema_keys
-from common.dataset.corpus import CorpusFormat, open_corpus
+from common.dataset.corpus import open_corpus
 from common.dataset.id_files import numbered_files
-from common.dataset.preprocess import PreprocessOptions, preprocess
-from common.dataset.workers import TokenizerChoice
+from common.dataset.options import PreprocessOptions
+from common.dataset.preprocess import preprocess
 from common.dialects.gpt2_chinese import OF_SAMPLES, OF_TITLES, SINCE_2021
 from common.dialects.rules import Ignored, MapTo
 from common.errors import ConfigError, DataError
@@ -183,34 +183,33 @@ def make_data(flags: Mapping[str, Any], opened: Opened, *, framed: bool) -> None
         raise ConfigError("data.tokenizer.vocab_file is not given; name it with --tokenizer_path")
     options = PreprocessOptions(
         inputs=(folder,),
-        input_format=CorpusFormat.IDS,
+        input_format="ids",
         output_prefix=folder / TOKENS,
-        tokenizer=TokenizerChoice(
-            kind=wish.type,
-            vocab_file=Path(wish.vocab_file),
-            merge_file=None if wish.merge_file is None else Path(wish.merge_file),
-            backend=wish.backend,
-        ),
+        tokenizer_type=wish.type,
+        vocab_file=Path(wish.vocab_file),
+        merge_file=None if wish.merge_file is None else Path(wish.merge_file),
+        tokenizer_backend=wish.backend,
         special_tokens="tokens",
     )
     if not flags.get("raw") and not any(folder.glob(f"{TOKENS}_*")):
         raise DataError(
             f"{folder}: no {TOKENS}_0.txt{looked_in(folder)}; add --raw, which makes the pieces of --raw_data_path"
         )
-    require_files(options.tokenizer.vocab_file, options.tokenizer.merge_file)
+    require_files(options.vocab_file, options.merge_file)
     raw = Path(str(flags["raw_data_path"])) if flags.get("raw") else None
     if raw is not None:
         found = open_corpus(raw).format
-        if found not in (CorpusFormat.ARRAY, CorpusFormat.JSONL):  # GPT2-Chinese reads both since 2021
+        if found not in ("array", "jsonl"):  # GPT2-Chinese reads both since 2021
             raise DataError(
-                f"{raw}: is {found.value}, expected a JSON array of texts or a JSON string on each"
+                f"{raw}: is {found}, expected a JSON array of texts or a JSON string on each"
                 " line; for other files make the pair with tools/preprocess_data.py"
             )
     with one_at_a_time(folder):
         if raw is not None:
             sizes: dict[str, Any] = {
-                "min_length": int(flags.get("min_length", 0)) if framed else 0, "pieces": int(flags["num_pieces"])
-            }  # fmt: skip
+                "min_length": int(flags.get("min_length", 0)) if framed else 0,
+                "num_pieces": int(flags["num_pieces"]),
+            }
             of_raw = replace(options, inputs=(raw,), input_format=found, format="pieces", append_eod=framed, **sizes)
             _once(folder / ".pieces.json", {"framed": framed, **sizes}, of_raw, (raw,))
         if (folder / f"{TOKENS}_0.txt").is_file():
@@ -219,14 +218,13 @@ def make_data(flags: Mapping[str, Any], opened: Opened, *, framed: bool) -> None
 
 def _once(stamp: Path, made_of: dict[str, Any], options: PreprocessOptions, inputs: Sequence[Path]) -> None:
     """Preprocess, unless ``stamp`` says that this was done with the same files and settings."""
-    tokenizer = options.tokenizer
-    files = [*inputs, tokenizer.vocab_file, *filter(None, (tokenizer.merge_file,))]
+    files = [*inputs, options.vocab_file, *filter(None, (options.merge_file,))]
     states = {str(file): file.stat() for file in files if file.exists()}
-    made_of["tokenizer"] = tokenizer.kind
+    made_of["tokenizer"] = options.tokenizer_type
     made_of["files"] = {name: [each.st_size, each.st_mtime_ns] for name, each in states.items()}
     if stamp.is_file() and read_json_mapping(stamp, error=DataError) == made_of:
         return
-    done = preprocess(options, lambda progress: None).progress
+    done = preprocess(options)
     with atomic_write(stamp, "w") as file:
         json.dump(made_of, file, ensure_ascii=False, indent=1)
     LOG.info(

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from common.dataset.fleetx import FleetXDataset, find_fleetx
 from common.dataset.indexed import require_pair
 from common.dataset.mindrecord import MindRecordSamples, find_files, is_mindrecord
-from common.dataset.samples import GPTDataset, Ids, Order, Samples, Split
+from common.dataset.samples import GPTDataset, Ids, Order, Split
 from common.errors import DataError
 
 FINEST = 2**31
@@ -37,35 +37,43 @@ class Blend:
     any n: each node adds at most 1/2, of which a data set gets its part of the node. Nodes grow at
     least as Fibonacci's numbers towards the root, so all together add less than 1.7.
     Shares are exact for weights whose sum has at most FINEST as denominator, else rounded to that.
-    Raises DataError for weights that are too small.
+
+    weights: finite and above 0; the attribute holds the shares in use, which add up to 1.
+    Raises DataError for a weight that is too small.
     """
 
     def __init__(self, datasets: Sequence[Samples], weights: Sequence[float]) -> None:
         assert len(datasets) == len(weights) and len({dataset.seq_length for dataset in datasets}) == 1
         self.datasets = tuple(datasets)
-        self._counts = quantise(weights, [str(dataset.source(0)) for dataset in datasets])
-        self._grow()
-
-    @property
-    def seq_length(self) -> int:
-        return self.datasets[0].seq_length
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """Return the shares in use, which add up to 1."""
-        return tuple(count / sum(self._counts) for count in self._counts)
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Return the windows of all data sets together. In so many samples those of small sets with
-        large weights repeat, and others are not all read.
-        """
-        return sum(dataset.samples_per_epoch for dataset in self.datasets)
-
-    @property
-    def fingerprint(self) -> str:
-        parts = ["tree", self._counts, [dataset.fingerprint for dataset in self.datasets]]
-        return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+        self.seq_length: int = datasets[0].seq_length
+        # in so many samples those of small sets with large weights repeat, and others are not all read
+        self.samples_per_epoch: int = sum(dataset.samples_per_epoch for dataset in datasets)
+        exact = [Fraction(repr(float(weight))) for weight in weights]  # 0.1 is a tenth
+        unit = math.lcm(*(weight.denominator for weight in exact))
+        parts = [int(weight * unit) for weight in exact]
+        counts = apportion(min(FINEST, sum(parts) // math.gcd(*parts)), parts)
+        for count, weight, dataset in zip(counts, weights, datasets, strict=True):
+            if count == 0:
+                raise DataError(
+                    f"the weight of {dataset.source(0)} is {weight:g}, less than half a sample in {FINEST:,}: it"
+                    " would never be read; raise the weight or leave the data set out"
+                )
+        self.weights = tuple(count / sum(counts) for count in counts)
+        identity = ["tree", counts, [dataset.fingerprint for dataset in datasets]]
+        self.fingerprint: str = hashlib.blake2b(repr(identity).encode(), digest_size=8).hexdigest()
+        # leaves have the numbers of the data sets, and the root has the last
+        leaves = len(datasets)
+        self._whole = np.ones(2 * leaves - 1, dtype=np.int64)
+        self._share = np.ones_like(self._whole)
+        self._sides = np.stack([np.arange(len(self._whole))] * 2, axis=1)
+        heap = [(count, number, 0) for number, count in enumerate(counts)]
+        heapq.heapify(heap)
+        for node in range(leaves, 2 * leaves - 1):
+            (right, right_side, right_depth), (left, left_side, left_depth) = (heapq.heappop(heap), heapq.heappop(heap))
+            self._whole[node], self._share[node] = left + right, left
+            self._sides[node] = left_side, right_side
+            heapq.heappush(heap, (left + right, node, 1 + max(left_depth, right_depth)))
+        self._depth = heap[0][2]
 
     def locate(self, ids: Ids) -> tuple[Ids, Ids]:
         """Map sample numbers to data sets and to samples within them.
@@ -83,21 +91,6 @@ class Blend:
             inner = np.where(is_left, before, inner - before)
             nodes = self._sides[nodes, np.where(is_left, 0, 1)]
         return nodes, inner
-
-    def _grow(self) -> None:
-        """Make the tree. Leaves have the numbers of the data sets, and the root has the last."""
-        leaves = len(self._counts)
-        self._whole = np.ones(2 * leaves - 1, dtype=np.int64)
-        self._share = np.ones_like(self._whole)
-        self._sides = np.stack([np.arange(len(self._whole))] * 2, axis=1)
-        heap = [(count, number, 0) for number, count in enumerate(self._counts)]
-        heapq.heapify(heap)
-        for node in range(leaves, 2 * leaves - 1):
-            (right, right_side, right_depth), (left, left_side, left_depth) = (heapq.heappop(heap), heapq.heappop(heap))
-            self._whole[node], self._share[node] = left + right, left
-            self._sides[node] = left_side, right_side
-            heapq.heappush(heap, (left + right, node, 1 + max(left_depth, right_depth)))
-        self._depth = heap[0][2]
 
     def read(self, ids: Ids) -> npt.NDArray[np.int32]:
         """Read samples. ids: (n,) numbers >= 0. Returns (n, seq_length + 1) int32 tokens."""
@@ -123,23 +116,8 @@ class Blend:
         return self.datasets[int(numbers[0])].source(int(inner[0]))
 
 
-def quantise(weights: Sequence[float], names: Sequence[str]) -> list[int]:
-    """Return whole numbers in proportion to ``weights``: the smallest ones that add up to at most ``FINEST``, else
-    rounded ones that add up to it.
-
-    weights: finite and above 0. names: of the data sets, for messages. Raises DataError for a weight that is too small.
-    """
-    exact = [Fraction(repr(float(weight))) for weight in weights]  # 0.1 is a tenth
-    unit = math.lcm(*(weight.denominator for weight in exact))
-    parts = [int(weight * unit) for weight in exact]
-    counts = apportion(min(FINEST, sum(parts) // math.gcd(*parts)), parts)
-    for count, weight, name in zip(counts, weights, names, strict=True):
-        if count == 0:
-            raise DataError(
-                f"the weight of {name} is {weight:g}, less than half a sample in {FINEST:,}: it"
-                " would never be read; raise the weight or leave the data set out"
-            )
-    return counts
+Samples = GPTDataset | MindRecordSamples | Blend
+"""Source of the sampler: one data set, or a blend of several."""
 
 
 def apportion(whole: int, parts: Sequence[int]) -> list[int]:
@@ -238,23 +216,20 @@ def open_samples(
     Each data set is a .bin/.idx pair, a MindRecord or a set of FleetX's token files. padded: accept
     rows of a MindRecord whose mask has a 0. Raises DataError.
     """
-    pairs = parse_blend(data)
-
-    def open_one(prefix: str) -> Samples:
+    datasets: list[Samples] = []
+    weights = []
+    for weight, prefix in parse_blend(data):
         if not is_mindrecord(prefix):
-            source = prefix if find_fleetx(prefix) is None else FleetXDataset(prefix)
-            return GPTDataset(source, split=split, seq_length=seq_length, stride=stride, **order)
-        if stride not in (None, seq_length):
+            found = find_fleetx(prefix)
+            source = FleetXDataset(found) if found else prefix
+            datasets.append(GPTDataset(source, split=split, seq_length=seq_length, stride=stride, **order))
+        elif stride in (None, seq_length):
+            datasets.append(MindRecordSamples(prefix, split=split, seq_length=seq_length, padded=padded, **order))
+        else:
             raise DataError(
                 f"{prefix}: the rows of a MindRecord are windows already, which data.stride="
                 f"{stride} cannot cut again; leave data.stride out, or train from a .bin/.idx"
                 " pair"
             )
-        return MindRecordSamples(prefix, split=split, seq_length=seq_length, padded=padded, **order)
-
-    datasets = [open_one(prefix) for _, prefix in pairs]
-    weights = [
-        dataset.samples_per_epoch if weight is None else weight
-        for dataset, (weight, _) in zip(datasets, pairs, strict=True)
-    ]
+        weights.append(datasets[-1].samples_per_epoch if weight is None else weight)
     return datasets[0] if len(datasets) == 1 else Blend(datasets, weights)

@@ -6,13 +6,12 @@ A block can be parsed and tokenized with no knowledge of the others.
 from __future__ import annotations
 
 import codecs
-import enum
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from common.dataset.corpus import TABLES, Corpus, CorpusFormat
 from common.dataset.encodings import DOCUMENT_BYTES, advice, check_words
@@ -25,27 +24,10 @@ END_OF_TEXT = "<|endoftext|>"
 BLANK_LINES = re.compile(rb"\n(?:[ \t\r\f\v]*\n)+")
 
 
-class MissingKeyError(DataError):
-    """Error for an item without the key asked for.
-
-    problem: the message without the advice, which concerns preprocessing.
-    """
-
-    @property
-    def problem(self) -> str:
-        return str(self.args[0])
-
-    def __str__(self) -> str:
-        return f"{self.problem}; rename it, or name it with --json-keys"
-
-
-class DocumentRule(enum.Enum):
-    """Border between the documents of a plain text."""
-
-    BLANK_LINE = "blank_line"
-    LINE = "line"
-    FILE = "file"
-    EOT = "eot"
+KEY_ADVICE = "; rename it, or name it with --json-keys"
+"""End of the error for an item without a key, which concerns preprocessing."""
+DocumentRule = Literal["blank_line", "line", "file", "eot"]
+"""Border between the documents of a plain text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +49,6 @@ class Block:
     read_bytes: int
 
 
-class _LargeDocument(Exception):
-    """Signal that a document has more bytes than allowed."""
-
-
 def read_blocks(
     corpus: Corpus,
     rule: DocumentRule,
@@ -84,52 +62,27 @@ def read_blocks(
     With the rule ``file`` a block is always the whole file. end_id: id that ends each document in a
     file of ids.
     Raises DataError for a broken array, gzip stream or table, and a document above
-    ``document_bytes``. Raises MissingKeyError for an item without its key.
+    ``document_bytes``, and for an item without its key.
     """
-    line, offset = 1, 0
-    try:
-        for data, read in _pieces(corpus, rule, keys, block_bytes, document_bytes, end_id):
-            yield Block(
-                path=corpus.path,
-                format=corpus.format,
-                rule=rule,
-                data=data,
-                first_line=line,
-                offset=offset,
-                read_bytes=read,
-            )
-            if isinstance(data, bytes):
-                line += data.count(b"\n")
-                offset += len(data)
-    except _LargeDocument:
-        remedy = ", say with --documents what separates its documents" if corpus.format is CorpusFormat.TEXT else ""
-        raise DataError(
-            f"{corpus.path}: the document that begins in line {line} has more than"
-            f" {document_bytes / 2**20:g} MiB, but must fit in memory whole; divide it{remedy},"
-            " or allow more: --max-document-mib N"
-        ) from None
-
-
-def _pieces(
-    corpus: Corpus, rule: DocumentRule, keys: tuple[str, ...], block_bytes: int, document_bytes: int, end_id: int | None
-) -> Iterator[tuple[bytes | Texts, int]]:
-    """Yield what blocks hold, and the bytes that were taken from disk for it."""
+    block = partial(Block, path=corpus.path, format=corpus.format, rule=rule)
     if corpus.format in TABLES:
-        yield from read_table(corpus.path, corpus.size, keys, block_bytes=block_bytes, document_bytes=document_bytes)
+        sizes = {"block_bytes": block_bytes, "document_bytes": document_bytes}
+        for texts, read in read_table(corpus.path, corpus.size, keys, **sizes):
+            yield block(data=texts, first_line=1, offset=0, read_bytes=read)
         return
     last_border: Callable[[bytes], int] = _after_line
-    if corpus.format is CorpusFormat.TEXT:
+    if corpus.format == "text":
         last_border = _LAST_BORDER[rule]
-    elif corpus.format is CorpusFormat.IDS:
+    elif corpus.format == "ids":
         last_border = partial(_after_mark, f" {end_id} ".encode())
     read = 0
     with corpus.open() as (file, raw):
-        for data in (
+        for data, line, offset in (
             _array_blocks(file, corpus.path, keys, block_bytes, document_bytes)
-            if corpus.format is CorpusFormat.ARRAY
-            else _byte_blocks(file, last_border, block_bytes, document_bytes)
+            if corpus.format == "array"
+            else _byte_blocks(file, corpus, last_border, block_bytes, document_bytes)
         ):
-            yield data, raw.tell() - read
+            yield block(data=data, first_line=line, offset=offset, read_bytes=raw.tell() - read)
             read = raw.tell()
 
 
@@ -155,7 +108,7 @@ def texts_of(item: Any, keys: tuple[str, ...], where: str) -> tuple[str, ...]:
     for key in keys:
         if key not in item:
             present = ", ".join(repr(name) for name in list(item)[:10]) or "none"
-            raise MissingKeyError(f"{where}: the key {key!r} is missing, the keys present are {present}")
+            raise DataError(f"{where}: the key {key!r} is missing, the keys present are {present}{KEY_ADVICE}")
         if not isinstance(item[key], str):
             raise DataError(
                 f"{where}: the value of {key!r} is {_kind(item[key])}, expected a string; fix or remove this item"
@@ -172,7 +125,7 @@ def _kind(value: Any) -> str:
 
 def _array_blocks(
     file: BinaryIO, path: Path, keys: tuple[str, ...], block_bytes: int, document_bytes: int
-) -> Iterator[Texts]:
+) -> Iterator[tuple[Texts, int, int]]:
     items: Texts = []
     size = 0
     for number, item in array_items(file, path, document_bytes):
@@ -180,27 +133,34 @@ def _array_blocks(
         items.append(texts)
         size += sum(map(len, texts))
         if size >= block_bytes:
-            yield items
+            yield items, 1, 0
             items, size = [], 0
     if items:
-        yield items
+        yield items, 1, 0
 
 
 def _byte_blocks(
-    file: BinaryIO, last_border: Callable[[bytes], int], block_bytes: int, document_bytes: int
-) -> Iterator[bytes]:
-    rest = b""
+    file: BinaryIO, corpus: Corpus, last_border: Callable[[bytes], int], block_bytes: int, document_bytes: int
+) -> Iterator[tuple[bytes, int, int]]:
+    """Yield bytes, their first line and their offset."""
+    rest, line, offset = b"", 1, 0
     # doubling the chunk keeps the time for one huge document linear
     while chunk := file.read(max(block_bytes, min(len(rest), document_bytes + 1 - len(rest)))):
         buffer = rest + chunk if rest else chunk
         border = last_border(buffer)
         if border:
-            yield buffer[:border]
+            yield buffer[:border], line, offset
+            line, offset = line + buffer.count(b"\n", 0, border), offset + border
         rest = buffer[border:]
         if len(rest) > document_bytes:
-            raise _LargeDocument
+            remedy = ", say with --documents what separates its documents" if corpus.format == "text" else ""
+            raise DataError(
+                f"{corpus.path}: the document that begins in line {line} has more than"
+                f" {document_bytes / 2**20:g} MiB, but must fit in memory whole; divide it{remedy},"
+                " or allow more: --max-document-mib N"
+            )
     if rest:
-        yield rest
+        yield rest, line, offset
 
 
 def _after_line(buffer: bytes) -> int:
@@ -213,10 +173,8 @@ def _after_blank_line(buffer: bytes) -> int:
     windows = buffer.rfind(b"\n\r\n") if b"\r" in buffer else -1
     if unix >= 0 or windows >= 0:
         return max(unix + 2, windows + 3)
-    border = 0  # blank lines made of spaces: rare, so the slow search comes last
-    for match in BLANK_LINES.finditer(buffer):
-        border = match.end()
-    return border
+    # blank lines made of spaces: rare, so the slow search comes last
+    return max((match.end() for match in BLANK_LINES.finditer(buffer)), default=0)
 
 
 def _after_mark(mark: bytes, buffer: bytes) -> int:
@@ -225,10 +183,10 @@ def _after_mark(mark: bytes, buffer: bytes) -> int:
 
 
 _LAST_BORDER: dict[DocumentRule, Callable[[bytes], int]] = {
-    DocumentRule.BLANK_LINE: _after_blank_line,
-    DocumentRule.LINE: _after_line,
-    DocumentRule.FILE: lambda buffer: 0,
-    DocumentRule.EOT: partial(_after_mark, END_OF_TEXT.encode()),
+    "blank_line": _after_blank_line,
+    "line": _after_line,
+    "file": lambda buffer: 0,
+    "eot": partial(_after_mark, END_OF_TEXT.encode()),
 }
 
 

@@ -9,7 +9,6 @@ dataset_dict.json the splits, each a folder of its own.
 from __future__ import annotations
 
 import codecs
-import enum
 import gzip
 import logging
 import zlib
@@ -17,13 +16,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, Literal, cast
 
 from common.dataset.encodings import Recoded, require_no_nul
-from common.dataset.tables import ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC, PARQUET_MAGIC, require_pyarrow
+from common.dataset.tables import ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC, PARQUET_MAGIC
 from common.errors import ConfigError, DataError
 from common.files import GZIP_MAGIC, foreign_kind, open_input, reading
-from common.paths import looked_in
+from common.paths import looked_in, require_package
 from common.structured_files import MalformedError, parse_json_item, parse_json_line, read_json_mapping
 
 _log = logging.getLogger(__name__)
@@ -32,21 +31,13 @@ UTF_8 = "utf-8"
 _JSON_NAMES = (".json", ".jsonl", ".ndjson")
 
 
-class CorpusFormat(enum.Enum):
-    TEXT = "text"
-    JSONL = "jsonl"
-    ARRAY = "array"
-    IDS = "ids"
-    PARQUET = "parquet"
-    ARROW = "arrow"
-
-
-TABLES = (CorpusFormat.PARQUET, CorpusFormat.ARROW)
+CorpusFormat = Literal["text", "jsonl", "array", "ids", "parquet", "arrow"]
+TABLES = ("parquet", "arrow")
 """Formats of columns, which pyarrow reads."""
-_MAGICS = {
-    PARQUET_MAGIC: CorpusFormat.PARQUET,
-    ARROW_FILE_MAGIC: CorpusFormat.ARROW,
-    ARROW_STREAM_MAGIC: CorpusFormat.ARROW,
+_MAGICS: dict[bytes, CorpusFormat] = {
+    PARQUET_MAGIC: "parquet",
+    ARROW_FILE_MAGIC: "arrow",
+    ARROW_STREAM_MAGIC: "arrow",
 }
 _WIDE = {
     codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, with whose mark it begins
@@ -54,13 +45,13 @@ _WIDE = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-_WORDS = {
-    CorpusFormat.TEXT: "plain text",
-    CorpusFormat.JSONL: "JSON Lines, an object or a string on each line",
-    CorpusFormat.ARRAY: "a JSON array",
-    CorpusFormat.IDS: "ids",
-    CorpusFormat.PARQUET: "parquet",
-    CorpusFormat.ARROW: "Arrow",
+_WORDS: dict[CorpusFormat, str] = {
+    "text": "plain text",
+    "jsonl": "JSON Lines, an object or a string on each line",
+    "array": "a JSON array",
+    "ids": "ids",
+    "parquet": "parquet",
+    "arrow": "Arrow",
 }
 
 
@@ -114,11 +105,11 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = 
         raise DataError(f"{path}: {foreign}")
     table = _table_format(path, head, gzipped, forced, encoding)
     if table is not None:
-        require_pyarrow(path)
+        require_package("pyarrow", extra="parquet", purpose=f"which reads {path}")
         _log.info("%s: read as %s (by content)", path, _WORDS[table])
         return Corpus(path=path, format=table, size=path.stat().st_size, gzipped=False)
     complete = len(head) < _HEAD_BYTES
-    if complete and not head.strip() and forced is not CorpusFormat.IDS:
+    if complete and not head.strip() and forced != "ids":
         raise DataError(f"{path}: is empty; a corpus needs text")
     wide = next((name for mark, name in _WIDE.items() if head.startswith(mark)), None)
     if encoding == UTF_8 and wide:
@@ -131,13 +122,13 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = 
     name = path.with_suffix("") if path.suffix == ".gz" else path
     named_json = name.suffix.lower() in _JSON_NAMES
     chosen = forced or _judge(path, text, complete, named_json)
-    if named_json and not forced and chosen is CorpusFormat.TEXT:
+    if named_json and not forced and chosen == "text":
         raise DataError(
             f"{path}: is neither a JSON array nor JSON Lines, though its name says"
             f" {name.suffix!r}; if it is plain text, name it .txt (or give preprocess_data.py --input-format text)"
         )
     why = "as asked" if forced else "by content"
-    if not forced and not named_json and chosen is not CorpusFormat.TEXT:
+    if not forced and not named_json and chosen != "text":
         _log.warning("%s: read as %s (by content), although its name says %r", path, _WORDS[chosen], name.suffix)
     else:
         _log.info("%s: read as %s (%s)%s", path, _WORDS[chosen], why, ", gzipped" if gzipped else "")
@@ -152,7 +143,7 @@ def _table_format(
     Raises DataError where an option or gzip does not go together with it.
     """
     found = next((kind for magic, kind in _MAGICS.items() if head.startswith(magic)), None)
-    if forced in TABLES and found is not forced:
+    if forced in TABLES and found != forced:
         raise DataError(
             f"{path}: does not begin as {_WORDS[forced]} does, which --input-format asks for; leave"
             " the option out, or copy the file again"
@@ -177,32 +168,30 @@ def _judge(path: Path, head: str, complete: bool, named_json: bool) -> CorpusFor
     """
     text = head.lstrip("\ufeff \t\r\n")
     if text.startswith("["):
-        return CorpusFormat.ARRAY if named_json or _is_array(text, complete) else CorpusFormat.TEXT
+        return "array" if named_json or _is_array(text, complete) else "text"
     if text.startswith("{"):
         first_line, _, rest = text.partition("\n")
         if _parses(first_line) or (not rest and not complete):
-            return CorpusFormat.JSONL
+            return "jsonl"
         if complete and _parses(text):
             raise DataError(
                 f"{path}: is one JSON object over several lines, expected an array of texts or one"
                 ' object per line; write ["text", ...] or {"text": "..."} on a line of its own'
                 " for each document"
             )
-        return CorpusFormat.JSONL if named_json else CorpusFormat.TEXT
+        return "jsonl" if named_json else "text"
     if text.startswith('"'):
         whole = text if complete else text[: text.rfind("\n") + 1]
         lines = [line for line in whole.split("\n") if line.strip()]
         if named_json or (len(lines) > 1 and all(line.startswith('"') and _parses(line) for line in lines)):
-            return CorpusFormat.JSONL
-    return CorpusFormat.TEXT
+            return "jsonl"
+    return "text"
 
 
 def _is_array(text: str, complete: bool) -> bool:
     rest = text[1:].lstrip()
-    if not rest.startswith(('"', "{", "]")):
-        return False
-    if rest.startswith("]"):
-        return True
+    if not rest.startswith(('"', "{")):
+        return rest.startswith("]")
     try:
         _, end = parse_json_item(rest)
     except MalformedError:
@@ -251,7 +240,17 @@ def files_of(inputs: Sequence[Path], split: str | None) -> list[Path]:
         if (path / _SPLITS).exists():
             has_splits = True
             path = _folder_of_split(path, split)
-        found += _files(path)
+        if (path / _STATE).exists():
+            found += _saved_files(path)
+            continue
+        with reading(path, DataError):
+            tables = sorted(each for each in path.iterdir() if each.suffix == ".parquet" and each.name[0] != ".")
+        if not tables:
+            raise DataError(
+                f"{path}: is a folder without *.parquet files and without {_STATE}, with which"
+                f" datasets saves its own; give its files, for example {path}/*.txt"
+            )
+        found += tables
     if split is not None and not has_splits:
         raise ConfigError(f"--dataset-split {split}: no --input is a folder of splits ({_SPLITS}); leave it out")
     return found
@@ -268,19 +267,6 @@ def _folder_of_split(folder: Path, split: str | None) -> Path:
             f" --dataset-split {splits[0]}"
         )
     return folder / split
-
-
-def _files(folder: Path) -> list[Path]:
-    if (folder / _STATE).exists():
-        return _saved_files(folder)
-    with reading(folder, DataError):
-        found = sorted(path for path in folder.iterdir() if path.suffix == ".parquet" and not path.name.startswith("."))
-    if not found:
-        raise DataError(
-            f"{folder}: is a folder without *.parquet files and without {_STATE}, with which"
-            f" datasets saves its own; give its files, for example {folder}/*.txt"
-        )
-    return found
 
 
 def _saved_files(folder: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.dataset.blocks import BLANK_LINES, END_OF_TEXT, Block, DocumentRule, read_blocks, texts_of
-from common.dataset.corpus import CorpusFormat, open_corpus
+from common.dataset.corpus import open_corpus
 from common.dataset.encodings import advice, check_words, require_no_nul
 from common.errors import DataError
 from common.structured_files import MalformedError, parse_json_line
@@ -39,17 +39,32 @@ class Documents:
 def documents_of(block: Block, keys: tuple[str, ...]) -> list[Documents]:
     """Return one entry per key. Raises DataError with the line and column of an error."""
     if isinstance(block.data, list):
-        return [_from_strings([texts[n] for texts in block.data]) for n in range(len(keys))]
-    text = _decode(block, block.data)
-    if block.offset == 0:
-        text = text.removeprefix("\ufeff")
-    if block.format is CorpusFormat.TEXT:
-        found = _from_text(text, block.data, block.rule)
-        for document in found.texts:
-            check_words(document, lambda word: _place(block, word))
-        return [found]
-    items = _parse_lines(block, text, keys)
-    return [_from_strings([texts[n] for texts in items]) for n in range(len(keys))]
+        items = block.data
+    else:
+        data, text = block.data, _decode(block, block.data)
+        if block.offset == 0:
+            text = text.removeprefix("\ufeff")
+        if block.format == "text":
+            split = _from_text(text, data, block.rule)
+            for document in split.texts:
+                check_words(
+                    document,
+                    lambda word: f"{block.path}: line {block.first_line + data[: data.find(word.encode())].count(10)}",
+                )
+            return [split]
+        items = _parse_lines(block, text, keys)
+    found = []
+    for n in range(len(keys)):
+        texts = [each[n] for each in items]
+        try:
+            size = len("".join(texts).encode())
+        except UnicodeEncodeError:
+            # JSON may spell half a surrogate pair (\ud83d), which UTF-8 cannot: U+FFFD takes its place,
+            # as a decoder would do.
+            texts = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
+            size = len("".join(texts).encode())
+        found.append(Documents(texts=texts, places=list(range(len(texts))), blank=0, size=size))
+    return found
 
 
 def read_texts(
@@ -57,7 +72,7 @@ def read_texts(
     *,
     encoding: str,
     keys: tuple[str, ...] = ("text",),
-    rule: DocumentRule = DocumentRule.BLANK_LINE,
+    rule: DocumentRule = "blank_line",
     on_bytes: Callable[[int], object] = lambda read: None,
 ) -> Iterator[str]:
     """Yield the documents of each file in turn, read in blocks of a few MB; none of white space.
@@ -68,7 +83,7 @@ def read_texts(
     found = False
     for path in files:
         corpus = open_corpus(path, encoding=encoding)
-        names = ("text",) if corpus.format is CorpusFormat.TEXT else keys
+        names = ("text",) if corpus.format == "text" else keys
         for block in read_blocks(corpus, rule, names):
             for documents in documents_of(block, names):
                 texts = documents.written()
@@ -83,11 +98,11 @@ def _from_text(text: str, data: bytes, rule: DocumentRule) -> Documents:
     """Split a text into documents. data: the bytes of ``text``, which can be searched several times as fast."""
     if b"\r" in data:
         text = text.replace("\r\n", "\n")
-    if rule is DocumentRule.FILE:
+    if rule == "file":
         pieces = [text]
-    elif rule is DocumentRule.LINE:
+    elif rule == "line":
         pieces = text.removesuffix("\n").split("\n")
-    elif rule is DocumentRule.EOT:
+    elif rule == "eot":
         pieces = [piece.strip("\n") for piece in text.split(END_OF_TEXT)]
         if not pieces[-1].strip():
             pieces.pop()  # the text after the last mark of a block is not a document
@@ -96,28 +111,11 @@ def _from_text(text: str, data: bytes, rule: DocumentRule) -> Documents:
         if _SPACES_ONLY.search(data):
             text = _BLANK_LINES.sub("\n\n", text)
         pieces = [part.strip("\n") for part in text.split("\n\n")]
-    if rule is DocumentRule.BLANK_LINE:  # two borders with nothing between them make no document
+    if rule == "blank_line":  # two borders with nothing between them make no document
         pieces = [piece for piece in pieces if piece and not piece.isspace()]
     places = [place for place, piece in enumerate(pieces) if piece and not piece.isspace()]
     texts = [pieces[place] for place in places]
     return Documents(texts=texts, places=places, blank=len(pieces) - len(texts), size=len(data))
-
-
-def _place(block: Block, word: str) -> str:
-    assert isinstance(block.data, bytes)
-    line = block.first_line + block.data[: block.data.find(word.encode())].count(10)
-    return f"{block.path}: line {line}"
-
-
-def _from_strings(texts: list[str]) -> Documents:
-    try:
-        size = len("".join(texts).encode())
-    except UnicodeEncodeError:
-        # JSON may spell half a surrogate pair (\ud83d), which UTF-8 cannot: U+FFFD takes its place,
-        # as a decoder would do.
-        texts = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
-        size = len("".join(texts).encode())
-    return Documents(texts=texts, places=list(range(len(texts))), blank=0, size=size)
 
 
 def _parse_lines(block: Block, text: str, keys: tuple[str, ...]) -> list[tuple[str, ...]]:

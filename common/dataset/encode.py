@@ -1,50 +1,35 @@
-"""Encode documents into token ids with their boundaries, in bulk.
+"""Encode documents into token ids with their boundaries, in bulk, in this process or in new processes.
 
 Only the tokenizer runs once per document.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping
+import signal
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from common.dataset.blocks import Block
-from common.dataset.corpus import CorpusFormat
 from common.dataset.documents import Documents, documents_of
 from common.dataset.id_files import parse_ids
+from common.dataset.options import PreprocessOptions
+from common.errors import RunError
 from common.tokenizer import Framing, Tokenizer
 from common.tokenizer.text_tokenizer import encode_documents
 
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
 _Ids = npt.NDArray[np.int32]
 _Sizes = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodingRules:
-    """Settings of the encoding.
-
-    json_keys: one output for each; the columns of tables. A corpus without keys (text, an array of
-    strings) has the one key ``text``.
-    format: of the outputs: a .bin/.idx pair, FleetX's files, or GPT2-Chinese's with ``pieces``
-    files. For these, documents that are left out are in ``EncodedBlock.documents``, with 0
-    sequences. min_length: characters that a document must exceed. append_eod: put the tokenizer's
-    document frame around each document (GPT-2: end-of-text at the end). special_tokens: what
-    special tokens in a document are; left out, tokens where the tokenizer has marks beyond its end,
-    else text.
-    """
-
-    json_keys: tuple[str, ...] = ("text",)
-    format: Literal["indexed", "fleetx", "pieces"] = "indexed"
-    min_length: int = 0
-    append_eod: bool = True
-    special_tokens: Literal["tokens", "text"] | None = None
-    split_sentences: bool = False
-    keep_newlines: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +37,8 @@ class EncodedBlock:
     """Tokens of a block under one key.
 
     tokens: (sum of sizes,). sizes: (sequences,) tokens of each, at least 1. documents: (documents,)
-    sequences of each; 0 for a text without a token, as in Megatron's preprocess_data.py.
+    sequences of each; 0 for a text without a token, as in Megatron's preprocess_data.py, and for the format ``pieces``
+    for a document that was left out.
     empty: number of those, and of blank pieces of plain text, which are not counted as documents.
     short: documents skipped; short_bytes: their text. text_bytes: bytes of text read. read_bytes:
     bytes taken from disk. marks: how often each special token is spelled that stays text.
@@ -69,40 +55,123 @@ class EncodedBlock:
     marks: Mapping[str, int] = field(default_factory=dict)
 
 
-def encode_block(block: Block, tokenizer: Tokenizer, rules: EncodingRules) -> list[EncodedBlock]:
+def limit_tokenizer_threads() -> None:
+    """Let the tokenizer libraries use one thread in this process.
+
+    Call it before the first of them is imported: they read these variables when their thread pool
+    starts. Otherwise one worker would take every core.
+    """
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def encode_blocks(
+    blocks: Iterable[Block], tokenizer: Tokenizer, options: PreprocessOptions
+) -> Generator[list[EncodedBlock], None, None]:
+    """Yield the encoded blocks in the order of ``blocks``. At most two for each worker are in memory.
+
+    Raises the error of a worker, or RunError if a worker died.
+    """
+    if options.workers == 1:
+        yield from (encode_block(block, tokenizer, options) for block in blocks)
+        return
+    # Imported here: a run of one worker starts faster without them.
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+
+    pool = ProcessPoolExecutor(
+        options.workers,
+        # fork would copy the locks of threads of any library that the caller has loaded
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(options,),
+    )
+    waiting: deque[Future[list[EncodedBlock]]] = deque()
+    try:
+        for block in blocks:
+            # workers inherit the mask: Ctrl-C reaches the whole group, and the parent ends them
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                waiting.append(pool.submit(_encode_in_worker, block))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            if len(waiting) >= 2 * options.workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise RunError(f"a preprocessing worker died ({error}); was it out of memory? try fewer --workers") from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_worker: tuple[Tokenizer, PreprocessOptions] | None = None
+
+
+def _start_worker(options: PreprocessOptions) -> None:
+    """Load a tokenizer, and end with the parent: a killed one cannot end its pool, whose pipes do not report it."""
+    global _worker
+    from multiprocessing import parent_process
+
+    parent = parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    limit_tokenizer_threads()
+    _worker = options.load_tokenizer(), options
+
+
+def _encode_in_worker(block: Block) -> list[EncodedBlock]:
+    assert _worker is not None
+    return encode_block(block, *_worker)
+
+
+def encode_block(block: Block, tokenizer: Tokenizer, options: PreprocessOptions) -> list[EncodedBlock]:
     """Return one entry per key.
 
     This is a pure function, so that any number of workers writes the same bytes.
     Raises DataError naming file, line and column.
     """
-    if block.format is CorpusFormat.IDS:
-        return [_of_ids(block, tokenizer)]
+    if block.format != "ids":
+        found = documents_of(block, options.json_keys)
+        return [_encode(documents, tokenizer, options, block.read_bytes) for documents in found]
+    assert isinstance(block.data, bytes)
+    ids, sizes = parse_ids(block.data, str(block.path), block.offset, tokenizer.vocab_size, tokenizer.eod_id)
+    documents, text_bytes = np.ones(len(sizes), dtype=np.int64), len(block.data)
     return [
-        _encode(documents, tokenizer, rules, block.read_bytes) for documents in documents_of(block, rules.json_keys)
+        EncodedBlock(tokens=ids, sizes=sizes, documents=documents, text_bytes=text_bytes, read_bytes=block.read_bytes)
     ]
 
 
-def _encode(documents: Documents, tokenizer: Tokenizer, rules: EncodingRules, read_bytes: int) -> EncodedBlock:
-    texts, places = documents.texts, documents.places
-    short_bytes = 0
-    if rules.min_length:
-        texts, places = _long_ones(documents, rules.min_length, tokenizer.framing)
-        all_bytes = len("".join(documents.texts).encode())
-        short_bytes = all_bytes - len("".join(texts).encode())
+def _encode(documents: Documents, tokenizer: Tokenizer, options: PreprocessOptions, read_bytes: int) -> EncodedBlock:
+    texts, places, short_bytes = documents.texts, documents.places, 0
+    if options.min_length:
+        # like GPT2-Chinese, count each line end as the characters of `` [SEP] ``
+        line_end = 0 if tokenizer.framing.newline is None else len(" [SEP] ") - 1
+        kept = [n for n, text in enumerate(texts) if len(text) + line_end * text.count("\n") > options.min_length]
+        texts, places = [texts[n] for n in kept], [places[n] for n in kept]
+        short_bytes = len("".join(documents.texts).encode()) - len("".join(texts).encode())
     short = len(documents.texts) - len(texts)
     counts = np.ones(len(texts), dtype=np.int64)
-    if rules.split_sentences:
-        texts, counts = _sentences_of(texts, rules.keep_newlines)
-    is_token = rules.special_tokens == "tokens"
+    if options.split_sentences:
+        sentences = [split_sentences(text, keep_newlines=options.keep_newlines) for text in texts]
+        counts = np.array([len(found) for found in sentences], dtype=np.int64)
+        texts = [sentence for found in sentences for sentence in found]
+    is_token = options.special_tokens == "tokens"
     packed = encode_documents(tokenizer, texts, special=is_token)
     ids, sizes = packed.ids, packed.lengths
     if not sizes.all():
         held = np.concatenate([[0], np.cumsum(sizes > 0)])[np.cumsum(counts)]
         sizes, counts = sizes[sizes > 0], np.diff(held, prepend=0)
-    if rules.append_eod and len(sizes):
+    if options.append_eod and len(sizes):
         ids, sizes = _frame(ids, sizes, counts[counts > 0], tokenizer.framing)
     empty = documents.blank + int(np.count_nonzero(counts == 0))
-    if rules.format == "pieces":
+    if options.format == "pieces":
         every = np.zeros(len(documents.texts) + documents.blank, dtype=np.int64)
         every[places] = counts
         counts = every
@@ -115,72 +184,22 @@ def _encode(documents: Documents, tokenizer: Tokenizer, rules: EncodingRules, re
         short_bytes=short_bytes,
         text_bytes=documents.size,
         read_bytes=read_bytes,
-        marks=_spelled(texts, () if is_token else tokenizer.special),
+        marks={} if is_token else {mark: sum(text.count(mark) for text in texts) for mark in tokenizer.special},
     )
-
-
-def _spelled(texts: list[str], marks: Iterable[str]) -> dict[str, int]:
-    """Return how often each mark is spelled in the texts, if at all."""
-    counts = ((mark, sum(text.count(mark) for text in texts)) for mark in marks)
-    return {mark: count for mark, count in counts if count}
-
-
-def _of_ids(block: Block, tokenizer: Tokenizer) -> EncodedBlock:
-    assert isinstance(block.data, bytes)
-    ids, sizes = parse_ids(block.data, str(block.path), block.offset, tokenizer.vocab_size, tokenizer.eod_id)
-    return EncodedBlock(
-        tokens=ids,
-        sizes=sizes,
-        documents=np.ones(len(sizes), dtype=np.int64),
-        text_bytes=len(block.data),
-        read_bytes=block.read_bytes,
-    )
-
-
-def _long_ones(documents: Documents, least: int, framing: Framing) -> tuple[list[str], list[int]]:
-    """Return the texts of more than ``least`` characters, and their places.
-
-    Like GPT2-Chinese, count each line end as the characters of `` [SEP] ``.
-    """
-    line_end = 0 if framing.newline is None else len(" [SEP] ") - 1
-    kept = [
-        (text, place)
-        for text, place in zip(documents.texts, documents.places, strict=True)
-        if len(text) + line_end * text.count("\n") > least
-    ]
-    return [text for text, _ in kept], [place for _, place in kept]
-
-
-def _sentences_of(texts: list[str], keep_newlines: bool) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """Return the sentences of all documents, and the number of sentences of each document."""
-    sentences: list[str] = []
-    counts = []
-    for text in texts:
-        found = split_sentences(text, keep_newlines=keep_newlines)
-        sentences.extend(found)
-        counts.append(len(found))
-    return sentences, np.array(counts, dtype=np.int64)
 
 
 def _frame(ids: _Ids, sizes: _Sizes, counts: _Sizes, framing: Framing) -> tuple[_Ids, _Sizes]:
     """Put the prefix before the first sequence of each document, the suffix after its last one."""
     ends = np.cumsum(counts)
     first, last = ends - counts, ends - 1
+    stops = np.cumsum(sizes)
+    prefix, suffix = (np.array(marks, ids.dtype) for marks in (framing.prefix, framing.suffix))
+    # at one place the end of a document comes before the begin of the next, since it is named first
+    places = np.concatenate([stops[last].repeat(len(suffix)), (stops - sizes)[first].repeat(len(prefix))])
     framed = sizes.copy()
-    framed[first] += len(framing.prefix)
-    framed[last] += len(framing.suffix)
-    stops = np.cumsum(framed)
-    out = np.empty(int(stops[-1]), dtype=ids.dtype)
-    is_text = np.ones(len(out), dtype=np.bool_)
-    starts = (stops - framed)[first]
-    for n, token in enumerate(framing.prefix):
-        out[starts + n] = token
-        is_text[starts + n] = False
-    for n, token in enumerate(reversed(framing.suffix), 1):
-        out[stops[last] - n] = token
-        is_text[stops[last] - n] = False
-    out[is_text] = ids
-    return out, framed
+    framed[first] += len(prefix)
+    framed[last] += len(suffix)
+    return np.insert(ids, places, np.concatenate([np.tile(suffix, len(ends)), np.tile(prefix, len(ends))])), framed
 
 
 # ---- sentences by rule ----
@@ -200,6 +219,7 @@ _BOUNDARY = re.compile(
     rf"|(?:[。\uff01\uff1f]+|……)[{_CLOSING}]*"
     r"|(?=\n[ \t]*\n)"
 )
+_SPACE = re.compile(r"\s*")
 _LAST_WORD = re.compile(r"([^\s(\[\"'\u201c\u2018]+)\.$")
 
 
@@ -219,22 +239,11 @@ def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
     sentences equal the text.
     """
     ends = [match.end() for match in _BOUNDARY.finditer(text) if _is_end(text, match)]
+    if keep_newlines:  # white space goes to the sentence before; what leads the text goes to the first one
+        begin = len(text) - len(text.lstrip())
+        ends = [found.end() for end in ends if end > begin and (found := _SPACE.match(text, end))]
     pieces = [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
-    if not keep_newlines:
-        return [stripped for piece in pieces if (stripped := piece.strip())]
-    sentences: list[str] = []
-    leading = ""
-    for piece in pieces:
-        # White space leads the next piece. Move it to the sentence before; the first one keeps it.
-        body = piece.lstrip()
-        space = piece[: len(piece) - len(body)]
-        if sentences:
-            sentences[-1] += space
-        else:
-            leading += space
-        if body:
-            sentences.append(body if sentences else leading + body)
-    return sentences
+    return [piece if keep_newlines else piece.strip() for piece in pieces if piece and not piece.isspace()]
 
 
 def _is_end(text: str, match: re.Match[str]) -> bool:

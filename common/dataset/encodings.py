@@ -23,7 +23,7 @@ def checked_encoding(name: str) -> str:
     known = {"gbk": _GBK, "gb2312": _GBK, "cp936": _GBK}
     try:
         codec = codecs.lookup(name)
-        b"".decode(codec.name)
+        "".encode(codec.name)  # decoding nothing finds no codec that is of bytes
     except (LookupError, ValueError):
         raise ConfigError(
             f"--encoding {name!r}: not an encoding of text; for example utf-8, gbk, big5 or utf-16"
@@ -38,16 +38,10 @@ def advice(data: bytes) -> str:
             f"the file looks like UTF-16 without its mark: add --encoding {order}, or convert it:"
             f" iconv -f {order.upper()} -t UTF-8"
         )
-    if is_gbk(data):
+    beyond = [char for char in _decoded(data[:_HEAD], _GBK) if char > "\x7f"]
+    if 2 * sum("\u4e00" <= char <= "\u9fff" or "\u3000" <= char <= "\u303f" for char in beyond) > len(beyond):
         return "the file looks like GBK: add --encoding gbk, or convert it, for example: iconv -f GB18030 -t UTF-8"
     return "give its --encoding, or convert the file, for example: iconv -f GB18030 -t UTF-8"
-
-
-def is_gbk(data: bytes) -> bool:
-    """Return whether bytes that are not UTF-8 are Chinese in GBK. The end may be cut."""
-    beyond = [char for char in _decoded(data[:_HEAD], _GBK) if char > "\x7f"]
-    chinese = sum("\u4e00" <= char <= "\u9fff" or "\u3000" <= char <= "\u303f" for char in beyond)
-    return 2 * chinese > len(beyond)
 
 
 def utf16_order(data: bytes) -> str | None:
@@ -112,9 +106,6 @@ class Recoded:
             self._read += len(data)
             if text or not data:
                 return text.encode()
-
-    def tell(self) -> int:
-        return self._file.tell()
 
 
 DOCUMENT_BYTES = 256 << 20

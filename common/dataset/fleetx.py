@@ -15,11 +15,11 @@ from __future__ import annotations
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from tokenize import TokenError
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,11 @@ from common.paths import looked_in
 
 IDS, INDEX, OLD = "_ids.npy", "_idx.npz", "_ids.npz"
 _npy: Any = np.lib.format  # numpy's functions have no types here
+_OF_BROKEN_FILES = (
+    *(ValueError, EOFError, MemoryError, zlib.error, zipfile.BadZipFile),
+    *(NotImplementedError, RuntimeError, OverflowError, SyntaxError, TokenError),
+)
+"""What numpy and zipfile raise."""
 
 
 def fleetx_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -75,22 +80,17 @@ def find_fleetx(path: str | Path) -> Path | None:
 
 
 class FleetXDataset(TokenFiles):
-    """FleetX's token files opened for reading. prefix: see ``find_fleetx``.
+    """FleetX's token files opened for reading. prefix: as ``find_fleetx`` returns it.
 
     Raises DataError if a file is missing, is not of this format, or contradicts the other.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
-        found = find_fleetx(prefix)
-        if found is None:
-            raise DataError(
-                f"{prefix}{IDS}: not found{looked_in(Path(f'{prefix}{IDS}'))}; give the prefix of FleetX's token files"
-            )
-        self.prefix = found
-        old = with_extension(found, OLD)
+    def __init__(self, prefix: Path) -> None:
+        self.prefix = prefix
+        old = with_extension(prefix, OLD)
         is_old = old.exists()
-        self._index_path = old if is_old else with_extension(found, INDEX)
-        ids_path = old if is_old else with_extension(found, IDS)
+        self._index_path = old if is_old else with_extension(prefix, INDEX)
+        ids_path = old if is_old else with_extension(prefix, IDS)
         self.tokens = _load_array(ids_path, "ids" if is_old else None)
         lens = _load_array(self._index_path, "lens")
         documents = _load_array(self._index_path, "docs", required=False)
@@ -112,10 +112,7 @@ class FleetXDataset(TokenFiles):
             if len(documents) < 2 or [*documents[[0, -1]]] != [0, len(lens)] or (np.diff(documents) < 0).any():
                 raise self._damaged(f"docs does not rise from 0 to the {len(lens)} entries of lens")
             self._starts = self._starts[documents]
-
-    @property
-    def document_count(self) -> int:
-        return len(self._starts) - 1
+        self.document_count = len(self._starts) - 1
 
     def tokens_before(self, document: int) -> int:
         return int(self._starts[document])
@@ -127,17 +124,16 @@ class FleetXDataset(TokenFiles):
 class FleetXWriter(TokenWriter):
     """Writer of both files. dtype: see ``fleetx_dtype``. The bytes equal those of numpy.save and numpy.savez."""
 
-    def _tokens_file(self) -> AbstractContextManager[IO[bytes]]:
-        return atomic_write(with_extension(self.prefix, IDS))
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self._write_header()
-        return self
+    @contextmanager
+    def _tokens_file(self) -> Iterator[IO[bytes]]:
+        with atomic_write(with_extension(self.prefix, IDS)) as file:
+            _write_npy_header(file, self.dtype, 0)
+            yield file
+            # the length of the header does not depend on the number: numpy leaves room for 21 digits
+            file.seek(0)
+            _write_npy_header(file, self.dtype, self.token_count)
 
     def _publish(self) -> None:
-        self._file.seek(0)
-        self._write_header()
         self._close(INDEX)
         lens = (sizes for sizes, _ in running_sums(self._sizes))
         docs = (ends for _, ends in running_sums(self._documents))
@@ -145,13 +141,6 @@ class FleetXWriter(TokenWriter):
             _write_member(archive, "lens", "<i4", self.sequence_count, lens)
             starts = chain([np.zeros(1, dtype=np.int64)], docs)
             _write_member(archive, "docs", "<i8", self.document_count + 1, starts)
-
-    def _write_header(self) -> None:
-        """Write the header of the .npy.
-
-        Its length does not depend on the number of tokens: numpy leaves room for 21 digits.
-        """
-        _write_npy_header(self._file, self.dtype, self.token_count)
 
 
 # ---- numpy's files, without its pickles ----
@@ -177,42 +166,26 @@ def _load_array(path: Path, name: str | None, *, required: bool = True) -> Any:
 
     An .npy is mapped, and an .npz read, as FleetX does. An absent array that is not required is None. Raises DataError.
     """
-    with open_input(path, DataError), _named(path):
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
-        if isinstance(found, np.ndarray) != (name is None):
-            raise ValueError("it does not begin as an array file of its name does")
-        if name is not None:
-            with found:
-                if name not in found:
-                    if not required:
-                        return None
-                    held = ", ".join(found)[:80] or "nothing"
-                    raise DataError(f"{path}: holds {held}, expected the array {name}")
-                found = found[name]
-        if found.ndim != 1 or found.dtype.kind not in "iu":
-            raise ValueError(f"it holds {found.dtype} of shape {found.shape}, expected whole numbers in one dimension")
-        if name is None and found.offset + found.nbytes != path.stat().st_size:
-            raise ValueError("it has more bytes than its head says")
-        return np.asarray(found)  # slices of a memmap are several times slower
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Turn errors of numpy and zipfile about a broken file into one error with its name."""
     try:
-        with reading(path, DataError):
-            yield
-    except (
-        ValueError,
-        EOFError,
-        MemoryError,
-        zlib.error,
-        zipfile.BadZipFile,
-        NotImplementedError,
-        RuntimeError,
-        OverflowError,
-        SyntaxError,
-        TokenError,
-    ) as error:
+        with open_input(path, DataError), reading(path, DataError):
+            found = np.load(path, mmap_mode="r", allow_pickle=False)
+            if isinstance(found, np.ndarray) != (name is None):
+                raise ValueError("it does not begin as an array file of its name does")
+            if name is not None:
+                with found:
+                    if name not in found:
+                        if not required:
+                            return None
+                        held = ", ".join(found)[:80] or "nothing"
+                        raise DataError(f"{path}: holds {held}, expected the array {name}")
+                    found = found[name]
+            if found.ndim != 1 or found.dtype.kind not in "iu":
+                raise ValueError(
+                    f"it holds {found.dtype} of shape {found.shape}, expected whole numbers in one dimension"
+                )
+            if name is None and found.offset + found.nbytes != path.stat().st_size:
+                raise ValueError("it has more bytes than its head says")
+            return np.asarray(found)  # slices of a memmap are several times slower
+    except _OF_BROKEN_FILES as error:
         said = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
         raise DataError(f"{path}: is not an array file of FleetX's: {said}; copy or preprocess it again") from None

@@ -119,21 +119,17 @@ class PiecesWriter(TokenWriter):
                 "--num-pieces %d: the corpus has %d documents, all but the last piece are empty",
                 *(self._pieces, self._shared_out),
             )
+        borders, before = [0] * self._pieces, 0  # tokens before each piece
+        for lengths, ends in running_sums(self._sizes):
+            for number in range(1, self._pieces):
+                last = share * number - 1 - before
+                if 0 <= last < len(lengths):
+                    borders[number] = int(ends[last])
+            before += len(lengths)
         self._file.seek(0)
-        borders = self._borders(share)
         for number, count in enumerate(np.diff([*borders, self.token_count]).tolist()):
             with atomic_write(self.path(number), "w") as file:
                 while count:
                     ids = np.frombuffer(self._file.read(4 * min(count, CHUNK)), dtype="<i4")
                     file.write(" ".join(map(str, ids.tolist())) + " ")
                     count -= len(ids)
-
-    def _borders(self, share: int) -> list[int]:
-        """Return the number of tokens before each piece."""
-        borders, before = [0] * self._pieces, 0
-        for lengths, ends in running_sums(self._sizes):
-            for number in range(1, self._pieces):
-                if before <= share * number - 1 < before + len(lengths):
-                    borders[number] = int(ends[share * number - 1 - before])
-            before += len(lengths)
-        return borders

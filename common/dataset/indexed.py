@@ -29,7 +29,7 @@ import struct
 import weakref
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -94,10 +94,6 @@ class IndexedDataset(TokenFiles):
     other.
     """
 
-    dtype: np.dtype[Any]
-    unit: int
-    sizes: Column
-    offsets: Column
     document_index: Column | npt.NDArray[Any]
 
     def __init__(self, prefix: str | Path) -> None:
@@ -107,46 +103,6 @@ class IndexedDataset(TokenFiles):
         with reading(self.prefix, DataError):
             require_pair(self.prefix)
         header = self._read_index()
-        self._check_ends()
-        for part in spread(len(self.sizes)):
-            self._check_sequences(part.start, part.stop)
-        for part in spread(len(self.document_index)):
-            self._check_documents(part.start, part.stop)
-        self.tokens = map_file(self.bin_path).view(self.dtype)
-        self.content_key = content_key(self.tokens, np.frombuffer(header, np.uint8), self.sizes, self.document_index)
-
-    def __len__(self) -> int:
-        """Return the number of sequences: documents, or sentences in a ``_sentence`` pair."""
-        return len(self.sizes)
-
-    def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
-        """Return the tokens of one sequence, a view of shape (sizes[sequence],)."""
-        start = self._place(sequence)
-        return self.tokens[start : start + int(self.sizes[sequence : sequence + 1][0])]
-
-    @property
-    def document_count(self) -> int:
-        return len(self.document_index) - 1
-
-    def tokens_before(self, document: int) -> int:
-        self._check_documents(max(0, document - 1), document + 2)
-        (sequence,) = self.document_index[document : document + 1].tolist()
-        self._check_sequences(max(0, sequence - 1), sequence + 1)
-        return self.token_count if sequence == len(self.sizes) else self._place(sequence)
-
-    def _place(self, sequence: int) -> int:
-        """Return the number of tokens before a sequence."""
-        return int(self.offsets[sequence : sequence + 1][0]) * self.unit // self.dtype.itemsize
-
-    def check_all(self) -> None:
-        """Raise DataError unless all sequences and documents lie one after the other."""
-        for start in range(0, len(self.sizes), CHUNK):
-            self._check_sequences(start, start + CHUNK)
-        for start in range(0, len(self.document_index), CHUNK):
-            self._check_documents(start, start + CHUNK)
-
-    def _check_ends(self) -> None:
-        """Check the first and the last sequence and document, and the length of the .bin."""
         index, n = self.document_index, len(self.sizes)
         found = [*index[:1].tolist(), *index[-1:].tolist()]
         if len(index) < 2 or found != [0, n]:
@@ -166,6 +122,39 @@ class IndexedDataset(TokenFiles):
                 f" {wanted} expected ({total} tokens of {self.dtype.name}); the two files do not"
                 " belong together, copy or preprocess both again"
             )
+        self.document_count = len(index) - 1
+        for part in spread(len(self.sizes)):
+            self._check_sequences(part.start, part.stop)
+        for part in spread(len(self.document_index)):
+            self._check_documents(part.start, part.stop)
+        self.tokens = map_file(self.bin_path).view(self.dtype)
+        self.content_key = content_key(self.tokens, np.frombuffer(header, np.uint8), self.sizes, self.document_index)
+
+    def __len__(self) -> int:
+        """Return the number of sequences: documents, or sentences in a ``_sentence`` pair."""
+        return len(self.sizes)
+
+    def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
+        """Return the tokens of one sequence, a view of shape (sizes[sequence],)."""
+        start = self._place(sequence)
+        return self.tokens[start : start + int(self.sizes[sequence : sequence + 1][0])]
+
+    def tokens_before(self, document: int) -> int:
+        self._check_documents(max(0, document - 1), document + 2)
+        (sequence,) = self.document_index[document : document + 1].tolist()
+        self._check_sequences(max(0, sequence - 1), sequence + 1)
+        return self.token_count if sequence == len(self.sizes) else self._place(sequence)
+
+    def _place(self, sequence: int) -> int:
+        """Return the number of tokens before a sequence."""
+        return int(self.offsets[sequence : sequence + 1][0]) * self.unit // self.dtype.itemsize
+
+    def check_all(self) -> None:
+        """Raise DataError unless all sequences and documents lie one after the other."""
+        for start in range(0, len(self.sizes), CHUNK):
+            self._check_sequences(start, start + CHUNK)
+        for start in range(0, len(self.document_index), CHUNK):
+            self._check_documents(start, start + CHUNK)
 
     def _check_sequences(self, start: int, stop: int) -> None:
         """Check that each of these sequences begins where the one before it ends."""
@@ -209,40 +198,49 @@ class IndexedDataset(TokenFiles):
                 f"{path}: starts with {start[:9]!r}, expected {MAGIC!r}; this is not an index of"
                 " Megatron's .bin/.idx format"
             )
-        header = len(start) if is_old else HEADER.size
-        if len(start) < (OLD_HEADER.size + 8 if is_old else header):
+        header = OLD_HEADER.size + 8 if is_old else HEADER.size
+        if len(start) < header:
             raise DataError(f"{path}: ends after {size} bytes, inside its header; copy or preprocess it again")
+        start, width = start[:header], 1
         if is_old:
-            self._read_old_index(file, size, start)
-            return start
-        _, version, code, n, m = HEADER.unpack(start[:header])
-        self.dtype, self.unit = _require_header(path, version, code, n), 1
-        _require_length(path, size, header + 12 * n + 8 * m, n, m)
-        self.sizes = Column(file, "<i4", n, header)
-        self.offsets = Column(file, "<i8", n, header + 4 * n)
-        self.document_index = Column(file, "<i8", m, header + 12 * n)
-        return start[:header]
-
-    def _read_old_index(self, file: BinaryIO, size: int, start: bytes) -> None:
-        """Find the columns of an index of the kinds lazy and cached, by Megatron-LM or fairseq."""
-        path, at = self.idx_path, OLD_HEADER.size
-        _, version, code, width, n, dimensions = OLD_HEADER.unpack(start[:at])
-        self.dtype, self.unit = _require_header(path, version, code, n), width
-        if width != self.dtype.itemsize or dimensions != n:
+            _, version, code, width, n, dimensions = OLD_HEADER.unpack(start[:-8])
+            m = int.from_bytes(start[-8:], "little")
+        else:
+            _, version, code, n, m = HEADER.unpack(start)
+        if version != VERSION:
+            raise DataError(
+                f"{path}: has format version {version}, expected {VERSION}; preprocess again with this toolkit"
+            )
+        if code not in DTYPES:
+            known = ", ".join(f"{number} {dtype.name}" for number, dtype in DTYPES.items())
+            raise DataError(
+                f"{path}: has dtype code {code}, expected an integer type ({known}); tokens are"
+                " integers, is this a token file?"
+            )
+        if n == 0:
+            raise DataError(f"{path}: holds no sequences; preprocess a corpus that has text")
+        self.dtype, self.unit = DTYPES[code], width
+        if is_old and (width != self.dtype.itemsize or dimensions != n):
             raise DataError(
                 f"{path}: says {width} bytes a token of {self.dtype.name} and {dimensions}"
                 f" dimensions for {n} sequences, expected {self.dtype.itemsize} and {n}; a corpus"
                 " of text has one dimension a sequence, preprocess it again"
             )
-        arrays = 8 * (2 * (n + 1) + n)
-        self.document_index = np.arange(n + 1)
-        if size != at + arrays:  # fairseq's index ends here
-            m = int.from_bytes(start[at:], "little")
-            at += 8
-            _require_length(path, size, at + arrays + 8 * m, n, m)
-            self.document_index = Column(file, "<i8", m, at + arrays)
-        self.offsets = Column(file, "<i8", n, at + 8 * (n + 1))
-        self.sizes = Column(file, "<i8", n, at + 16 * (n + 1))
+        at, arrays = header, 8 * (3 * n + 2) if is_old else 12 * n
+        if is_old and size == header - 8 + arrays:  # fairseq's index ends here
+            at, self.document_index = header - 8, np.arange(n + 1)
+        elif size == header + arrays + 8 * m:
+            self.document_index = Column(file, "<i8", m, header + arrays)
+        else:
+            expected = header + arrays + 8 * m
+            word = "ends early" if size < expected else "is too long"
+            raise DataError(
+                f"{path}: {word}: {size} bytes found, {expected} expected for the {n} sequences"
+                f" and {m} document boundaries in its header; copy or preprocess it again"
+            )
+        self.sizes = Column(file, "<i8" if is_old else "<i4", n, at + 16 * (n + 1) if is_old else at)
+        self.offsets = Column(file, "<i8", n, at + (8 * (n + 1) if is_old else 4 * n))
+        return start
 
 
 class IndexedWriter(TokenWriter):
@@ -250,11 +248,6 @@ class IndexedWriter(TokenWriter):
 
     prefix: path without extension; its folder is created if absent. dtype: see ``token_dtype``.
     """
-
-    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
-        super().__init__(strip_extension(prefix), dtype)
-        if self.dtype not in CODES:
-            raise ValueError(f"dtype {self.dtype} has no code in the .idx format")
 
     def _tokens_file(self) -> AbstractContextManager[IO[bytes]]:
         return atomic_write(with_extension(self.prefix, ".bin"))
@@ -275,73 +268,50 @@ class IndexedWriter(TokenWriter):
     def _publish(self) -> None:
         self._close(".idx")
         with atomic_write(with_extension(self.prefix, ".idx")) as file:
-            self._write_index(file)
-
-    def _write_index(self, file: IO[bytes]) -> None:
-        file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.sequence_count, self.document_count + 1))
-        for sizes, _ in running_sums(self._sizes):
-            file.write(sizes.tobytes())
-        for sizes, ends in running_sums(self._sizes):
-            file.write(((ends - sizes) * self.dtype.itemsize).astype("<i8").tobytes())
-        file.write(np.zeros(1, dtype="<i8").tobytes())
-        for _, ends in running_sums(self._documents):
-            file.write(ends.astype("<i8").tobytes())
-
-
-def _require_header(path: Path, version: int, code: int, sequences: int) -> np.dtype[Any]:
-    """Return the token type. Raises DataError for a wrong type, version or number of sequences."""
-    if version != VERSION:
-        raise DataError(f"{path}: has format version {version}, expected {VERSION}; preprocess again with this toolkit")
-    if code not in DTYPES:
-        known = ", ".join(f"{number} {dtype.name}" for number, dtype in DTYPES.items())
-        raise DataError(
-            f"{path}: has dtype code {code}, expected an integer type ({known}); tokens are"
-            " integers, is this a token file?"
-        )
-    if sequences == 0:
-        raise DataError(f"{path}: holds no sequences; preprocess a corpus that has text")
-    return DTYPES[code]
-
-
-def _require_length(path: Path, size: int, expected: int, sequences: int, boundaries: int) -> None:
-    if size != expected:
-        word = "ends early" if size < expected else "is too long"
-        raise DataError(
-            f"{path}: {word}: {size} bytes found, {expected} expected for the {sequences} sequences"
-            f" and {boundaries} document boundaries in its header; copy or preprocess it again"
-        )
+            file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.sequence_count, self.document_count + 1))
+            for sizes, _ in running_sums(self._sizes):
+                file.write(sizes.tobytes())
+            for sizes, ends in running_sums(self._sizes):
+                file.write(((ends - sizes) * self.dtype.itemsize).astype("<i8").tobytes())
+            file.write(np.zeros(1, dtype="<i8").tobytes())
+            for _, ends in running_sums(self._documents):
+                file.write(ends.astype("<i8").tobytes())
 
 
 def require_pair(prefix: str | Path) -> None:
-    """Raise DataError unless both files of a pair are there and can be read."""
+    """Raise DataError unless both files of a pair are there and can be read.
+
+    The message has similar names that are on disk.
+    """
     prefix = strip_extension(prefix)
     for path in (with_extension(prefix, ".idx"), with_extension(prefix, ".bin")):
-        if not path.exists():
-            raise DataError(_missing(prefix, path))
-        open_input(path, DataError).close()
-
-
-def _missing(prefix: Path, path: Path) -> str:
-    """Return the message for a missing file, with similar names that are on disk."""
-    text = f"{path}: not found{looked_in(path)}"
-    if not prefix.parent.is_dir():
-        return f"{text}: the folder {prefix.parent} does not exist; give the prefix that preprocess_data.py wrote"
-    other = with_extension(prefix, ".idx" if path.suffix == ".bin" else ".bin")
-    if other.is_file():
-        return f"{text}, although {other.name} is there; the pair belongs together, copy or preprocess both again"
-    pairs = (strip_extension(entry) for entry in prefix.parent.glob("*.idx"))
-    names = sorted(pair.name for pair in pairs if with_extension(pair, ".bin").is_file())
-    base = prefix.name
-    for suffix in _SUFFIXES:
-        base = base.removesuffix(suffix)
-    related = [name for name in names if name.startswith(base) and name.endswith(_SUFFIXES)]
-    # without what all names end with, which makes any two of them alike
-    asked, *stems = (_ENDING.sub("", name) for name in (prefix.name, *names))
-    near = difflib.get_close_matches(asked, stems, n=3, cutoff=0.75)
-    choices = related or [name for name in names if _ENDING.sub("", name) in near]
-    if choices:
-        return f"{text}; did you mean {' or '.join(str(prefix.parent / name) for name in choices)}?"
-    return (
-        f"{text}, and {prefix.parent} holds {', '.join(names[:5]) or 'no .bin/.idx pair'}; write"
-        " one with tools/preprocess_data.py, or give data.train"
-    )
+        if path.exists():
+            open_input(path, DataError).close()
+            continue
+        text = f"{path}: not found{looked_in(path)}"
+        if not prefix.parent.is_dir():
+            raise DataError(
+                f"{text}: the folder {prefix.parent} does not exist; give the prefix that preprocess_data.py wrote"
+            )
+        other = with_extension(prefix, ".idx" if path.suffix == ".bin" else ".bin")
+        if other.is_file():
+            raise DataError(
+                f"{text}, although {other.name} is there; the pair belongs together, copy or preprocess both again"
+            )
+        pairs = (strip_extension(entry) for entry in prefix.parent.glob("*.idx"))
+        names = sorted(pair.name for pair in pairs if with_extension(pair, ".bin").is_file())
+        base = prefix.name
+        for suffix in _SUFFIXES:
+            base = base.removesuffix(suffix)
+        choices = [name for name in names if name.startswith(base) and name.endswith(_SUFFIXES)]
+        if not choices:
+            # without what all names end with, which makes any two of them alike
+            asked, *stems = (_ENDING.sub("", name) for name in (prefix.name, *names))
+            near = difflib.get_close_matches(asked, stems, n=3, cutoff=0.75)
+            choices = [name for name in names if _ENDING.sub("", name) in near]
+        if choices:
+            raise DataError(f"{text}; did you mean {' or '.join(str(prefix.parent / name) for name in choices)}?")
+        raise DataError(
+            f"{text}, and {prefix.parent} holds {', '.join(names[:5]) or 'no .bin/.idx pair'}; write"
+            " one with tools/preprocess_data.py, or give data.train"
+        )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +23,7 @@ _SHARD = re.compile("[0-9]{1,6}/[0-9]{1,6}( by blocks)?")
 _SHAPING = ("tokenizer", "vocab_size", "tokenizer_sha256", "eod_id")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Part:
+class _Part(NamedTuple):
     """One pair. A shard without a token has no ``data``, and may have empty documents."""
 
     prefix: Path
@@ -33,14 +33,22 @@ class _Part:
 
 def merge_datasets(
     inputs: Sequence[Path], output: Path, on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> Metadata | None:
-    """Write the pair ``output``; return its record if all inputs have one.
+) -> None:
+    """Write the pair ``output``, and its record if all inputs have one.
 
     inputs: prefixes, or folders whose pairs are taken by name. Shards are sorted by their number,
     and all must be there. on_progress: called with the bytes of tokens copied, and of all.
     Raises DataError for pairs that do not belong together, and StorageError.
     """
-    parts = _in_order([_open(prefix) for prefix in _prefixes(inputs)])
+    prefixes: list[Path] = []
+    for path in inputs:
+        pairs = list(path.glob("*.idx")) if path.is_dir() else [path]
+        if not pairs:
+            raise DataError(f"{path}: holds no .idx; name a folder of pairs, or the pairs")
+        prefixes += sorted(map(strip_extension, pairs))
+    if twice := next((path for path in prefixes if prefixes.count(path) > 1), None):
+        raise DataError(f"{twice}: is named twice; name each pair once")
+    parts = _in_order(list(map(_open, prefixes)))
     _require_one_kind(parts)
     output = strip_extension(output)
     extensions = (".bin", ".idx", METADATA_EXTENSION)
@@ -61,26 +69,8 @@ def merge_datasets(
                 empty = np.zeros(part.metadata.documents, np.int32)
                 writer.append(np.zeros(0, writer.dtype), empty[:0], empty)
             on_progress(writer.token_count * writer.dtype.itemsize, total)
-    metadata = _joined(parts)
-    if metadata is not None:
+    if (metadata := _joined(parts)) is not None:
         write_metadata(with_extension(output, METADATA_EXTENSION), metadata)
-    return metadata
-
-
-def _prefixes(inputs: Sequence[Path]) -> list[Path]:
-    found: list[Path] = []
-    for path in inputs:
-        if path.is_dir():
-            pairs = sorted(strip_extension(each) for each in path.glob("*.idx"))
-            if not pairs:
-                raise DataError(f"{path}: holds no .idx; name a folder of pairs, or the pairs")
-            found += pairs
-        else:
-            found.append(strip_extension(path))
-    twice = next((path for path in found if found.count(path) > 1), None)
-    if twice is not None:
-        raise DataError(f"{twice}: is named twice; name each pair once")
-    return found
 
 
 def _open(prefix: Path) -> _Part:
@@ -133,9 +123,7 @@ def _require_one_kind(parts: Sequence[_Part]) -> None:
                         f"{part.prefix}: {name} is {getattr(mine, name)}, but"
                         f" {getattr(theirs, name)} in {first.prefix}; preprocess with one tokenizer"
                     )
-            if SHARD_OPTION in mine.options and (
-                _plain(mine).options != _plain(theirs).options or mine.sources != theirs.sources
-            ):
+            if SHARD_OPTION in mine.options and (_options(mine) != _options(theirs) or mine.sources != theirs.sources):
                 raise DataError(
                     f"{part.prefix}: was made with other options or inputs than {first.prefix};"
                     " preprocess this shard again"
@@ -150,10 +138,9 @@ def _require_one_kind(parts: Sequence[_Part]) -> None:
             )
 
 
-def _plain(metadata: Metadata) -> Metadata:
-    """Return the record without the name of a shard."""
-    options = {name: value for name, value in metadata.options.items() if name != SHARD_OPTION}
-    return replace(metadata, options=options)
+def _options(metadata: Metadata) -> dict[str, str | bool]:
+    """Return the options without the name of a shard."""
+    return {name: value for name, value in metadata.options.items() if name != SHARD_OPTION}
 
 
 def _joined(parts: Sequence[_Part]) -> Metadata | None:
@@ -163,7 +150,7 @@ def _joined(parts: Sequence[_Part]) -> Metadata | None:
         return None
     first = records[0]
     sharded = SHARD_OPTION in first.options
-    options = _plain(first).options
+    options = _options(first)
     return replace(
         first,
         documents=sum(each.documents for each in records),
@@ -171,5 +158,5 @@ def _joined(parts: Sequence[_Part]) -> Metadata | None:
         tokens=sum(each.tokens for each in records),
         empty_documents=sum(each.empty_documents for each in records),
         sources=first.sources if sharded else tuple(source for each in records for source in each.sources),
-        options=options if all(_plain(each).options == options for each in records) else {},
+        options=options if all(_options(each) == options for each in records) else {},
     )

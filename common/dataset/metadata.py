@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +29,13 @@ _VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceFile:
-    """One input: file name without folder, size in bytes on disk, and the format it was read as."""
-
-    name: str
-    bytes: int
-    format: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Metadata:
     """Content of a PREFIX.meta.json.
 
     tokenizer: its kind. tokenizer_sha256: digest of its vocabulary. eod_id: None if no
     end-of-document token was appended.
-    documents, sequences, tokens: counts in the pair. empty_documents: texts without a
-    token.
+    documents, sequences, tokens: counts in the pair. empty_documents: texts without a token.
+    sources: name without folder, bytes on disk and format of each input.
     options: the settings that shaped the content. The number of workers never does.
     """
 
@@ -56,7 +47,7 @@ class Metadata:
     sequences: int
     tokens: int
     empty_documents: int
-    sources: tuple[SourceFile, ...]
+    sources: tuple[dict[str, Any], ...]
     options: dict[str, str | bool] = field(default_factory=dict)
 
 
@@ -79,8 +70,6 @@ def read_metadata(path: Path) -> Metadata | None:
         raw = read_json_mapping(path, error=DataError)
         if raw.pop("format", None) != _FORMAT or raw.pop("version", None) != _VERSION:
             raise DataError(f"{path}: format must be {_FORMAT!r} and version {_VERSION}")
-        if unknown := ", ".join(raw.keys() - {each.name for each in fields(Metadata)}):
-            raise TypeError(f"unknown keys {unknown[:100]}")
         metadata = Metadata(**raw)
         counts = (metadata.documents, metadata.sequences, metadata.tokens, metadata.empty_documents)
         eod = () if metadata.eod_id is None else (metadata.eod_id,)
@@ -90,9 +79,8 @@ def read_metadata(path: Path) -> Metadata | None:
         if not type(metadata.tokenizer) is type(metadata.tokenizer_sha256) is str:
             raise TypeError("a tokenizer or a digest that is no text")
         options = require_mapping(metadata.options, f"{path}: options", error=DataError)
-        files: list[Any] = list(metadata.sources)
-        sources = tuple(SourceFile(**each) for each in files)
-    except (DataError, TypeError) as error:
+        sources = tuple(map(dict, metadata.sources))
+    except (DataError, TypeError, ValueError) as error:
         where = "" if isinstance(error, DataError) else f"{path}: "
         raise DataError(
             f"{where}{str(error)[:200]}; the file does not describe token files: delete it (it is"
@@ -146,9 +134,6 @@ def _describe(record: Mapping[str, Any]) -> str:
 
 
 MAX_SHARDS = 99_999
-_BLOCKS = 16
-"""Blocks of a shard, at least, as far as documents allow."""
-_MIN_BLOCK = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,14 +149,6 @@ class Shard:
     def part_of(self, at: int, total: int) -> int:
         """Return the part, from 1, of a block before which ``at`` of ``total`` bytes were read."""
         return min(at * self.count // max(total, 1), self.count - 1) + 1
-
-    def block_bytes(self, total: int, most: int) -> int:
-        """Return the size of blocks, which is equal in all parts."""
-        return min(most, max(_MIN_BLOCK, total // (_BLOCKS * self.count)))
-
-    def prefix(self, prefix: Path) -> Path:
-        """Return the prefix of this part's files."""
-        return prefix.with_name(f"{prefix.name}.shard-{self.number:05d}-of-{self.count:05d}")
 
 
 def parse_shard(text: str) -> Shard:

@@ -1,4 +1,4 @@
-"""Endless training samples from MindRecord files.
+"""Endless training samples from MindRecord files, and the publication of those that FileWriter has written.
 
 Each row of ``input_ids`` is one sample of seq_length + 1 tokens. Rows come in the order of the
 shards and of their row numbers, as MindDataset(shuffle=False) reads them.
@@ -6,7 +6,11 @@ shards and of their row numbers, as MindDataset(shuffle=False) reads them.
 
 from __future__ import annotations
 
+import json
+import os
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Unpack
 
@@ -19,9 +23,11 @@ from common.dataset.metadata import METADATA_EXTENSION
 from common.dataset.mindrecord_file import INDEX_EXTENSION, MindRecordFile, looks_like_mindrecord, read_header
 from common.dataset.samples import EmptySplitError, Ids, Order, Split, SplitSamples, document_range
 from common.dataset.token_files import with_extension
-from common.errors import DataError
-from common.files import reading
+from common.errors import DataError, StorageError
+from common.files import fsync_folder, reading, temporary_folder
+from common.interrupts import holding_signals
 from common.paths import looked_in
+from common.structured_files import parse_json
 
 EXTENSION = ".mindrecord"
 _NAME = re.compile(rf".+{re.escape(EXTENSION)}\d*")
@@ -59,10 +65,7 @@ class MindRecordSamples(SplitSamples):
                 f"{self.files[0].path}: the split {split!r} (weights {weights}) holds none of"
                 f" {total} rows; write more rows, or give this split a larger weight"
             )
-
-    @property
-    def fingerprint(self) -> str:
-        return self._digest("mindrecord", [file.content_key for file in self.files])
+        self.fingerprint = self._digest("mindrecord", [file.content_key for file in self.files])
 
     def read(self, ids: Ids) -> npt.NDArray[np.int32]:
         """Read samples. ids: (n,) numbers >= 0 in any order. Returns (n, seq_length + 1) int32 tokens."""
@@ -158,3 +161,74 @@ def _shards(path: Path) -> list[Path]:
             f"{missing}: not found, but {path.name} says that it is one of {len(shards)} shards; copy all of them"
         )
     return shards
+
+
+# ---- writing ----
+
+
+@contextmanager
+def publication(target: Path, shards: int) -> Iterator[list[Path]]:
+    """Yield where to write each file of a set, and move them to their final names on normal exit.
+
+    These are the names of FileWriter(target, shards): NAME, or NAME0, NAME1, ... with as many digits as the last number
+    needs. Files that were written one by one become shards of one set: a reader that opens one then finds the others.
+    FileWriter could make the set itself. But it deals the last rows of each call to shards by chance, so the order
+    would be lost.
+    An older set of the same name goes first. The index files move last: a crash between the renames leaves no set of
+    files, never a wrong one. Raises StorageError if the disk fails.
+    """
+    width = len(str(shards - 1))
+    names = [target.name] if shards == 1 else [f"{target.name}{number:0{width}d}" for number in range(shards)]
+    metadata, indices = target.name + METADATA_EXTENSION, [name + INDEX_EXTENSION for name in names]
+    with new_folder(target) as folder:
+        yield [folder / name for name in names]
+        for number, name in enumerate(names):
+            _join(folder / name, names, number)
+        with holding_signals():
+            for name in (*names, *indices):
+                # FileWriter leaves its files readable only by their owner, whatever the umask says
+                (folder / name).chmod(folder.stat().st_mode & 0o666)
+                with (folder / name).open("rb+") as file:
+                    os.fsync(file.fileno())
+            for old in earlier_files(target):
+                old.unlink()
+            for name in (*names, *([metadata] if (folder / metadata).exists() else []), *indices):
+                os.replace(folder / name, target.with_name(name))
+            fsync_folder(target.parent)
+
+
+def _join(path: Path, names: Sequence[str], number: int) -> None:
+    """Record in a file that it is this one of a set."""
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = parse_json(file.read(length))  # of a file written by this process
+        header |= {"shard_addresses": names, "shard_id": number}
+        for page in header["page"]:
+            page["shard_id"] = number
+        text = json.dumps(header, separators=(",", ":")).encode()
+        if len(text) + 8 > header["header_size"]:
+            raise DataError(f"{path}: a set of {len(names)} shards does not fit its header; write fewer shards")
+        file.seek(0)
+        file.write(len(text).to_bytes(8, "little") + text)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield a folder beside ``target``. Raises StorageError if the disk fails in the block."""
+    try:
+        with temporary_folder(target) as folder:
+            yield folder
+    except OSError as error:
+        raise StorageError(f"{target}: could not be written: {error.strerror or error}") from error
+
+
+def earlier_files(target: Path) -> list[Path]:
+    """Return the files that a new set of this name replaces, whatever their number of shards; indices first."""
+    if not target.parent.is_dir():
+        return []
+    pattern = re.compile(
+        rf"{re.escape(target.name)}"
+        rf"(\d*({re.escape(INDEX_EXTENSION)})?|{re.escape(METADATA_EXTENSION)})"
+    )
+    files = [path for path in target.parent.iterdir() if path.is_file() and pattern.fullmatch(path.name)]
+    return sorted(files, key=lambda path: (path.suffix != INDEX_EXTENSION, path.name))

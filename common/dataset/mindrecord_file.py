@@ -23,10 +23,8 @@ import hashlib
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +41,6 @@ _LOOKED_AT = 1024
 """Rows whose masks are looked at when a file is opened."""
 INDEX_EXTENSION = ".db"
 VERSION = "3.0"
-_CHUNK = 1 << 16
 # Tokens decoded in one round: the position arrays then stay in the processor's cache.
 _ROUND = 1 << 16
 _CODES = ((np.arange(256)[:, None] >> np.array([6, 4, 2, 0])) & 3).astype(np.int8)
@@ -54,8 +51,7 @@ _RENEW = "copy the file again, or write it again"
 Ids = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Header:
+class Header(NamedTuple):
     """Header of a MindRecord file.
 
     fields: the arrays of a row, in order. masks: those that are masks. type: of ``input_ids``. end:
@@ -100,15 +96,23 @@ class MindRecordFile:
         self.width = 0
         """Tokens of a row; 0 without rows."""
         if len(self):
-            first = np.array([0])
-            data, at, size = self._rows(first)
+            zero = np.array([0])
+            data, at, size = self._rows(zero)
             counts = _numbers(data, at, 4, big=True)
-            self._require(counts < size, first)
+            self._require(counts < size, zero)
             self.width = int(counts[0])
             self.read(np.array([0, len(self) - 1]))
             places = np.linspace(0, len(self) - 1, min(len(self), _LOOKED_AT))
             self._require_whole(np.unique(places.astype(np.int64)))
-        self.content_key = self._content_key()
+        # 16 hex digits, equal for equal data; to be cheap, of the places of the rows and both ends of the data
+        digest = hashlib.blake2b(repr((self.header.fields, self.header.type)).encode(), digest_size=8)
+        for part in (self._begin, self._end):
+            digest.update(part.data)
+        if len(self):
+            first, last = int(self._begin[0]), int(self._end[-1])
+            digest.update(self._bytes[first : first + (1 << 14)].tobytes())
+            digest.update(self._bytes[max(0, last - (1 << 14)) : last].tobytes())
+        self.content_key = digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._begin)
@@ -194,8 +198,7 @@ class MindRecordFile:
                 if connection.execute("SELECT 1 FROM sqlite_master WHERE type='view'").fetchone():
                     raise ValueError("it has views, whose rows may have no end")
                 names = [name for (name,) in connection.execute("SELECT NAME FROM SHARD_NAME")]
-                chunks = iter(partial(connection.execute(query).fetchmany, _CHUNK), [])
-                parts = [np.array(chunk, dtype=np.int64) for chunk in chunks]
+                places: Any = np.fromiter(connection.execute(query), dtype=np.dtype((np.int64, 3)))
         except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
             raise DataError(f"{path}: is not the index of a MindRecord ({error}); {_RENEW}") from None
         if self.path.name not in names:
@@ -204,7 +207,6 @@ class MindRecordFile:
                 " one beside it, or undo the renaming (MindSpore does not read a renamed MindRecord either)"
             )
         header = self.header
-        places = np.concatenate([np.zeros((0, 3), np.int64), *parts])
         start = header.header_size + places[:, 0] * header.page_size
         begin, end = start + places[:, 1], start + places[:, 2]
         wrong = (begin < header.header_size) | (end > header.end) | (end - begin < 8)
@@ -214,20 +216,6 @@ class MindRecordFile:
                 " belong together, copy both again"
             )
         return begin, end
-
-    def _content_key(self) -> str:
-        """Return 16 hex digits, equal for equal data.
-
-        To be cheap, they cover only the places of the rows and both ends of the data.
-        """
-        digest = hashlib.blake2b(repr((self.header.fields, self.header.type)).encode(), digest_size=8)
-        digest.update(self._begin.data)
-        digest.update(self._end.data)
-        if len(self):
-            first, last = int(self._begin[0]), int(self._end[-1])
-            digest.update(self._bytes[first : first + (1 << 14)].tobytes())
-            digest.update(self._bytes[max(0, last - (1 << 14)) : last].tobytes())
-        return digest.hexdigest()
 
 
 def looks_like_mindrecord(path: Path) -> bool:

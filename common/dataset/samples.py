@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol, Required, TypedDict, Unpack, get_args
+from typing import Any, Literal, Required, TypedDict, Unpack, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -36,29 +36,6 @@ class EmptySplitError(DataError):
     """Raised where a split of a data set has no whole window."""
 
 
-class Samples(Protocol):
-    """Source of the sampler: one data set or a blend of several."""
-
-    @property
-    def seq_length(self) -> int: ...
-    @property
-    def samples_per_epoch(self) -> int:
-        """Return the number of windows, those of all data sets of a blend."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Return 16 hex digits that are equal for equal data and settings."""
-
-    def read(self, ids: Ids) -> npt.NDArray[np.int32]:
-        """Read samples. ids: (n,) numbers >= 0. Returns (n, seq_length + 1) tokens."""
-
-    def identities(self, ids: Ids) -> Ids:
-        """Return (n, 2) for sample numbers (n,): data set, and epoch * windows + window after the shuffle."""
-
-    def source(self, sample: int) -> Path:
-        """Return the prefix of the pair, or the MindRecord file, that a sample is read from."""
-
-
 class Order(TypedDict, total=False):
     """Which samples a split has, and their order."""
 
@@ -70,7 +47,7 @@ class Order(TypedDict, total=False):
 
 
 class SplitSamples:
-    """Windows of one split of a data set."""
+    """Windows of one split of a data set. fingerprint: 16 hex digits that are equal for equal data and settings."""
 
     samples_per_epoch: int
     _unit = "windows"
@@ -84,8 +61,6 @@ class SplitSamples:
         split_weights: Sequence[float] = (949, 50, 1),
         shuffle: bool = True,
     ) -> None:
-        if seq_length < 1:
-            raise DataError(f"seq_length={seq_length}: expected 1 or more")
         self.split = split
         self.seq_length = seq_length
         self.seed = seed
@@ -98,7 +73,6 @@ class SplitSamples:
         return np.stack([np.zeros_like(windows), epochs * self.samples_per_epoch + windows], axis=1)
 
     def _digest(self, *content: object, settings: tuple[object, ...] = ()) -> str:
-        """Return the fingerprint of samples from data of this content."""
         shape = (self.split, self.split_weights, self.seq_length)
         parts = (ORDER_VERSION, *content, *shape, self.seed if self.shuffle else None, *settings)
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
@@ -142,7 +116,11 @@ class GPTDataset(SplitSamples):
         first, end = document_range(split, self.split_weights, self.data.document_count)
         self._first = self.data.tokens_before(first)
         self.token_count = self.data.tokens_before(end) - self._first
-        self.samples_per_epoch = window_count(self.token_count, seq_length, self.stride)
+        # windows overlap by one token; with a stride below seq_length the last one ends with the split
+        if self.stride is None or self.token_count <= seq_length:
+            self.samples_per_epoch = max(0, (self.token_count - 1) // seq_length)
+        else:
+            self.samples_per_epoch = -(-(self.token_count - seq_length - 1) // self.stride) + 1
         if self.samples_per_epoch < 1:
             weights = ",".join(f"{weight:g}" for weight in self.split_weights)
             raise EmptySplitError(
@@ -151,11 +129,8 @@ class GPTDataset(SplitSamples):
                 f" at least seq_length + 1 = {seq_length + 1}; use more or smaller documents, a"
                 " larger weight for this split, or a smaller seq_length"
             )
-
-    @property
-    def fingerprint(self) -> str:
         settings = () if self.stride is None else ("stride", self.stride)
-        return self._digest(self.data.content_key, settings=settings)
+        self.fingerprint = self._digest(self.data.content_key, settings=settings)
 
     def read(self, ids: Ids) -> npt.NDArray[np.int32]:
         """Read samples. ids: (n,) numbers >= 0 in any order. Returns (n, seq_length + 1) int32 tokens."""
@@ -165,7 +140,8 @@ class GPTDataset(SplitSamples):
             begins = np.minimum(begins, self.token_count - self.seq_length - 1)
         if self.shuffle:
             for epoch in np.unique(epochs):
-                begins[epochs == epoch] += drawn(self.token_count, self._purpose("shift", epoch))
+                digest = hashlib.shake_256(self._purpose("shift", epoch).encode()).digest(16)
+                begins[epochs == epoch] += int.from_bytes(digest, "little") % self.token_count
             begins %= self.token_count
         out = np.empty((len(begins), self.seq_length + 1), dtype=np.int32)
         step = max(1, _ROUND // out.shape[1])
@@ -198,16 +174,6 @@ class GPTDataset(SplitSamples):
         return windows
 
 
-def window_count(tokens: int, seq_length: int, stride: int | None = None) -> int:
-    """Return the number of windows of seq_length + 1 tokens that overlap by one.
-
-    A remainder of less than seq_length tokens is unused. With a stride below seq_length there is no remainder.
-    """
-    if stride is None or tokens <= seq_length:
-        return max(0, (tokens - 1) // seq_length)
-    return -(-(tokens - seq_length - 1) // stride) + 1
-
-
 def document_range(split: Split, weights: tuple[float, float, float], documents: int) -> tuple[int, int]:
     """Return the first document of the split and the one after its last.
 
@@ -222,7 +188,6 @@ def document_range(split: Split, weights: tuple[float, float, float], documents:
 
 
 Ids = npt.NDArray[np.int64]
-_Words = npt.NDArray[np.uint64]
 ORDER_VERSION = 2
 """Part of every fingerprint: raise it when the order of samples changes."""
 _ROUNDS = 16
@@ -272,24 +237,14 @@ def permuted(places: Ids, n: int, purpose: str) -> Ids:
     b = -(-n // a)
     found, walking = places.astype(np.uint64), np.arange(len(places))
     while len(walking):
-        found[walking] = _through(found[walking], keys, np.uint64(a), np.uint64(b))
+        this, other = np.uint64(a), np.uint64(b)
+        left, right = np.divmod(found[walking], other)
+        for key in keys:  # each round moves one half by a hash of the other
+            bits = right + key
+            bits = (bits ^ (bits >> np.uint64(30))) * _FIRST
+            bits = (bits ^ (bits >> np.uint64(27))) * _SECOND
+            left, right = right, (left + (bits >> np.uint64(16))) % this
+            this, other = other, this
+        found[walking] = left * other + right
         walking = walking[found[walking] >= n]
     return found.astype(np.int64)
-
-
-def _through(numbers: _Words, keys: _Words, a: np.uint64, b: np.uint64) -> _Words:
-    """Return numbers below a * b after all rounds. Each moves one half by a hash of the other."""
-    left, right = np.divmod(numbers, b)
-    for key in keys:
-        bits = right + key
-        bits = (bits ^ (bits >> np.uint64(30))) * _FIRST
-        bits = (bits ^ (bits >> np.uint64(27))) * _SECOND
-        left, right = right, (left + (bits >> np.uint64(16))) % a
-        a, b = b, a
-    joined: _Words = left * b + right
-    return joined
-
-
-def drawn(below: int, purpose: str) -> int:
-    """Return a number from 0 to ``below`` - 1 that depends only on the arguments."""
-    return int.from_bytes(hashlib.shake_256(purpose.encode()).digest(16), "little") % below

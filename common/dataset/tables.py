@@ -6,13 +6,13 @@ Formats: Apache Parquet, and the streaming and file formats of Arrow IPC. Huggin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.dataset.encodings import WORD_CHARACTERS, check_words
 from common.errors import DataError
-from common.paths import require_package
 
 PARQUET_MAGIC, ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARROW1\0\0", b"\xff\xff\xff\xff"
 _END_OF_STREAM = ARROW_STREAM_MAGIC + bytes(4)
@@ -21,13 +21,6 @@ _ROWS_AT_ONCE, _BYTES_AT_ONCE = 256, 4 << 20
 _BUFFER_BYTES = 1 << 20
 
 Texts = list[tuple[str, ...]]
-_Batches = Callable[[tuple[str, ...], int], Iterator[tuple[Any, int, int]]]
-"""From columns and bytes of a block to record batches, each with the bytes of the file between which it lies."""
-
-
-def require_pyarrow(path: Path) -> None:
-    """Raise ConfigError unless pyarrow is installed. path: the file that needs it."""
-    require_package("pyarrow", extra="parquet", purpose=f"which reads {path}")
 
 
 def check_table(path: Path, keys: tuple[str, ...]) -> None:
@@ -121,19 +114,34 @@ def _check_columns(path: Path, schema: Any, keys: tuple[str, ...]) -> None:
 
 
 @contextmanager
-def _opened(path: Path, keys: tuple[str, ...]) -> Iterator[_Batches]:
-    """Yield a function that reads record batches, of a file that has the columns ``keys``.
+def _opened(path: Path, keys: tuple[str, ...]) -> Iterator[Callable[..., Iterator[tuple[Any, int, int]]]]:
+    """Yield a function of columns and of the bytes of a block. It reads record batches of a file that has the columns
+    ``keys``, each with the bytes of the file between which it lies.
 
     Within the block, errors of pyarrow become DataError.
     """
-    require_pyarrow(path)
     import pyarrow as pa
+    from pyarrow import parquet
 
-    with path.open("rb") as file:
-        magic = file.read(8)
+    with path.open("rb") as opened:
+        magic = opened.read(8)
     is_parquet = magic.startswith(PARQUET_MAGIC)
     try:
-        with _parquet(path) if is_parquet else _arrow(path, magic) as (schema, batches):
+        with ExitStack() as stack:
+            if is_parquet:
+                # a buffer: otherwise a whole column of a row group is read at once
+                options = {"buffer_size": _BUFFER_BYTES, "pre_buffer": False}
+                file = stack.enter_context(parquet.ParquetFile(path, **options))
+                schema, batches = file.schema_arrow, partial(_of_parquet, file, path.stat().st_size)
+            else:  # Arrow's stream, which its file format holds between a mark and a footer
+                is_file = magic == ARROW_FILE_MAGIC
+                end = ARROW_FILE_MAGIC[:6] if is_file else _END_OF_STREAM
+                source = stack.enter_context(pa.memory_map(str(path)))
+                if source.read_at(len(end), max(0, source.size() - len(end))) != end:
+                    raise EOFError("the mark at the end of the stream is missing")
+                source.seek(len(magic) if is_file else 0)
+                reader = stack.enter_context(pa.ipc.open_stream(source))
+                schema, batches = reader.schema, partial(_of_arrow, reader, source)
             _check_columns(path, schema, keys)
             yield batches
     except (pa.ArrowException, OSError, EOFError) as error:
@@ -144,47 +152,21 @@ def _opened(path: Path, keys: tuple[str, ...]) -> Iterator[_Batches]:
         ) from None
 
 
-@contextmanager
-def _parquet(path: Path) -> Iterator[tuple[Any, _Batches]]:
-    from pyarrow import parquet
-
-    size = path.stat().st_size
-    # a buffer: otherwise a whole column of a row group is read at once
-    with parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
-
-        def batches(keys: tuple[str, ...], block_bytes: int) -> Iterator[tuple[Any, int, int]]:
-            first, total = 0, max(1, file.metadata.num_rows)
-            for number in range(file.metadata.num_row_groups):
-                group = file.metadata.row_group(number)
-                held = max(1, group.total_byte_size // max(1, group.num_rows))
-                count = min(_ROWS_AT_ONCE, max(1, block_bytes // held))
-                for batch in file.iter_batches(count, [number], list(keys), use_threads=False):
-                    last = first + batch.num_rows
-                    yield batch, size * first // total, size * last // total
-                    first = last
-
-        yield file.schema_arrow, batches
+def _of_parquet(file: Any, size: int, keys: tuple[str, ...], block_bytes: int) -> Iterator[tuple[Any, int, int]]:
+    first, total = 0, max(1, file.metadata.num_rows)
+    for number in range(file.metadata.num_row_groups):
+        group = file.metadata.row_group(number)
+        held = max(1, group.total_byte_size // max(1, group.num_rows))
+        count = min(_ROWS_AT_ONCE, max(1, block_bytes // held))
+        for batch in file.iter_batches(count, [number], list(keys), use_threads=False):
+            last = first + batch.num_rows
+            yield batch, size * first // total, size * last // total
+            first = last
 
 
-@contextmanager
-def _arrow(path: Path, magic: bytes) -> Iterator[tuple[Any, _Batches]]:
-    """Open Arrow's stream, which its file format holds between a mark and a footer."""
-    import pyarrow as pa
-
-    is_file = magic == ARROW_FILE_MAGIC
-    end = ARROW_FILE_MAGIC[:6] if is_file else _END_OF_STREAM
-    with pa.memory_map(str(path)) as source:
-        size = source.size()
-        if source.read_at(len(end), max(0, size - len(end))) != end:
-            raise EOFError("the mark at the end of the stream is missing")
-        source.seek(len(magic) if is_file else 0)
-        with pa.ipc.open_stream(source) as reader:
-
-            def batches(keys: tuple[str, ...], block_bytes: int) -> Iterator[tuple[Any, int, int]]:
-                start = source.tell()
-                for batch in reader:
-                    stop = source.tell()
-                    yield batch, start, stop
-                    start = stop
-
-            yield reader.schema, batches
+def _of_arrow(reader: Any, source: Any, keys: tuple[str, ...], block_bytes: int) -> Iterator[tuple[Any, int, int]]:
+    start = source.tell()
+    for batch in reader:
+        stop = source.tell()
+        yield batch, start, stop
+        start = stop

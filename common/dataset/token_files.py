@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import resource
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import IO, Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from common.dataset.metadata import METADATA_EXTENSION, Metadata, read_metadata
+from common.dataset.metadata import METADATA_EXTENSION
 from common.errors import DataError
 from common.files import reading
 
@@ -33,9 +32,7 @@ megabytes around a window, which is good for what fits in memory.
 
 
 def with_extension(prefix: Path, extension: str) -> Path:
-    """Return ``prefix`` + ``extension``. Dots inside the prefix are part of the name;
-    ``with_suffix`` would cut them.
-    """
+    """Return ``prefix`` + ``extension``. Dots inside the prefix stay, which ``with_suffix`` would cut."""
     return prefix.with_name(prefix.name + extension)
 
 
@@ -74,12 +71,6 @@ class Column:
         return np.frombuffer(data, self._dtype)
 
 
-def allow_many_files() -> None:
-    """Let this process have as many open files as the system allows it: a mapped file is one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def spread(length: int) -> list[slice]:
     """Return parts of an index that are looked at when it is opened: all of it, or both ends and
     parts between them where it has more than a million entries.
@@ -94,39 +85,21 @@ class TokenFiles(ABC):
     """Files opened for reading, whose documents lie one after the other.
 
     prefix: beginning of the files' names. tokens: (token_count,) integers of all documents, mapped.
-    content_key: 16 hex digits, equal for equal data.
+    content_key: 16 hex digits, equal for equal data. document_count: empty documents included.
     """
 
     prefix: Path
     tokens: npt.NDArray[Any]
     content_key: str
+    document_count: int
 
     @property
     def token_count(self) -> int:
         return len(self.tokens)
 
-    @property
-    @abstractmethod
-    def document_count(self) -> int:
-        """Return the number of documents, empty ones included."""
-
     @abstractmethod
     def tokens_before(self, document: int) -> int:
         """Return the number of tokens before a document, or all for ``document_count``."""
-
-    def metadata(self) -> Metadata | None:
-        """Return the record of the files' origin, or None without one.
-
-        Raises DataError if it describes other files.
-        """
-        path = with_extension(self.prefix, METADATA_EXTENSION)
-        metadata = read_metadata(path)
-        if metadata is not None and metadata.tokens != self.token_count:
-            raise DataError(
-                f"{path}: describes {metadata.tokens} tokens, but {self.prefix.name} holds"
-                f" {self.token_count}; it was left by another run, delete it or preprocess again"
-            )
-        return metadata
 
 
 class TokenWriter(ABC):
@@ -140,19 +113,15 @@ class TokenWriter(ABC):
     def __init__(self, prefix: Path, dtype: npt.DTypeLike) -> None:
         self.prefix, self.dtype = prefix, np.dtype(dtype).newbyteorder("<")
         self.token_count = self.sequence_count = self.document_count = 0
-        self._stack: ExitStack
-        self._put_by: ExitStack
-        self._file: IO[bytes]
-        self._sizes: IO[bytes]
-        self._documents: IO[bytes]
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack, ExitStack() as put_by:
-            self._file = stack.enter_context(self._tokens_file())
+        with ExitStack() as stack:
+            self._tokens = stack.enter_context(ExitStack())
+            self._file = self._tokens.enter_context(self._tokens_file())
             self._sizes, self._documents = (
-                put_by.enter_context(TemporaryFile(dir=self.prefix.parent)) for _ in range(2)
+                stack.enter_context(TemporaryFile(dir=self.prefix.parent)) for _ in range(2)
             )
-            self._stack, self._put_by = stack.pop_all(), put_by.pop_all()
+            self._stack = stack.pop_all()
         return self
 
     @abstractmethod
@@ -175,16 +144,7 @@ class TokenWriter(ABC):
         sizes = np.asarray(sizes, dtype="<i4")
         documents = np.asarray(np.ones(len(sizes)) if documents is None else documents, "<i4")
         assert int(sizes.sum()) == len(tokens) and int(documents.sum()) == len(sizes)
-        if len(tokens):
-            self._file.write(self._cast(tokens).data)
-        self._sizes.write(sizes.tobytes())
-        self._documents.write(documents.tobytes())
-        self.token_count += len(tokens)
-        self.sequence_count += len(sizes)
-        self.document_count += len(documents)
-
-    def _cast(self, tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        if tokens.dtype != self.dtype:
+        if len(tokens) and tokens.dtype != self.dtype:
             limits = np.iinfo(self.dtype)
             low, high = int(tokens.min()), int(tokens.max())
             if low < limits.min or high > limits.max:
@@ -192,17 +152,21 @@ class TokenWriter(ABC):
                     f"{self.prefix}: token id {low if low < limits.min else high} does not fit {self.dtype.name}; the"
                     " tokenizer's vocab_size is smaller than its ids, check the vocabulary files"
                 )
-        return np.ascontiguousarray(tokens, dtype=self.dtype)
+        self._file.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
+        self._sizes.write(sizes.tobytes())
+        self._documents.write(documents.tobytes())
+        self.token_count += len(tokens)
+        self.sequence_count += len(sizes)
+        self.document_count += len(documents)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._put_by:
-            if error is not None:
-                self._stack.__exit__(kind, error, trace)
-                return
-            with self._stack:  # an error leaves the files of before
-                self._publish()
+        if error is not None:
+            self._stack.__exit__(kind, error, trace)
+            return
+        with self._stack:  # an error leaves the files of before
+            self._publish()
 
     def _close(self, *old: str) -> None:
         """Publish the file of tokens. The ``old`` files go first: a crash between the renames then
@@ -210,7 +174,7 @@ class TokenWriter(ABC):
         """
         for extension in (*old, METADATA_EXTENSION):
             with_extension(self.prefix, extension).unlink(missing_ok=True)
-        self._stack.close()
+        self._tokens.close()
 
 
 def running_sums(file: IO[bytes]) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]:

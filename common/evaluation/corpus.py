@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from common.config.schema import EvaluationConfig
-from common.dataset.blocks import DocumentRule, MissingKeyError, read_blocks
-from common.dataset.corpus import CorpusFormat, open_corpus
+from common.dataset.blocks import KEY_ADVICE, read_blocks
+from common.dataset.corpus import open_corpus
 from common.dataset.documents import documents_of
 from common.errors import ConfigError, DataError
 from common.evaluation.rows import ScoredRow, Scores
@@ -59,18 +59,17 @@ def read_evaluation_file(config: EvaluationConfig) -> EvaluationFile:
     texts: list[str] = []
     try:
         corpus = open_corpus(path)
-        for block in read_blocks(corpus, DocumentRule.FILE, ("text",)):
+        for block in read_blocks(corpus, "file", ("text",)):
             for documents in documents_of(block, ("text",)):
                 texts += documents.written()
-    except MissingKeyError as error:
-        raise DataError(f"evaluation.file={error.problem}; evaluation reads the field text, rename yours") from None
     except DataError as error:
-        raise DataError(f"evaluation.file={error}") from None
+        said = str(error).replace(KEY_ADVICE, "; evaluation reads the field text, rename yours")
+        raise DataError(f"evaluation.file={said}") from None
     if not texts:
         raise DataError(f"evaluation.file={path}: holds nothing but white space; expected text")
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return EvaluationFile(path=path, texts=texts, is_json=corpus.format is not CorpusFormat.TEXT, sha256=sha256)
+    return EvaluationFile(path=path, texts=texts, is_json=corpus.format != "text", sha256=sha256)
 
 
 @dataclass(frozen=True, kw_only=True)

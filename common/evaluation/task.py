@@ -7,7 +7,7 @@ from itertools import chain, islice
 from typing import TypeAlias
 
 from common.config.schema import EvaluationConfig
-from common.dataset import Tokens
+from common.dataset.sampler import Tokens
 from common.errors import ConfigError
 from common.evaluation.corpus import EvaluationResult, RowTask, read_evaluation_file
 from common.evaluation.rows import Scorer, score_rows

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from common.config.load import apply_overrides
 from common.config.schema import PredictConfig, TokenizerConfig
 from common.conversion.export import RECORD
-from common.dataset import Tokens
+from common.dataset.sampler import Tokens
 from common.errors import ConfigError
 from common.evaluation.corpus import report
 from common.evaluation.rows import ScoredRow, Scorer, score_rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,25 +15,12 @@ import numpy as np
 
 from common.checkpoint.snapshot import TrainState
 from common.config.schema import TokenizerConfig
-from common.dataset import (
-    Batch,
-    EmptySplitError,
-    Metadata,
-    Prefetch,
-    Samples,
-    ShardedSampler,
-    Split,
-    Tokens,
-    open_samples,
-    ordered_batches,
-    parse_blend,
-    parse_split,
-    part_names,
-    windows_by_part,
-)
-from common.dataset.metadata import read_metadata, vocabulary_remarks
+from common.config.values import parse_split
+from common.dataset.blend import Samples, open_samples, parse_blend, part_names, windows_by_part
+from common.dataset.metadata import Metadata, read_metadata, vocabulary_remarks
 from common.dataset.mindrecord import metadata_paths
-from common.dataset.token_files import allow_many_files
+from common.dataset.sampler import Batch, Tokens, ordered_batches, prefetch, rank_batches
+from common.dataset.samples import EmptySplitError, Split
 from common.errors import ConfigError, DataError, TokenizerError
 from common.log import LOG, listed
 from common.parallel.packing import wanted_keys
@@ -50,8 +38,10 @@ Passes = Mapping[str, Callable[[], Iterator[Tokens]]]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
-    sampler: ShardedSampler | None
+    samples: Samples | None
     """None when only the validation part was asked for."""
+    batches: Callable[[TrainState], Iterator[Batch]]
+    """Function that returns batches from a state on, read when needed."""
     validation: Passes
     """Validation windows of the rank; empty without any."""
     validation_bytes: Callable[[], Mapping[str, int]]
@@ -69,23 +59,18 @@ class TrainingData:
     @property
     def fingerprint(self) -> str:
         """Identity of the data, its split, the window and the seed."""
-        return self.sampler.initial_hash if self.sampler else ""
+        return self.samples.fingerprint if self.samples else ""
 
     @property
     def samples_per_epoch(self) -> int:
-        return self.sampler.samples.samples_per_epoch if self.sampler else 0
-
-    def batches(self, state: TrainState) -> Iterator[Batch]:
-        """Return batches from ``state`` on, read when needed."""
-        assert self.sampler is not None
-        return self.sampler.batches(state.consumed_samples, state.sample_hash or None)
+        return self.samples.samples_per_epoch if self.samples else 0
 
     def training_batches(
         self, state: TrainState, prepare: Callable[[Batch], Batch] = lambda batch: batch
     ) -> AbstractContextManager[Iterator[Batch]]:
         """Return batches from ``state`` on, read ahead and prepared by a thread that ends with the context."""
         prepared = map(prepare, self.batches(state))
-        return Prefetch(prepared, self.prefetch) if self.prefetch else nullcontext(prepared)
+        return prefetch(prepared, self.prefetch) if self.prefetch else nullcontext(prepared)
 
     def require_validation(self) -> Passes:
         """Return the validation windows. Raises DataError without any."""
@@ -117,9 +102,23 @@ def open_corpus(config: Run, *, training: bool = True) -> Corpus:
 
     Raises DataError and ConfigError.
     """
-    allow_many_files()  # a blend may have thousands
-    records = _metadata(config)
-    made_with = _tokenizer_record(records)
+    # a blend may have thousands of files, and a mapped one is open
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    records = [
+        (Path(prefix), metadata)
+        for entries in (config.data.train, config.data.validation)
+        for _, prefix in (parse_blend(require_entries(entries)) if entries else ())
+        for path in metadata_paths(prefix)
+        if (metadata := read_metadata(path)) is not None
+    ]
+    by_digest = {metadata.tokenizer_sha256: (prefix, metadata) for prefix, metadata in records}
+    if len(by_digest) > 1:
+        names = " and ".join(str(prefix) for prefix, _ in by_digest.values())
+        raise DataError(f"{names} were made with different tokenizers; preprocess them with one")
+    made_with: dict[str, Any] | None = None
+    for sha256, (_, metadata) in by_digest.items():
+        made_with = {"kind": metadata.tokenizer, "sha256": sha256, "vocab_size": metadata.vocab_size}
     given, remarks = (
         _given_tokenizer(config, is_known=made_with is not None) if training or made_with is None else (None, [])
     )
@@ -151,30 +150,41 @@ def open_data(
     out. They divide validation windows too, but not with ``whole_validation``. Raises DataError.
     """
     remarks, samples = [*corpus.remarks], corpus.samples
-    sampler = None
     if samples is not None:
         remarks += _eod_remarks(config, samples, corpus.records)
-        sampler = ShardedSampler(
+
+    def batches(state: TrainState) -> Iterator[Batch]:
+        assert samples is not None
+        return rank_batches(
             samples,
+            state.consumed_samples,
+            state.sample_hash,
             global_batch_size=config.train.global_batch_size,
             data_parallel_size=ranks or config.parallel.data_parallel,
             data_parallel_rank=rank,
             batch_size_at=config.batch_sizes.at,
             vocab_size=config.model.vocab_size,
         )
+
     validation: Passes = {}
-    reason = _why_no_validation(config, training=samples is not None)
-    if reason is None:
+    reason = None
+    if samples is not None and config.validation.interval == "never":
+        reason = "validation.interval is never"
+    elif config.data.validation is None and not parse_split(config.data.split)[1]:
+        reason = f"data.split is {config.data.split}"
+    else:
         validation, without = _validation(config)
-        reason = None if validation else next(iter(without.values()))
-        if validation and without:
+        if not validation:
+            reason = next(iter(without.values()))
+        elif without:
             remarks.append(f"no validation of {listed(list(without))}: {next(iter(without.values()))}")
     if samples is None and LOG.isEnabledFor(logging.INFO):  # a training reports them
         for remark in remarks:
             LOG.warning(remark)
     place = {"rank": rank, "ranks": ranks or config.parallel.data_parallel}
     return TrainingData(
-        sampler=sampler,
+        samples=samples,
+        batches=batches,
         validation=validation
         if whole_validation
         else {name: partial(windows, **place) for name, windows in validation.items()},
@@ -186,15 +196,6 @@ def open_data(
         prefetch=config.data.prefetch,
         remarks=tuple(remarks),
     )
-
-
-def _why_no_validation(config: Run, *, training: bool) -> str | None:
-    """Return the key that says that there are no validation windows, if one does."""
-    if training and config.validation.interval == "never":
-        return "validation.interval is never"
-    if config.data.validation is None and not parse_split(config.data.split)[1]:
-        return f"data.split is {config.data.split}"
-    return None
 
 
 def count_text_bytes(windows: Passes, config: Run, made_with: dict[str, Any] | None) -> dict[str, int]:
@@ -263,7 +264,7 @@ def _open(
     stride: int | None = None,
 ) -> Samples:
     return open_samples(
-        [str(entry) for entry in require_entries(entries)],
+        require_entries(entries),
         split=split,
         split_weights=(1.0, 0.0, 0.0) if config.data.validation is not None else parse_split(config.data.split),
         seq_length=config.model.seq_length,
@@ -276,44 +277,18 @@ def _open(
 
 def named_parts(entries: Sequence[str | float] | None) -> dict[str, str]:
     """Return the prefixes of data.train or data.validation by a short name of each."""
-    prefixes = [prefix for _, prefix in parse_blend([str(it) for it in require_entries(entries)])]
+    prefixes = [prefix for _, prefix in parse_blend(require_entries(entries))]
     return dict(zip(part_names(prefixes), prefixes, strict=True))
 
 
-def require_entries(entries: Sequence[str | float] | None) -> list[str | float]:
+def require_entries(entries: Sequence[str | float] | None) -> list[str]:
     """Return the entries of data.train. Raises ConfigError if there are none."""
     if not entries:
         raise ConfigError(
             "data.train is not given; set it to the prefix of a .bin/.idx pair or to a MindRecord,"
             " as tools/preprocess_data.py writes them"
         )
-    return list(entries)
-
-
-def _metadata(config: Run) -> list[tuple[Path, Metadata]]:
-    """Read the .meta.json files beside the data, with the prefix of each."""
-    found = []
-    for entries in (config.data.train, config.data.validation):
-        for _, prefix in parse_blend([str(entry) for entry in entries]) if entries else ():
-            for path in metadata_paths(prefix):
-                metadata = read_metadata(path)
-                if metadata is not None:
-                    found.append((Path(prefix), metadata))
-    return found
-
-
-def _tokenizer_record(records: list[tuple[Path, Metadata]]) -> dict[str, Any] | None:
-    """Return the tokenizer's record of the data, if known.
-
-    Raises DataError if parts of a blend were made with different tokenizers.
-    """
-    by_digest = {metadata.tokenizer_sha256: (prefix, metadata) for prefix, metadata in records}
-    if len(by_digest) > 1:
-        names = " and ".join(str(prefix) for prefix, _ in by_digest.values())
-        raise DataError(f"{names} were made with different tokenizers; preprocess them with one")
-    for sha256, (_, metadata) in by_digest.items():
-        return {"kind": metadata.tokenizer, "sha256": sha256, "vocab_size": metadata.vocab_size}
-    return None
+    return list(map(str, entries))
 
 
 def _find_eod(config: Run, records: list[tuple[Path, Metadata]], vocab_size: int) -> int | None:
@@ -329,7 +304,13 @@ def _find_eod(config: Run, records: list[tuple[Path, Metadata]], vocab_size: int
                     f"{named}the documents of {prefix} do not end with a token of their own, since they were made with"
                     " --no-append-eod; preprocess them without it, or set data.eod_id to a token that ends them"
                 )
-        eod = records[0][1].eod_id if records else _eod_of_tokenizer(config, named)
+        try:
+            eod = records[0][1].eod_id if records else load_given_tokenizer(config)[0].eod_id
+        except (ConfigError, TokenizerError) as error:
+            raise ConfigError(
+                f"{named}the id of the token that ends a document is not known: the data have no .meta.json, and there"
+                f" is no tokenizer to ask ({error}); set data.tokenizer or data.eod_id"
+            ) from None
     assert eod is not None
     if eod >= vocab_size:
         raise ConfigError(
@@ -360,17 +341,6 @@ def _eod_remarks(config: Run, samples: Samples, records: list[tuple[Path, Metada
         f" the token {config.packing.eod} that ends documents, so each counts as one document; if"
         " the documents are shorter, preprocess them without --no-append-eod, or set data.eod_id"
     ]
-
-
-def _eod_of_tokenizer(config: Run, named: str) -> int:
-    """Return the token with which data.tokenizer ends documents. named: keys that need it."""
-    try:
-        return load_given_tokenizer(config)[0].eod_id
-    except (ConfigError, TokenizerError) as error:
-        raise ConfigError(
-            f"{named}the id of the token that ends a document is not known: the data have no .meta.json, and there is"
-            f" no tokenizer to ask ({error}); set data.tokenizer or data.eod_id"
-        ) from None
 
 
 def open_tokenizer(config: Run) -> tuple[Tokenizer, dict[str, int]]:

@@ -20,7 +20,7 @@ from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import Snapshot
 from common.config.resolved import ResolvedOptimizer
 from common.config.schema import LoggingConfig
-from common.dataset import Batch, Tokens
+from common.dataset.sampler import Batch, Tokens
 from common.log import LOG
 from common.parallel.run import Run
 from common.parallel.updates import learning_rate

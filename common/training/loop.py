@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from common.checkpoint.snapshot import TrainState
-from common.dataset import Tokens
+from common.dataset.sampler import Tokens
 from common.errors import DivergedError, StopRequested
 from common.interrupts import StopSignal
 from common.log import LOG, progress_bar

@@ -12,7 +12,7 @@ from common.checkpoint.folders import find_checkpoint
 from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import CheckpointWriter
 from common.config.load import flatten
-from common.dataset import Blend
+from common.dataset.blend import Blend
 from common.device import Device, resident_bytes
 from common.errors import CheckpointError, StopRequested
 from common.interrupts import StopSignal
@@ -204,7 +204,7 @@ def announce(config: Run, data: TrainingData, device_name: str, start: Start, st
 
 def _describe_blend(config: Run, data: TrainingData) -> str | None:
     """Return the share of each data set of a blend, and how often the run reads it."""
-    blend = data.sampler.samples if data.sampler is not None else None
+    blend = data.samples
     if not isinstance(blend, Blend):
         return None
     samples = config.batch_sizes.samples_after(config.train.steps)

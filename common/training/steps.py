@@ -14,7 +14,7 @@ from typing import Any
 
 from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import CheckpointWriter
-from common.dataset import Batch
+from common.dataset.sampler import Batch
 from common.device import Device
 from common.errors import ConfigError
 from common.files import atomic_write

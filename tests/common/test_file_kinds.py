@@ -20,7 +20,7 @@ import pytest
 
 from common.cluster.rank_table_files import read_table
 from common.conversion.convert import convert
-from common.dataset.corpus import CorpusFormat, open_corpus
+from common.dataset.corpus import open_corpus
 from common.dataset.documents import read_texts
 from common.dataset.fleetx import FleetXDataset
 from common.dataset.indexed import IndexedDataset
@@ -92,7 +92,7 @@ def test_a_corpus_of_another_kind(tmp_path, monkeypatch, capsys, name: str) -> N
     content, message = CORPORA[name]
     path = tmp_path / name
     path.write_bytes(content)
-    for options in ((), (CorpusFormat.TEXT,), (CorpusFormat.TEXT, "iso8859-1"))[: 3 if name in FOREIGN else 1]:
+    for options in ((), ("text",), ("text", "iso8859-1"))[: 3 if name in FOREIGN else 1]:
         with pytest.raises(UserError) as caught:
             open_corpus(path, *options)
         assert str(caught.value).startswith(f"{path}: ") and (options or message in str(caught.value))
@@ -111,7 +111,7 @@ def test_a_corpus_of_another_kind(tmp_path, monkeypatch, capsys, name: str) -> N
 def test_text_is_read_as_it_is_said_to_be(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(CORPORA["text.json"][0])
-    assert open_corpus(path, CorpusFormat.TEXT).format is CorpusFormat.TEXT
+    assert open_corpus(path, "text").format == "text"
     path = tmp_path / "a.txt"
     for text in (ENGLISH, CHINESE):
         for order in ("utf-16-le", "utf-16-be"):

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
-from common.dataset import GPTDataset, IndexedDataset, IndexedWriter
-from common.dataset.blocks import DocumentRule
-from common.dataset.preprocess import PreprocessOptions, preprocess
-from common.dataset.workers import TokenizerChoice
+from common.dataset.indexed import IndexedDataset, IndexedWriter
+from common.dataset.options import PreprocessOptions
+from common.dataset.preprocess import preprocess
+from common.dataset.samples import GPTDataset
 from tests.fuzz.faults import FAULTS, NUMBERS, TREE_FAULTS, VALUES, Fault, changed_tree, spoil, to_json
 from tests.reference import MERGES, write_vocabulary
 
@@ -117,7 +117,7 @@ ITEMS = st.one_of(
 )
 KEYS = st.sampled_from((("text",),) * 8 + (("id",), ("a/b",), ("",), ("..",), ("text", "text"),
                        ("a\0b",), ("text", "id")))  # fmt: skip
-RULES = (DocumentRule.FILE, DocumentRule.LINE, DocumentRule.BLANK_LINE, DocumentRule.EOT)
+RULES = ("file", "line", "blank_line", "eot")
 
 
 @given(name=st.sampled_from(("corpus.txt", "corpus.jsonl", "corpus.json")),
@@ -140,18 +140,15 @@ def test_a_corpus_with_faults(judge, whole, name, items, fault, zipped, keys, ru
         spoil(path, fault)
         with judge(str(folder), "--json-keys", "output_prefix"):
             vocabulary = whole / "vocabulary"
-            tokenizer = TokenizerChoice(
-                kind="GPT2BPETokenizer", vocab_file=vocabulary / "encoder.json",
-                merge_file=vocabulary / "vocab.bpe", backend="tokenizers",
-            )  # fmt: skip
             options = PreprocessOptions(
-                inputs=(path,), output_prefix=folder / "out", tokenizer=tokenizer,
-                documents=rule, json_keys=keys, block_bytes=block,
+                inputs=(path,), output_prefix=folder / "out", tokenizer_type="GPT2BPETokenizer",
+                vocab_file=vocabulary / "encoder.json", merge_file=vocabulary / "vocab.bpe",
+                tokenizer_backend="tokenizers", documents=rule, json_keys=keys, block_bytes=block,
             )  # fmt: skip
             prefixes = preprocess(options).prefixes
             if keys != ("text",):
                 return
-            made, (sequences, _) = tokenizer.load(), read_pair(prefixes[0])
+            made, (sequences, _) = options.load_tokenizer(), read_pair(prefixes[0])
             found = "".join(made.decode([token for token in row if token != made.eod_id]) for row in sequences)
             data = path.read_bytes()
             data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data

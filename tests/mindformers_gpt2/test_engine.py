@@ -21,7 +21,7 @@ import torch_gpt2.engine
 from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import CheckpointWriter
 from common.config.schema import LossScaleConfig
-from common.dataset import Batch
+from common.dataset.sampler import Batch
 from common.errors import ConfigError
 from common.parallel.run import Run
 from common.parallel.updates import LossScale

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import run_gpt2
-from common.dataset import IndexedWriter
+from common.dataset.indexed import IndexedWriter
 from common.run_config import read_config
 from common.systems.fleetx import scripts
 from compat import programs

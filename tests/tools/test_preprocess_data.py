@@ -14,16 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.dataset import GPTDataset, IndexedDataset, IndexedWriter
+from common.dataset.indexed import IndexedDataset, IndexedWriter
 from common.dataset.metadata import read_metadata
 from common.dataset.mindrecord import MindRecordSamples
+from common.dataset.samples import GPTDataset
 from tools import merge_datasets
 from tools.preprocess_data import main
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "preprocess_data.py"
 VOCABULARY = ("--vocab-file", "vocab.json", "--merge-file", "merges.txt")
-
 
 Run = Callable[[str], tuple[object, str]]
 
@@ -134,8 +134,8 @@ def test_mindrecord_holds_the_windows_of_the_pair(tmp_path, run) -> None:
         assert (found == pair.read(np.arange(rows))).all()
         left = pair.token_count - 16 * rows - 1
         assert f"{rows} rows of 17 tokens, {left} tokens left over" in said
-        metadata = read_metadata(target.with_name(f"{target.name}.meta.json"))
-        assert metadata and metadata.tokenizer_sha256 == pair.data.metadata().tokenizer_sha256
+        first, second = (read_metadata(Path(f"{each}.meta.json")) for each in (target, pair.data.prefix))
+        assert first.tokenizer_sha256 == second.tokenizer_sha256
     # no pair and no temporary file is left
     assert len(list((tmp_path / "out").iterdir())) == 2 * (2 * 3 + 1)
 

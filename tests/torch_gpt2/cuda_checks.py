@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.dataset import Batch
+from common.dataset.sampler import Batch
 from common.parallel.run import Run
 from common.training.start import Start
 from tests.fake_cuda.device import fake_device

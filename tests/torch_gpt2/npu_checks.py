@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common.backends import make_run
 from common.checkpoint.snapshot import TrainState
 from common.config.schema import PredictConfig, QuantizationConfig
-from common.dataset import Batch
+from common.dataset.sampler import Batch
 from common.errors import DeviceError
 from common.generation.generate import generate
 from common.generation.logit_rules import LogitRules

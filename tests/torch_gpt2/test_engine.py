@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from common.checkpoint.snapshot import TrainState
-from common.dataset import Batch
+from common.dataset.sampler import Batch
 from common.parallel.run import Run
 from common.parallel.updates import learning_rate
 from common.training.engine import Limits, StepResult

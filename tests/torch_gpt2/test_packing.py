@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.backends import make_run
-from common.dataset import Batch
+from common.dataset.sampler import Batch
 from common.evaluation.rows import ScoredRow, score_rows
 from common.parallel.run import Run
 from common.run_config import load_config

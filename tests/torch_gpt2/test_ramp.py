@@ -12,7 +12,7 @@ import torch
 
 from common.config.load import build_config
 from common.config.schema import RunConfig
-from common.dataset import open_samples
+from common.dataset.blend import open_samples
 from common.parallel.run import Run
 from common.planner import fitting
 from common.planner.fitting import Fitting

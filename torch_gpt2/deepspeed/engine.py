@@ -27,7 +27,7 @@ from torch import Tensor
 from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import Part, Snapshot
 from common.cluster.environment import Process, torch_variables
-from common.dataset import Batch, Tokens
+from common.dataset.sampler import Batch, Tokens
 from common.errors import ConfigError
 from common.parallel.run import Run
 from common.paths import install

@@ -170,9 +170,7 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
             for rank in range(tensor)
         ],
         blocks=blocks,
-        optimizers=[
-            [opened(optimizers[rank, mp]) for rank in range(data)] for mp in range(ranks if optimizers else 0)
-        ],
+        optimizers=[[opened(optimizers[rank, mp]) for rank in range(data)] for mp in range(ranks if optimizers else 0)],
     )
 
 

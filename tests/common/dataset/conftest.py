@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.dataset import GPTDataset, IndexedDataset, IndexedWriter
-from common.dataset.preprocess import PreprocessOptions, preprocess
+from common.dataset.indexed import IndexedDataset, IndexedWriter
+from common.dataset.options import PreprocessOptions
+from common.dataset.preprocess import preprocess
+from common.dataset.samples import GPTDataset
 from common.dataset.token_files import TokenFiles
-from common.dataset.workers import TokenizerChoice
 from common.tokenizer import TOKENIZERS, Framing, PackedIds
 
 WritePair = Callable[..., Path]
@@ -81,19 +82,18 @@ class ByteTokenizer:
 
 
 @pytest.fixture
-def byte_tokenizer(monkeypatch: pytest.MonkeyPatch) -> TokenizerChoice:
+def byte_tokenizer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Registers the tokenizer kind ``Byte`` for this process."""
     monkeypatch.setitem(TOKENIZERS, "Byte", (f"{__name__}:ByteTokenizer", ""))
-    return TokenizerChoice(kind="Byte", vocab_file=Path(__file__), merge_file=None, backend="auto")
+    return {"tokenizer_type": "Byte", "vocab_file": Path(__file__)}
 
 
 @pytest.fixture
-def options_for(tmp_path: Path, byte_tokenizer: TokenizerChoice) -> Callable[..., PreprocessOptions]:
+def options_for(tmp_path: Path, byte_tokenizer: dict[str, Any]) -> Callable[..., PreprocessOptions]:
     """options_for(file, file, ..., **options): of bytes, to the prefix ``out``."""
 
     def make(*inputs: Path, **options: Any) -> PreprocessOptions:
-        given = {"output_prefix": tmp_path / "out", "tokenizer": byte_tokenizer, **options}
-        return PreprocessOptions(inputs=inputs, **given)
+        return PreprocessOptions(inputs=inputs, **{"output_prefix": tmp_path / "out", **byte_tokenizer, **options})
 
     return make
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from common.dataset import Blend, GPTDataset, open_samples, parse_blend, part_names, windows_by_part
-from common.dataset.blend import FINEST
+from common.dataset.blend import FINEST, Blend, open_samples, parse_blend, part_names, windows_by_part
+from common.dataset.samples import GPTDataset
 from common.errors import DataError
 from tests.common.dataset.conftest import WHOLE, windows_of
 

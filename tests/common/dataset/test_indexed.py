@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from common.dataset import GPTDataset, IndexedDataset, IndexedWriter, open_samples, require_data, token_dtype
-from common.dataset.fleetx import FleetXDataset, FleetXWriter, fleetx_dtype
-from common.dataset.indexed import HEADER
-from common.dataset.preprocess import PreprocessResult, preprocess
+from common.dataset.blend import open_samples, require_data
+from common.dataset.fleetx import FleetXDataset, FleetXWriter, find_fleetx, fleetx_dtype
+from common.dataset.indexed import HEADER, IndexedDataset, IndexedWriter, token_dtype
+from common.dataset.metadata import read_metadata
+from common.dataset.preprocess import Progress, preprocess
+from common.dataset.samples import GPTDataset
 from common.errors import DataError
 from tests.common.dataset.conftest import WHOLE, files_of, offsets_of
 
@@ -107,7 +109,7 @@ def test_every_row_is_a_document_as_in_megatron(megatron, tmp_path, options_for,
     rows = [{"text": row} for row in ROWS] if name == "a.jsonl" else ROWS
     path.write_text(json.dumps(ROWS) if name == "array.json" else "\n".join(map(json.dumps, rows)))
 
-    def run(format: str, block_bytes: int) -> PreprocessResult:
+    def run(format: str, block_bytes: int) -> Progress:
         options = {"format": format, "block_bytes": block_bytes}
         return preprocess(options_for(path, output_prefix=tmp_path / format, **options))
 
@@ -115,12 +117,12 @@ def test_every_row_is_a_document_as_in_megatron(megatron, tmp_path, options_for,
         result = run("indexed", block_bytes)
         (prefix,) = result.prefixes
         assert files_of(prefix) == files_of(tmp_path / "theirs")
-        assert (result.progress.documents, result.progress.empty) == (len(ROWS), 2)
+        assert (result.documents, result.empty) == (len(ROWS), 2)
     of_fleetx = FleetXDataset(run("fleetx", 50).prefixes[0])
     pair = IndexedDataset(prefix)
     assert of_fleetx.tokens.tolist() == pair.tokens.tolist()
     assert offsets_of(of_fleetx) == offsets_of(pair)
-    assert (metadata := of_fleetx.metadata()) is not None and metadata.tokens == pair.token_count
+    assert read_metadata(Path(f"{of_fleetx.prefix}.meta.json")).tokens == pair.token_count
 
 
 @pytest.mark.parametrize("writer", ["Megatron-LM", "fairseq"])
@@ -288,7 +290,7 @@ def test_the_older_form_and_one_without_documents(tmp_path) -> None:
     np.savez(tmp_path / "old_ids.npz", ids=TOKENS, lens=LENS)
     np.savez_compressed(tmp_path / "packed_ids.npz", ids=TOKENS, lens=LENS)
     for prefix in (tmp_path / "old", tmp_path / "packed_ids.npz", write_npy(tmp_path, lens=LENS)):
-        data = FleetXDataset(prefix)
+        data = FleetXDataset(find_fleetx(prefix))
         assert data.tokens.tolist() == TOKENS.tolist()
         assert offsets_of(data) == [0, 3, 10, 12, 13]
     assert offsets_of(FleetXDataset(write_npy(tmp_path))) == [0, 10, 10, 13]

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.dataset import GPTDataset, open_samples
+from common.dataset.blend import open_samples
 from common.dataset.mindrecord import MindRecordSamples, is_mindrecord, metadata_paths
 from common.dataset.mindrecord_file import MindRecordFile
+from common.dataset.samples import GPTDataset
 from common.errors import ConfigError, DataError
 from tests.common.dataset.conftest import WHOLE
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from common.dataset import Blend, Prefetch, Samples, ShardedSampler, ordered_batches
+from common.dataset.blend import Blend, Samples
+from common.dataset.sampler import Batch, ordered_batches, prefetch, rank_batches
 from common.errors import DataError
 from tests.common.dataset.conftest import windows_of
 
@@ -22,28 +23,27 @@ def samples(write_pair) -> Samples:
     return Blend(sets, [3, 1])
 
 
-def rank_of(samples: Samples, rank: int, ranks: int, batch: int) -> ShardedSampler:
-    return ShardedSampler(samples, global_batch_size=batch, data_parallel_size=ranks, data_parallel_rank=rank)
+def batches_of(samples: Samples, rank: int, ranks: int, size: int, *start: Any) -> Iterator[Batch]:
+    place = {"data_parallel_size": ranks, "data_parallel_rank": rank}
+    return rank_batches(samples, *start, global_batch_size=size, **place)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(size=st.sampled_from([1, 2, 3, 4, 64]), per_rank=st.integers(1, 5), consumed=st.integers(0, 500))
 def test_the_ranks_parts_make_the_global_batch(samples, size, per_rank, consumed) -> None:
     batch = size * per_rank
-    whole = ShardedSampler(samples, global_batch_size=batch)
-    ranks = [rank_of(samples, rank, size, batch) for rank in range(size)]
-    parts = [rank.batch(consumed) for rank in ranks]
-    assert all(part.shape == (per_rank, 7) and part.dtype == np.int32 for part in parts)
-    assert (np.concatenate(parts) == whole.batch(consumed)).all()
-    assert (whole.batch(consumed) == samples.read(np.arange(consumed, consumed + batch))).all()
-    state = whole.initial_hash
-    assert len({rank.extend_hash(state, consumed) for rank in (whole, *ranks)}) == 1
+    places = [(0, 1), *((rank, size) for rank in range(size))]
+    whole, *parts = (next(batches_of(samples, *place, batch, consumed)) for place in places)
+    assert all(part.tokens.shape == (per_rank, 7) and part.tokens.dtype == np.int32 for part in parts)
+    assert (np.concatenate([part.tokens for part in parts]) == whole.tokens).all()
+    assert (whole.tokens == samples.read(np.arange(consumed, consumed + batch))).all()
+    assert len({part.sample_hash for part in (whole, *parts)}) == 1
 
 
 def test_64_readers_that_open_the_data_themselves_agree(write_pair) -> None:
     prefix = write_pair(np.random.default_rng(0).integers(1, 90, size=400))
     places = [(0, 1), *((rank, 64) for rank in range(64))]
-    streams = [rank_of(windows_of(prefix, 6), *place, 128).batches() for place in places]
+    streams = [batches_of(windows_of(prefix, 6), *place, 128) for place in places]
     for _ in range(50):  # beyond an epoch
         whole, *parts = map(next, streams)
         assert (np.concatenate([part.tokens for part in parts]) == whole.tokens).all()
@@ -51,10 +51,9 @@ def test_64_readers_that_open_the_data_themselves_agree(write_pair) -> None:
 
 
 def test_resuming_continues_data_and_hash(samples) -> None:
-    sampler = rank_of(samples, 1, 2, 8)
-    straight = list(itertools.islice(sampler.batches(), 12))
+    straight = list(itertools.islice(batches_of(samples, 1, 2, 8), 12))
     saved = straight[4]
-    resumed = list(itertools.islice(sampler.batches(saved.consumed_samples, saved.sample_hash), 7))
+    resumed = list(itertools.islice(batches_of(samples, 1, 2, 8, saved.consumed_samples, saved.sample_hash), 7))
     for one, two in zip(straight[5:], resumed, strict=True):
         assert (one.tokens == two.tokens).all()
         assert (one.consumed_samples, one.sample_hash) == (two.consumed_samples, two.sample_hash)
@@ -66,7 +65,7 @@ def test_the_hash_tells_other_data_and_other_settings(write_pair) -> None:
     def first(documents: int = 40, seq_length: int = 6, **changes: Any) -> str:
         changes = {"split_weights": (8, 1, 1), **changes}
         data = windows_of(write_pair([9] * documents), seq_length, **changes)
-        return next(ShardedSampler(data, global_batch_size=4).batches()).sample_hash
+        return next(rank_batches(data, global_batch_size=4)).sample_hash
 
     others = [first(41), first(seed=6), first(seq_length=5), first(split="valid")]
     others += [first(shuffle=False), first(split_weights=(1, 1, 1))]
@@ -92,7 +91,7 @@ def test_a_token_beyond_the_vocabulary_is_named(write_pair, dtype, bad, message)
     raw[17] = bad
     raw.tofile(prefix.with_suffix(".bin"))
     dataset = windows_of(prefix, 4, shuffle=False)
-    batches = ShardedSampler(dataset, global_batch_size=2, vocab_size=50257).batches()
+    batches = rank_batches(dataset, global_batch_size=2, vocab_size=50257)
     assert next(batches).consumed_samples == 2
     assert next(batches).tokens[1].tolist() == [12, 13, 14, 15, 16]
     with pytest.raises(DataError, match=f"data: holds the token id {message}"):
@@ -116,9 +115,9 @@ def test_what_is_read_ahead_has_its_order_its_end_and_its_error() -> None:
         yield from range(20)
         raise ValueError("broken")
 
-    with Prefetch(iter(range(20)), depth=3) as items:
+    with prefetch(iter(range(20)), depth=3) as items:
         assert [list(items), list(items)] == [list(range(20)), []]
-    with Prefetch(source()) as items:
+    with prefetch(source()) as items:
         assert [next(items) for _ in range(20)] == list(range(20))
         with pytest.raises(ValueError, match="broken"):
             next(items)
@@ -129,7 +128,7 @@ def test_what_is_read_ahead_has_its_order_its_end_and_its_error() -> None:
 def test_an_endless_source_is_left_without_a_thread_and_is_not_read_far_ahead() -> None:
     source = itertools.count()
     before = threading.active_count()
-    with Prefetch(source, depth=2) as items:
+    with prefetch(source, depth=2) as items:
         assert [next(items) for _ in range(5)] == list(range(5))
     assert threading.active_count() == before
     assert next(source) <= 5 + 2 + 1

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from common.dataset import GPTDataset, parse_split
+from common.config.values import parse_split
 from common.dataset.indexed import HEADER, MAGIC
-from common.dataset.samples import permuted, shuffled
+from common.dataset.samples import GPTDataset, permuted, shuffled
 from common.errors import DataError
 from tests.common.dataset.conftest import windows_of
 

@@ -18,14 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.dataset import IndexedDataset, IndexedWriter
-from common.dataset.corpus import CorpusFormat
 from common.dataset.documents import read_texts
+from common.dataset.indexed import IndexedDataset, IndexedWriter
 from common.dataset.merge import merge_datasets
 from common.dataset.metadata import Shard, parse_shard
-from common.dataset.preprocess import PreprocessOptions, preprocess
+from common.dataset.options import PreprocessOptions
+from common.dataset.preprocess import preprocess
 from common.dataset.tables import read_table
-from common.dataset.workers import TokenizerChoice
 from common.errors import ConfigError, DataError, StorageError
 from tests.common.dataset.conftest import files_of, write_table
 
@@ -150,7 +149,7 @@ def test_a_table_that_cannot_be_read(broken, tmp_path, run, name, options, messa
         assert str(caught.value).startswith(str(broken / name))
         assert message in str(caught.value)
     with pytest.raises(DataError, match="does not begin as parquet does"):
-        run(first, input_format=CorpusFormat.PARQUET)
+        run(first, input_format="parquet")
     assert not list(tmp_path.glob("out*"))
 
 
@@ -187,7 +186,7 @@ def test_without_pyarrow_the_extra_is_named(tmp_path, run, monkeypatch) -> None:
 
 
 @pytest.fixture
-def options(tmp_path: Path, byte_tokenizer: TokenizerChoice) -> PreprocessOptions:
+def options(tmp_path: Path, byte_tokenizer: dict[str, Any]) -> PreprocessOptions:
     """Text, JSON Lines, an array, a gzipped text, parquet, Arrow and a folder, of about 400 kB."""
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (extra parquet)")
     words = random.Random(0)
@@ -204,7 +203,7 @@ def options(tmp_path: Path, byte_tokenizer: TokenizerChoice) -> PreprocessOption
     (tmp_path / "more").mkdir()
     write_table(pa, tmp_path / "more" / "1.parquet", texts[950:], column="text")
     inputs = (*sorted(tmp_path.glob("?.*")), tmp_path / "more")
-    return PreprocessOptions(inputs=inputs, output_prefix=tmp_path / "whole", tokenizer=byte_tokenizer)
+    return PreprocessOptions(inputs=inputs, output_prefix=tmp_path / "whole", **byte_tokenizer)
 
 
 def shards(options: PreprocessOptions, count: int) -> list[Path]:
@@ -234,7 +233,7 @@ def test_a_finished_shard_is_kept_and_one_of_other_inputs_is_not(tmp_path, optio
     second = replace(options, shard=Shard(number=2, count=3))
     first, again = preprocess(second), preprocess(second)
     assert not first.kept and again.kept
-    assert again.progress.tokens == first.progress.tokens > 0
+    assert again.tokens == first.tokens > 0
     with (tmp_path / "a.txt").open("a") as file:
         file.write("\n\nmore")
     assert not preprocess(second).kept

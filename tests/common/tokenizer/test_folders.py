@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.dataset import IndexedDataset
+from common.dataset.indexed import IndexedDataset
 from common.dataset.metadata import read_metadata
-from common.dataset.preprocess import PreprocessOptions, preprocess
-from common.dataset.workers import TokenizerChoice
+from common.dataset.options import PreprocessOptions
+from common.dataset.preprocess import preprocess
 from common.errors import TokenizerError
 from common.systems.hugging_face.tokenizer import files_of
 from common.tokenizer import Tokenizer, load_tokenizer
@@ -154,8 +154,7 @@ def test_documents_and_prompts_have_one_encoder(name, has_marks, folder, tmp_pat
     end = next(text for text, each in tokenizer.special.items() if each == tokenizer.eod_id)
     texts = [f"hi {end} there", "<|user|> hi<|bot|>", "the king\n said"]
     (tmp_path / "corpus.json").write_text(json.dumps(texts))
-    choice = TokenizerChoice(kind=None, vocab_file=folder, merge_file=None, backend="auto")
-    options = PreprocessOptions(inputs=(tmp_path / "corpus.json",), output_prefix=tmp_path / "out", tokenizer=choice)
+    options = PreprocessOptions(inputs=(tmp_path / "corpus.json",), output_prefix=tmp_path / "out", vocab_file=folder)
     for wish in ("tokens", "text", None):
         caplog.clear()
         (prefix,) = preprocess(replace(options, special_tokens=wish)).prefixes

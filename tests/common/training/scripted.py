@@ -18,7 +18,7 @@ from common import run_folder
 from common.checkpoint.folders import find_checkpoint
 from common.checkpoint.snapshot import EngineState, TrainState, make_snapshot
 from common.checkpoint.writer import CheckpointWriter, Snapshot
-from common.dataset import Batch, Tokens
+from common.dataset.sampler import Batch, Tokens
 from common.parallel.run import Run
 from common.parallel.updates import LossScale
 from common.training.data import TrainingData
@@ -116,13 +116,9 @@ def start(
         if found is not None:
             state = Checkpoint(found).states(config, LossScale(config.loss_scale))[0]
         engine.config, engine.step = config, state.step
-        data = TrainingData(
-            sampler=None,
-            validation={"all": lambda: iter([np.zeros((1, 3), np.int32)] * 3)},
-            validation_bytes=dict,
-            no_validation=None,
-            tokenizer_record=None,
-        )
+        windows: dict[str, Any] = {"all": lambda: iter([np.zeros((1, 3), np.int32)] * 3)}
+        without = dict.fromkeys(("samples", "no_validation", "tokenizer_record"))
+        data = TrainingData(batches=lambda _: batches(), validation=windows, validation_bytes=dict, **without)  # type: ignore[arg-type]
         keeper = run_folder.keeper(folder, [run_folder.holder(folder)], 0)
         keys = {"keep": config.checkpoint.keep, "asynchronous": config.checkpoint.asynchronous}
         with (

@@ -19,7 +19,7 @@ import pytest
 from common.checkpoint.snapshot import TrainState
 from common.config.load import build_config
 from common.config.resolved import as_run
-from common.dataset import IndexedWriter
+from common.dataset.indexed import IndexedWriter
 from common.dataset.metadata import METADATA_EXTENSION, Metadata, write_metadata
 from common.dataset.token_files import with_extension
 from common.errors import ConfigError, DataError, TokenizerError

@@ -17,7 +17,7 @@ from common.checkpoint.folders import find_checkpoint, whole_checkpoints
 from common.checkpoint.manifest import read_manifest
 from common.checkpoint.snapshot import TrainState
 from common.config.schema import LoggingConfig
-from common.dataset import Batch
+from common.dataset.sampler import Batch
 from common.errors import ConfigError
 from common.training.engine import NO_LIMITS, Limits, limits_of, record_outlier
 from common.training.metrics import read_metrics

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mindspore import ops
 
-from common.dataset import Batch
+from common.dataset.sampler import Batch
 from common.parallel.run import Run
 from common.parallel.sharding import initial_values
 from common.parallel.updates import learning_rate
