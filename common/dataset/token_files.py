@@ -172,6 +172,7 @@ class TokenWriter(ABC):
         """Publish the file of tokens. The ``old`` files go first: a crash between the renames then
         leaves no set of files, never a wrong one.
         """
+        self._file.flush()  # a full disk shows while the old files are there
         for extension in (*old, METADATA_EXTENSION):
             with_extension(self.prefix, extension).unlink(missing_ok=True)
         self._tokens.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import resource
 import struct
 import tracemalloc
 import warnings
@@ -20,7 +21,7 @@ from common.dataset.indexed import HEADER, IndexedDataset, IndexedWriter, token_
 from common.dataset.metadata import read_metadata
 from common.dataset.preprocess import Progress, preprocess
 from common.dataset.samples import GPTDataset
-from common.errors import DataError
+from common.errors import DataError, StorageError
 from tests.common.dataset.conftest import WHOLE, files_of, offsets_of
 
 
@@ -345,3 +346,19 @@ def test_broken_files_are_refused_with_their_name(tmp_path, ending, data, messag
         path.write_bytes(data)
     with pytest.raises(DataError, match=message):
         open_samples([str(tmp_path / "data")], seq_length=4, **WHOLE)
+
+
+@pytest.mark.parametrize("writer", [IndexedWriter, FleetXWriter])
+def test_a_full_disk_leaves_the_files_of_before(tmp_path, writer) -> None:
+    with writer(tmp_path / "a", np.uint16) as file:
+        file.append(TOKENS, LENS)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(StorageError), writer(tmp_path / "a", np.uint16) as file:
+        file.append(np.ones(99, np.uint16), np.array([99]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            file._publish()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
