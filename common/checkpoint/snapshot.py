@@ -8,7 +8,7 @@ restored as zeros when loading. A folder may hold 8-bit integers, or be trained 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from common.checkpoint.manifest import MANIFEST
 from common.checkpoint.writer import Part, Snapshot
 from common.config.resolved import ResolvedModel
 from common.config.schema import QuantizationConfig
-from common.errors import CheckpointError, GPT2Error
+from common.errors import CheckpointError
 from common.parallel.run import Run
 from common.quantization import ActivationScales, quantized_layers, trained_scheme
 from common.tensor_files.safetensors_file import Tensors
@@ -144,23 +144,10 @@ def padded_rows(values: Array, rows: int) -> Array:
     return padded
 
 
-def holds_integers(folder: Path) -> bool:
-    """Tell whether the weights of a folder of ours have 8 bits.
-
-    The file decides; the manifest is not read. A damaged file is reported by the reader.
-    """
-    file = folder / MODEL_FILE
-    with suppress(GPT2Error, OSError):
-        if file.is_file():
-            with open_parameters(file) as reader:
-                return isinstance(reader, QuantizedReader)
-    return False
-
-
 @contextmanager
 def open_integers(folder: Path, manifest: Mapping[str, Any]) -> Iterator[QuantizedReader | None]:
     """Open the file of a folder with 8-bit weights; None if they are float."""
-    if MODEL_FILE not in manifest["files"]:
+    if MODEL_FILE not in manifest.get("files", {}):
         yield None
         return
     with open_parameters(folder / MODEL_FILE) as reader:

@@ -27,10 +27,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from common.checkpoint.folders import LATEST, folder_of_step, point_latest, step_of, surplus, whole_checkpoints
+from common.checkpoint.folders import LATEST, point_latest, step_of, surplus, whole_checkpoints
 from common.checkpoint.manifest import MANIFEST, write_manifest
 from common.errors import CheckpointError, GPT2Error, StorageError
 from common.files import atomic_write, clean_up, fsync_folder, put_in_place, reading
@@ -117,9 +116,7 @@ class CheckpointWriter:
     def __enter__(self) -> CheckpointWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, value: object, *_: object) -> None:
         """Wait for the current save. A failure here does not hide the error that ends the run."""
         if value is not None:
             self._patience = min(self._patience, PATIENCE_AFTER_FAILURE)
@@ -139,7 +136,7 @@ class CheckpointWriter:
         self.require_folder()
         self._good = self._newest_good()
         self._newest = snapshot.manifest["state"]["step"]
-        target = self.folder / folder_of_step(self._newest)
+        target = self.folder / f"step_{self._newest:08d}"
         if not self._asynchronous:
             self._write(target, snapshot)
             return target

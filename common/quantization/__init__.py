@@ -24,7 +24,7 @@ from common.errors import CheckpointError, ConfigError
 from common.log import LOG
 from common.tensor_files.arrays import TensorKind
 from common.weights.names import EMBEDDING, POSITIONS, decays
-from common.weights.pieces import WEIGHT_SCALE, LayerScheme, QuantizedWeight, Scheme, input_scale_name
+from common.weights.pieces import WEIGHT_SCALE, LayerScheme, Scheme, input_scale_name
 
 Array = NDArray[np.float32]
 
@@ -201,8 +201,11 @@ def trained_scheme(where: Path, config: QuantizationConfig, num_layers: int, sca
     }
 
 
-def to_integers(name: str, weight: Array, scheme: LayerScheme) -> QuantizedWeight:
-    """Quantize a weight. Raises CheckpointError for a number that is not finite."""
+def to_integers(name: str, weight: Array, scheme: LayerScheme) -> tuple[NDArray[np.int8], Array]:
+    """Quantize a weight into integers (out, in) and scales (out,).
+
+    Raises CheckpointError for a number that is not finite.
+    """
     largest = np.abs(weight).max(1)
     if not np.isfinite(largest).all():
         raise CheckpointError(
@@ -219,7 +222,7 @@ def to_integers(name: str, weight: Array, scheme: LayerScheme) -> QuantizedWeigh
     for first in range(0, len(weight), _ROWS):
         rows = slice(first, first + _ROWS)
         integers[rows] = quantize(weight[rows], scales[rows, None], levels)
-    return QuantizedWeight(integers=integers, scales=scales, input_scale=scheme.input_scale)
+    return integers, scales
 
 
 def kinds_of_integers(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> dict[str, TensorKind]:
@@ -244,8 +247,6 @@ def arrays_of_integers(values: Iterable[tuple[str, Array]], scheme: Scheme) -> I
         if name not in scheme:
             yield array
             continue
-        quantized = to_integers(name, array, scheme[name])
-        yield quantized.integers
-        yield quantized.scales
-        if quantized.input_scale is not None:
-            yield np.array([quantized.input_scale], np.float32)
+        yield from to_integers(name, array, scheme[name])
+        if (input_scale := scheme[name].input_scale) is not None:
+            yield np.array([input_scale], np.float32)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,12 @@ from common.checkpoint.snapshot import (
     OPTIMIZER_FILE,
     EngineState,
     TrainState,
-    holds_integers,
     load_scales,
     open_integers,
     scheme_of,
 )
 from common.config.resolved import ResolvedModel
-from common.errors import CheckpointError
+from common.errors import CheckpointError, GPT2Error
 from common.parallel.run import Run
 from common.parallel.sharding import slice_of
 from common.parallel.updates import LossScale
@@ -36,7 +35,7 @@ from common.systems.direct import ForeignTensors, foreign_format, open_foreign
 from common.tensor_files.checksummed import file_checksum
 from common.tensor_files.safetensors_file import shapes_of
 from common.weights.names import check_tensors, parameter_shapes
-from common.weights.pieces import QuantizedWeight, Scheme, ShardedReader, TensorSlice, open_stored
+from common.weights.pieces import LayerScheme, Scheme, ShardedReader, TensorSlice, open_stored
 
 Array = NDArray[np.float32]
 Pieces = Mapping[str, TensorSlice]
@@ -94,8 +93,10 @@ class Checkpoint:
         return self.is_foreign and OPTIMIZER_FILE not in self.manifest(model)["files"]
 
     def holds_integers(self) -> bool:
-        """Return whether its weights have 8 bits."""
-        return not self.is_foreign and holds_integers(self.path)
+        """Return whether its weights have 8 bits. A damaged file is reported where it is read."""
+        with suppress(GPT2Error, OSError), open_integers(self.path, self._own_manifest()) as reader:
+            return reader is not None
+        return False
 
     @contextmanager
     def _open(self, model: ResolvedModel, file: str) -> Iterator[ShardedReader | ForeignTensors]:
@@ -145,13 +146,11 @@ class Checkpoint:
             for name, piece in (pieces or _whole(shapes)).items():
                 yield name, stored.read(name, piece)
 
-    def quantized(self, model: ResolvedModel) -> Iterator[tuple[str, QuantizedWeight]]:
+    def quantized(self, model: ResolvedModel) -> Iterator[tuple[str, NDArray[np.int8], LayerScheme]]:
         """Yield the 8-bit weights as they are stored; nothing if all weights are float.
 
         Raises CheckpointError unless every tensor is there with the model's shape.
         """
-        if self.is_foreign:
-            return
         with open_integers(self.path, self._own_manifest()) as reader:
             if reader is not None:
                 check_tensors(self.path, shapes_of(reader), parameter_shapes(model))
@@ -162,7 +161,7 @@ class Checkpoint:
 
         Raises CheckpointError and ConfigError.
         """
-        return None if self.is_foreign else scheme_of(self.path, self._own_manifest())
+        return scheme_of(self.path, self._own_manifest())
 
     def moments(
         self, config: Run, optimizer_steps: int, pieces: Pieces | None = None

@@ -142,14 +142,11 @@ def initial_rows(
     rows = np.empty((stop - start, len(range(*width.indices(shape[1])))), np.float32)
     for block in range(start // ROWS_PER_BLOCK, -(-stop // ROWS_PER_BLOCK)):
         first = block * ROWS_PER_BLOCK
-        made = _generator(seed, name, block).standard_normal((ROWS_PER_BLOCK, *shape[1:]), np.float32)
+        digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=16).digest()
+        generator = np.random.Generator(np.random.Philox(key=np.frombuffer(digest, dtype="<u8")))
+        made = generator.standard_normal((ROWS_PER_BLOCK, *shape[1:]), np.float32)
         here = slice(max(first, start), min(first + ROWS_PER_BLOCK, stop))
         rows[here.start - start : here.stop - start] = made[here.start - first : here.stop - first, width] * deviation
     if name == EMBEDDING and stop > model.vocab_size:
         rows[max(model.vocab_size - start, 0) :] = 0.0
     return rows
-
-
-def _generator(seed: int, name: str, block: int) -> np.random.Generator:
-    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=np.frombuffer(digest, dtype="<u8")))

@@ -43,7 +43,7 @@ class LayerScheme:
     """Scheme by which one parameter becomes integers."""
 
     scales: NDArray[np.float32] | None = None
-    """Scales of the rows of the weight; None: from the largest number of each row."""
+    """Scales (out,) of the rows of the weight; None: from the largest number of each row."""
     per_channel: bool = True
     """Whether each row has its own scale, if scales are not given."""
     bits: int = 8
@@ -54,15 +54,6 @@ class LayerScheme:
 
 Scheme: TypeAlias = Mapping[str, LayerScheme]
 """Schemes by the names of the parameters that are quantized. All others stay float32."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class QuantizedWeight:
-    integers: NDArray[np.int8]
-    """(out, in)."""
-    scales: NDArray[np.float32]
-    """(out,)."""
-    input_scale: float | None
 
 
 def input_scale_name(weight: str) -> str:
@@ -89,16 +80,10 @@ class QuantizedReader:
         """Names of parameters, without those of scales."""
         return self._names
 
-    def quantized(self) -> Iterator[tuple[str, QuantizedWeight]]:
-        """Yield the weights of 8 bits as they are stored."""
+    def quantized(self) -> Iterator[tuple[str, NDArray[np.int8], LayerScheme]]:
+        """Yield the weights of 8 bits as they are stored: name, integers (out, in), and their scheme."""
         for name, layer in self.scheme.items():
-            assert layer.scales is not None
-            yield (
-                name,
-                QuantizedWeight(
-                    integers=self._reader.get_tensor(name), scales=layer.scales, input_scale=layer.input_scale
-                ),
-            )
+            yield name, self._reader.get_tensor(name), layer
 
     def get_tensor(self, name: str) -> NDArray[np.float32]:
         values: NDArray[np.float32] = self.get_slice(name)[...]
@@ -127,8 +112,7 @@ class QuantizedReader:
         return LayerScheme(scales=scales, input_scale=input_scale)
 
     def _read_scale(self, name: str, shape: list[int]) -> NDArray[np.float32]:
-        absent: NDArray[np.float32] = np.empty(0, np.float32)
-        scales = self._reader.get_tensor(name) if name in self._stored else absent
+        scales: NDArray[np.float32] = self._reader.get_tensor(name) if name in self._stored else np.empty(0, np.float32)
         if list(scales.shape) != shape or scales.dtype != np.float32 or not (np.isfinite(scales) & (scales > 0)).all():
             found = f"{scales.dtype} {list(scales.shape)}" if scales.size else "not there"
             raise CheckpointError(
@@ -175,8 +159,13 @@ class TensorSlice:
     columns: tuple[int, int] | None = None
 
     @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Return the first and the end of each dim."""
+        return (self.rows, self.columns) if self.columns else (self.rows,)
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(end - start for start, end in (self.rows, *([self.columns] if self.columns else [])))
+        return tuple(end - start for start, end in self.spans)
 
 
 Array = NDArray[np.float32]
@@ -185,7 +174,7 @@ Rectangle = list[list[int]]
 
 
 def to_rectangle(piece: TensorSlice) -> Rectangle:
-    return [list(span) for span in (piece.rows, piece.columns) if span is not None]
+    return [list(span) for span in piece.spans]
 
 
 class ShardedReader:
@@ -230,9 +219,9 @@ class ShardedReader:
 
     def read(self, name: str, piece: TensorSlice) -> Array:
         """Return a rectangle of a tensor; elements beyond its rows are 0."""
-        wanted = [piece.rows, *([piece.columns] if piece.columns else [])]
+        wanted = piece.spans
         parts = self._parts[name]
-        if len(parts) == 1 and [(span.start, span.stop) for span in parts[0][1]] == wanted:
+        if len(parts) == 1 and tuple((span.start, span.stop) for span in parts[0][1]) == wanted:
             whole: Array = parts[0][0].get_tensor(name)
             return whole
         values = np.zeros(piece.shape, np.float32)

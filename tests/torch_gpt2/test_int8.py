@@ -73,15 +73,15 @@ def test_a_product_is_that_of_integers_in_numpy(
     x[0, 0] = 0.0
     x[1, 1] *= 1e3
     bias = rng.normal(0, 1, 24).astype(np.float32)
-    quantized = to_integers("w", w, LayerScheme())
-    tensors = map(torch.from_numpy, (quantized.integers, quantized.scales, bias))
+    stored, scales = to_integers("w", w, LayerScheme())
+    tensors = map(torch.from_numpy, (stored, scales, bias))
     layer = Int8Linear(*tensors, input_scale)
     largest = np.abs(x).max(-1, keepdims=True) / np.float32(127)
     scale = np.float32(input_scale) if input_scale else largest.clip(np.finfo(np.float32).tiny)
     integers = np.rint(x * (np.float32(1) / scale)).clip(-128, 127).astype(np.int64)
-    sums = integers @ quantized.integers.T.astype(np.int64)
+    sums = integers @ stored.T.astype(np.int64)
     assert (np.abs(sums).max() < 2**24) == (width == 40)
-    expected = sums.astype(np.float32) * (scale * quantized.scales) + bias
+    expected = sums.astype(np.float32) * (scale * scales) + bias
     np.testing.assert_array_equal(layer(torch.from_numpy(x)).numpy(), expected)
 
 

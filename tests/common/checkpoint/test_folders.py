@@ -1,5 +1,5 @@
 """Choice of the checkpoint to resume from. A folder that cannot be looked into, or shows a run, is
-never started over. Every changed bit of a manifest is found, and what its readers rely on is checked.
+never started over. Every changed bit of a manifest is found.
 """
 
 import json
@@ -194,28 +194,11 @@ def test_cut_swapped_and_reformatted_texts_are_refused() -> None:
     for text in (*others, json.dumps(json.loads(whole)).encode()):
         with pytest.raises(ValueError):
             unseal(text)
-    with pytest.raises(ValueError, match="nested deeper than 64 levels"):
-        unseal(b'{"a":' * 5000 + b"1" + b"}" * 5000)
 
 
-def file(name: str = "model.safetensors", **more: Any) -> dict[str, Any]:
-    return {"files": {name: {"bytes": 1, "crc32": 1} | more}}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"config": {"model": 40}}, r"config\.model: Input should be a valid dictionary, found 40"),
-        (file("../x"), r"files\..*: String should match pattern"),
-        (file("model.rank_../../x.safetensors"), r"files\..*: String should match pattern"),
-        (file(bytes="12"), r"safetensors\.bytes: Input should be a valid int"),
-    ],
-)
-def test_values_that_readers_rely_on_are_checked(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    write_manifest(tmp_path, record(**changes))
-    wanted = rf"manifest\.json: broken manifest: .*{message}.*; use another checkpoint"
-    with pytest.raises(CheckpointError, match=wanted):
-        read_manifest(tmp_path)
+def test_a_manifest_of_a_thousand_ranks_is_read_back() -> None:
+    """It is longer than any other JSON may be."""
+    assert unseal(seal(record(many="x" * 2**25)))["state"] == STATE
 
 
 def test_a_state_that_contradicts_itself_is_refused() -> None:
