@@ -21,7 +21,7 @@ from common.config.resolved import (
 )
 from common.config.schema import ParallelConfig, RunConfig
 from common.errors import ConfigError
-from common.parallel.batch import BatchPlan, BatchSizes, batch_sizes, pad_vocabulary
+from common.parallel.batch import BatchSizes, batch_sizes, pad_vocabulary
 from common.parallel.packing import Packing, packing_of
 from common.parallel.topology import MAX_STAGES, Topology
 
@@ -86,17 +86,6 @@ class Run(RunConfig):
     def topology(self) -> Topology:
         """Ranks, groups and stages."""
         return topology_of(self.parallel, self.parallel.data_parallel)
-
-    @cached_property
-    def batch(self) -> BatchPlan:
-        """Samples of a step."""
-        train = self.train
-        return BatchPlan(
-            global_batch=train.global_batch_size,
-            micro_batch=train.micro_batch_size,
-            data_parallel=self.parallel.data_parallel,
-            accumulation=train.accumulation_steps,
-        )
 
     @cached_property
     def batch_sizes(self) -> BatchSizes:

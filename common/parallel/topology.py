@@ -152,7 +152,17 @@ class Topology:
         """Return the layers of a stage. Raises ConfigError if they do not divide or ``stage_layers`` does not fit."""
         assert 0 <= stage < self.stages, (stage, self)
         if self.stage_layers is not None:
-            self._check_split(num_layers)
+            if len(self.stage_layers) != self.stages:
+                virtual = f" x {self.virtual} virtual stages" if self.virtual > 1 else ""
+                raise ConfigError(
+                    f"parallel.stage_layers={list(self.stage_layers)} names {len(self.stage_layers)} stages, but"
+                    f" parallel.pipeline_stage={self.pipeline}{virtual} makes {self.stages}; give one number per stage"
+                )
+            if sum(self.stage_layers) != num_layers:
+                raise ConfigError(
+                    f"parallel.stage_layers={list(self.stage_layers)} add up to {sum(self.stage_layers)}, but"
+                    f" model.num_layers={num_layers}; make them agree"
+                )
             first = sum(self.stage_layers[:stage])
             return range(first, first + self.stage_layers[stage])
         if num_layers % self.stages and self.virtual > 1:
@@ -177,18 +187,3 @@ class Topology:
         """Return the stage that holds a layer. Raises ConfigError as ``layers_of_stage`` does."""
         assert 0 <= layer < num_layers, (layer, num_layers)
         return next(stage for stage in range(self.stages) if layer in self.layers_of_stage(stage, num_layers))
-
-    def _check_split(self, num_layers: int) -> None:
-        split = self.stage_layers
-        assert split is not None
-        if len(split) != self.stages:
-            virtual = f" x {self.virtual} virtual stages" if self.virtual > 1 else ""
-            raise ConfigError(
-                f"parallel.stage_layers={list(split)} names {len(split)} stages, but"
-                f" parallel.pipeline_stage={self.pipeline}{virtual} makes {self.stages}; give one number per stage"
-            )
-        if sum(split) != num_layers:
-            raise ConfigError(
-                f"parallel.stage_layers={list(split)} add up to {sum(split)}, but"
-                f" model.num_layers={num_layers}; make them agree"
-            )
