@@ -103,14 +103,10 @@ class Schedule:
     """Schedule that moves with the updates that are made, and not with steps that are skipped."""
 
     def __init__(self, optimizer: ResolvedOptimizer, state: TrainState) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._by_samples = optimizer, optimizer.schedule_unit == "samples"
         self._position = optimizer.schedule_start + (
             state.updated_samples if self._by_samples else state.step - state.skipped_steps
         )
-
-    @property
-    def _by_samples(self) -> bool:
-        return self._optimizer.schedule_unit == "samples"
 
     def rate(self) -> float:
         """Return the learning rate of the next update."""

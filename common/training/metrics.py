@@ -87,7 +87,11 @@ class MetricsWriter:
             return
         try:
             self._drop_later_rows()
-            self._file.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
+            finite = {  # JSON has neither NaN nor infinity
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in row.items()
+            }
+            self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
         except OSError as error:
             with suppress(OSError):  # its buffer holds the unwritten row, and flushing it would fail again
@@ -143,11 +147,6 @@ def _parse(line: str) -> dict[str, Any] | None:
     except MalformedError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity by null, because JSON has neither."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 SECONDS_BETWEEN_FLUSHES = 10.0

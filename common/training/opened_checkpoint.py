@@ -88,10 +88,6 @@ class Checkpoint:
         if self._format is None:
             self._own = read_or_name_older(self.path, key, self._own)
 
-    def holds_weights_alone(self, model: ResolvedModel) -> bool:
-        """Return whether these are foreign weights without the state of a run."""
-        return self.is_foreign and OPTIMIZER_FILE not in self.manifest(model)["files"]
-
     def holds_integers(self) -> bool:
         """Return whether its weights have 8 bits. A damaged file is reported where it is read."""
         with suppress(GPT2Error, OSError), open_integers(self.path, self._own_manifest()) as reader:

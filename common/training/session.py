@@ -58,11 +58,22 @@ class Session:
         }
 
     def train(self, engine: Engine, device: Device, trace: Trace) -> None:
-        """Train from the agreed start to the last step. Raises the errors of ``loop.train``."""
+        """Train from the agreed start to the last step.
+
+        Raises ConfigError if ranks differ in values that must be equal before the first step, and the errors of
+        ``loop.train``.
+        """
         config, folder, is_first = self.config, Path(self.config.output_dir), self.world.rank == 0
         state = engine.begin(self.start)
         state.sample_hash = state.sample_hash or self.data.fingerprint
-        self._require_equal_ranks(engine, state)
+        if not config.parallel.zero_stage:  # with ZeRO every rank holds other weights
+            norms = {"norm of the weights": engine.norm_of_weights()}
+            if self.start.resume is not None:
+                norms["norm of the optimizer's state"] = engine.norm_of_moments()
+            self.world.require_equal(norms, self.world.replicas)
+        settings = dict(flatten(config.model_dump(exclude={"context"})))
+        facts = {"data": self.data.fingerprint, "state": state.to_dict()}
+        self.world.require_equal(settings | facts | engine.identity())
         announce(config, self.data, device.name, self.start, state)
         if state.step < config.train.steps:  # a token that the model lacks is found here
             next(self.data.batches(state))
@@ -84,9 +95,6 @@ class Session:
         )
         if is_first:
             finish(config, state, summary, peak_memory=device.peak_memory())
-            checkpoint = find_checkpoint(folder)
-            if config.checkpoint.epoch_models and checkpoint:  # an earlier run may have been killed
-                write_epoch_models(checkpoint, missing=True)
 
     def _train_from(self, state: TrainState, engine: Engine, device: Device, trace: Trace) -> dict[str, Any]:
         """Train from ``state``, which the engine holds. Raises the errors of ``loop.train``."""
@@ -132,20 +140,6 @@ class Session:
                 world=self.world,
             )
             return train_loop(run, state)
-
-    def _require_equal_ranks(self, engine: Engine, state: TrainState) -> None:
-        """Raise ConfigError if ranks differ in values that must be equal before the first step.
-
-        With ZeRO every rank holds other weights, so their norms are not compared.
-        """
-        if not self.config.parallel.zero_stage:
-            norms = {"norm of the weights": engine.norm_of_weights()}
-            if self.start.resume is not None:
-                norms["norm of the optimizer's state"] = engine.norm_of_moments()
-            self.world.require_equal(norms, self.world.replicas)
-        settings = dict(flatten(self.config.model_dump(exclude={"context"})))
-        facts = {"data": self.data.fingerprint, "state": state.to_dict()}
-        self.world.require_equal(settings | facts | engine.identity())
 
 
 def agree_on_start(config: Run, data: TrainingData, world: WorldBase, named: Checkpoint | None = None) -> Session:
@@ -216,7 +210,7 @@ def _describe_blend(config: Run, data: TrainingData) -> str | None:
 
 
 def finish(config: Run, state: TrainState, summary: dict[str, Any], *, peak_memory: int) -> None:
-    """Log the summary at the end, and draw the plot."""
+    """Log the summary at the end, draw the plot, and write the models that a killed run left out."""
     draw(config)
     end = "finished" if state.step >= config.train.steps else "ended early"
     parts = [f"{end}: step {state.step}, {state.consumed_samples:,} samples"]
@@ -237,6 +231,8 @@ def finish(config: Run, state: TrainState, summary: dict[str, Any], *, peak_memo
         LOG.warning(str(error))
         checkpoint = None
     LOG.info(f"sample hash {state.sample_hash}; checkpoint {checkpoint}")
+    if config.checkpoint.epoch_models and checkpoint:
+        write_epoch_models(checkpoint, missing=True)
 
 
 def draw(config: Run) -> None:
