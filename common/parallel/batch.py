@@ -124,10 +124,6 @@ def pad_vocabulary(vocab_size: int, multiple: int, model_parallel: int = 1) -> i
     return -(-vocab_size // step) * step
 
 
-MAX_INCREMENTS = 2**16
-"""Most increments of a ramp: far more than a run has batches of different sizes."""
-
-
 Ramp = Sequence[int | Sequence[int]]
 """Three numbers (start, increment, samples), or pairs (first sample, size)."""
 
@@ -211,11 +207,6 @@ def batch_sizes(full: int, ramp: Ramp | None) -> BatchSizes:
             f"{named}: steps of {increment} from {start} do not reach"
             f" train.global_batch_size={full}; give an increment that divides the"
             f" {full - start} in between"
-        )
-    if (full - start) // increment > MAX_INCREMENTS:
-        raise ConfigError(
-            f"{named}: has {(full - start) // increment} increments; at most {MAX_INCREMENTS} are"
-            " supported; raise the increment"
         )
     steps = ((0, start), *_first_samples(start, increment, samples, full))
     return BatchSizes(steps=steps, increments=(start, increment, samples))

@@ -71,20 +71,15 @@ class Topology:
         return self.data * self.tensor * self.pipeline
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the place of a rank. Raises ConfigError for a rank outside this world."""
-        if not 0 <= rank < self.world_size:
-            raise ConfigError(
-                f"rank {rank} is not among {self}; expected 0 to {self.world_size - 1}: start that many processes"
-            )
+        """Return the place of a rank."""
+        assert 0 <= rank < self.world_size, (rank, self)
         rest, tensor = divmod(rank, self.tensor)
         pipeline, data = divmod(rest, self.data)
         return Coordinates(data=data, tensor=tensor, pipeline=pipeline)
 
     def rank(self, at: Coordinates) -> int:
-        assert 0 <= at.data < self.data and 0 <= at.tensor < self.tensor and 0 <= at.pipeline < self.pipeline, (
-            at,
-            self,
-        )
+        inside = 0 <= at.data < self.data and 0 <= at.tensor < self.tensor and 0 <= at.pipeline < self.pipeline
+        assert inside, (at, self)
         return (at.pipeline * self.data + at.data) * self.tensor + at.tensor
 
     def group(self, kind: GroupKind, rank: int) -> Sequence[int]:
