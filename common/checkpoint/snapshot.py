@@ -100,12 +100,7 @@ def make_snapshot(
     """
     manifest = {
         "state": state.to_dict(),
-        "engine": {
-            "optimizer_steps": engine.optimizer_steps,
-            "loss_scale": engine.loss_scale,
-            "rng": engine.rng,
-            **({"quantization": engine.quantization} if engine.quantization else {}),
-        },
+        "engine": {name: value for name, value in vars(engine).items() if value or name != "quantization"},
         **extra,
         "config": config.model_dump(),
         "versions": {**versions, "numpy": np.__version__},
@@ -141,16 +136,6 @@ def open_integers(folder: Path, manifest: Mapping[str, Any]) -> Iterator[Quantiz
         yield reader if isinstance(reader, QuantizedReader) else None
 
 
-def load_scales(folder: Path, manifest: Mapping[str, Any], scales: ActivationScales) -> None:
-    """Load the scales of activations of a checkpoint, if any. Raises CheckpointError for broken ones."""
-    try:
-        scales.load(manifest.get("engine", {}).get("quantization", {}))
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder / MANIFEST}: broken scales of activations ({error}); use another checkpoint"
-        ) from None
-
-
 def scheme_of(folder: Path, manifest: Mapping[str, Any]) -> Scheme | None:
     """Return how the weights of a checkpoint are, or were trained to become, integers; None if
     unknown. Raises CheckpointError and ConfigError.
@@ -167,5 +152,5 @@ def scheme_of(folder: Path, manifest: Mapping[str, Any]) -> Scheme | None:
     except (KeyError, TypeError, ValidationError) as error:
         raise CheckpointError(f"{folder / MANIFEST}: broken manifest ({error!r}); use another checkpoint") from None
     scales = ActivationScales(quantized_layers(settings, blocks), settings)
-    load_scales(folder, manifest, scales)
+    scales.load(manifest["engine"].get("quantization", {}))
     return trained_scheme(folder, settings, blocks, scales)

@@ -46,9 +46,7 @@ PATIENCE_AFTER_FAILURE = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A rank's part of a snapshot that ``ranks`` write together, as rectangles that do not
-    overlap.
-    """
+    """A rank's part of a snapshot that ``ranks`` write together, as rectangles that do not overlap."""
 
     rank: int
     ranks: int
@@ -72,7 +70,7 @@ class Snapshot:
 
 
 class CheckpointWriter:
-    """Writer that saves snapshots under ``folder`` in order, in a thread if ``asynchronous``.
+    """Writer that saves snapshots under ``folder`` in order, in a thread. Unless ``asynchronous``, ``save`` waits.
 
     It knows the checkpoints that existed at its start and those it has written. It keeps the newest
     ``keep`` of them (0: all), and the newest one whose weights are known to be good.
@@ -137,13 +135,17 @@ class CheckpointWriter:
         self._good = self._newest_good()
         self._newest = snapshot.manifest["state"]["step"]
         target = self.folder / f"step_{self._newest:08d}"
-        if not self._asynchronous:
-            self._write(target, snapshot)
-            return target
-        self._thread = threading.Thread(
-            target=self._write_and_remember_failure, args=(target, snapshot), name="checkpoint-writer"
-        )
+
+        def write() -> None:
+            try:
+                self._write(target, snapshot)
+            except Exception as error:  # raised again in the training thread
+                self._failure = error
+
+        self._thread = threading.Thread(target=write, name="checkpoint-writer")
         self._thread.start()
+        if not self._asynchronous:
+            self.wait()
         return target
 
     def resume(self, step: int) -> None:
@@ -151,9 +153,7 @@ class CheckpointWriter:
         self._newest = self._sane = step
 
     def confirm(self, step: int) -> None:
-        """Record that the weights after ``step`` are good, and so are those of earlier
-        checkpoints.
-        """
+        """Record that the weights after ``step`` are good, and so are those of earlier checkpoints."""
         self._sane = max(self._sane, step)
 
     def _newest_good(self) -> int:
@@ -171,12 +171,6 @@ class CheckpointWriter:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-
-    def _write_and_remember_failure(self, target: Path, snapshot: Snapshot) -> None:
-        try:
-            self._write(target, snapshot)
-        except Exception as error:  # raised again in the training thread
-            self._failure = error
 
     def _write(self, target: Path, snapshot: Snapshot) -> None:
         temporary = target.with_name(f".{target.name}.tmp")
@@ -245,9 +239,9 @@ class CheckpointWriter:
 
     def _wait(self, is_done: Callable[[], bool], late: Callable[[], str]) -> None:
         """Wait, but not longer than the patience. late: what to say then."""
-        end = time.monotonic() + self._patience
+        began = time.monotonic()
         while not is_done():
-            if time.monotonic() > end:
+            if time.monotonic() > began + self._patience:  # which a failure of the run shortens
                 raise StorageError(f"{late()} within {self._patience:g} s")
             time.sleep(0.05)
 

@@ -20,7 +20,6 @@ from common.checkpoint.snapshot import (
     OPTIMIZER_FILE,
     EngineState,
     TrainState,
-    load_scales,
     open_integers,
     scheme_of,
 )
@@ -108,28 +107,22 @@ class Checkpoint:
 
         Raises CheckpointError for another optimizer than the config's.
         """
-        try:
-            manifest = self.manifest(config.model)
-            saved = manifest["config"]["optimizer"]["name"]
-            state = TrainState.from_dict(manifest["state"])
-            engine = EngineState(**manifest["engine"])
-            loss_scale.load(engine.loss_scale)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{self.path / MANIFEST}: broken manifest ({error!r}); use another checkpoint"
-            ) from None
+        manifest = self.manifest(config.model)
+        state, engine = TrainState.from_dict(manifest["state"]), EngineState(**manifest["engine"])
         state.skipped_in_a_row = 0  # a new start gets all of train.max_skipped_steps
+        loss_scale.load(engine.loss_scale)
+        saved = manifest["config"].get("optimizer", {}).get("name")
         if saved != config.optimizer.name:
+            held = f"the state of optimizer.name={saved}, the config says {config.optimizer.name}; keep the former, or"
             raise CheckpointError(
-                f"{self.path}: holds the state of optimizer.name={saved}, the config says"
-                f" {config.optimizer.name}; keep the former, or start over from these weights"
-                " with checkpoint.init_from"
+                f"{self.path}: holds {held if saved else 'only weights, not the state of a run;'} start over from these"
+                " weights with checkpoint.init_from"
             )
         return state, engine
 
     def load_scales(self, scales: ActivationScales) -> None:
-        """Load the scales of activations of the checkpoint, if any. Raises CheckpointError for broken ones."""
-        load_scales(self.path, self._own_manifest(), scales)
+        """Load the scales of activations of the checkpoint, if any."""
+        scales.load(self._own_manifest().get("engine", {}).get("quantization", {}))
 
     def weights(self, model: ResolvedModel, pieces: Pieces | None = None) -> Iterator[tuple[str, Array]]:
         """Yield names and values of all weights, or of ``pieces`` of them.

@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.folders import find_checkpoint, point_latest, require_checkpoint, step_of
-from common.checkpoint.manifest import MANIFEST
 from common.checkpoint.snapshot import OPTIMIZER_FILE
 from common.config.load import flatten, save_config
 from common.config.resolved import ResolvedModel
-from common.config.schema import ModelConfig
 from common.errors import CheckpointError, ConfigError, GPT2Error
 from common.files import clean_up
 from common.log import LOG
@@ -40,31 +38,11 @@ class Start:
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """Return the checkpoint to read, if any."""
         return self.resume or self.weights
 
     def in_folder(self, folder: Path) -> bool:
         """Return whether a checkpoint of this run itself is resumed."""
         return self.resume is not None and self.resume.path.parent.resolve() == (folder / "checkpoints").resolve()
-
-
-def require_writable(checkpoints: Path) -> None:
-    """Raise ConfigError unless checkpoints can be written into this folder, which is created if needed."""
-    try:
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=checkpoints):
-            pass
-        with os.scandir(checkpoints) as entries:
-            wrong = [entry.path for entry in entries if step_of(entry.name) >= 0 and not entry.is_dir()]
-    except OSError as error:
-        raise ConfigError(
-            f"{checkpoints}: checkpoints cannot be written there: {error.strerror}; make it a"
-            " folder that this user can write, or choose another output_dir"
-        ) from None
-    if wrong:  # a checkpoint would take its place
-        raise ConfigError(
-            f"{wrong[0]}: is not a folder, and has the name of a checkpoint; move it away, or choose another output_dir"
-        )
 
 
 def where_to_start(config: Run, data: TrainingData, named: Checkpoint | None = None) -> Start:
@@ -99,12 +77,19 @@ def where_to_start(config: Run, data: TrainingData, named: Checkpoint | None = N
         _refuse_integers(key, weights, config)
     if weights is not None:
         require_fitting(weights, key, config, data.tokenizer_record)
-    require_writable(folder / "checkpoints")
+    try:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder / "checkpoints"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{folder / 'checkpoints'}: checkpoints cannot be written there: {error.strerror}; make it a"
+            " folder that this user can write, or choose another output_dir"
+        ) from None
     return Start(resume=resume, weights=weights)
 
 
 def _refuse_integers(key: str, found: Checkpoint, config: Run) -> None:
-    """Raise ConfigError if a run would start from 8-bit weights."""
     if not found.holds_integers():
         return
     manifest, path = found.manifest(config.model), found.path
@@ -223,7 +208,6 @@ def require_fitting(
 
 
 def _log_changes(manifest: dict[str, Any], config: Run, data: TrainingData) -> None:
-    """Log what has changed since the checkpoint."""
     if manifest.get("data") != data.fingerprint:
         LOG.warning(
             "the data, its split, the window or the seed has changed since the checkpoint, or the"
@@ -254,8 +238,7 @@ def require_same_model(manifest: Mapping[str, Any], config: Run, checkpoint: Pat
 
     may_move: the message offers another output_dir.
     """
-    trained = _sizes(manifest["config"].get("model", {}), checkpoint)
-    model = config.model
+    trained, model = manifest["config"]["model"], config.model
     differ = {key: trained[key] for key in _DECISIVE if trained[key] != getattr(model, key)}
     if not differ:
         return
@@ -277,20 +260,6 @@ def require_same_model(manifest: Mapping[str, Any], config: Run, checkpoint: Pat
         free = next(name for name in names if not Path(name).exists())
         say += f". To train the model of the config instead, begin in another folder: output_dir={free}"
     raise CheckpointError(say)
-
-
-def _sizes(section: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Return the decisive keys with their defaults. Raises CheckpointError for a missing key."""
-    sizes = {key: section[key] for key in _DECISIVE if section.get(key) is not None}
-    sizes.setdefault("layer_norm_epsilon", ModelConfig.model_fields["layer_norm_epsilon"].default)
-    if "max_positions" not in sizes:
-        sizes["max_positions"] = section.get("seq_length")
-    if "ffn_hidden_size" not in sizes and isinstance(sizes.get("hidden_size"), int):
-        sizes["ffn_hidden_size"] = 4 * sizes["hidden_size"]
-    wrong = [key for key in _DECISIVE if type(sizes.get(key)) not in (int, float)]
-    if wrong:
-        raise CheckpointError(f"{checkpoint / MANIFEST}: has no number for model.{wrong[0]}; use another checkpoint")
-    return sizes
 
 
 def multiple_for(vocabulary: int, multiple: int) -> int:

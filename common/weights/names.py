@@ -27,8 +27,9 @@ POSITIONS = "wpe.weight"
 
 
 def parameter_shapes(model: ResolvedModel, layers: int | None = None) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter with the true vocabulary, in the order of the forward
-    pass. layers: count only the first ones.
+    """Return the shape of each parameter with the true vocabulary, in the order of the forward pass.
+
+    layers: count only the first ones.
     """
     hidden, ffn, positions = model.hidden_size, model.ffn_hidden_size, model.max_positions
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (model.vocab_size, hidden), POSITIONS: (positions, hidden)}
@@ -71,9 +72,7 @@ def flops_per_token(model: ResolvedModel) -> float:
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay applies: to matrices and embeddings, but not to biases and layer
-    norms.
-    """
+    """Whether weight decay applies: to matrices and embeddings, but not to biases and layer norms."""
     return name.endswith(".weight") and ".ln_" not in f".{name}"
 
 

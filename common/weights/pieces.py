@@ -27,15 +27,13 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import CheckpointError
 from common.log import LOG
 from common.tensor_files.safetensors_file import open_safetensors, shapes_of
-from common.weights.names import POSITIONS, check_tensors, decays
+from common.weights.names import check_tensors
 
 WEIGHT_SCALE = "_scale"
 """Suffix that makes the name of a weight's scales from the name of the weight."""
 _INPUT_SCALE = "input_scale"
-_REMEDY = "write the folder again from the weights that it was made of"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,16 +63,20 @@ class QuantizedReader:
     """Reader of a safetensors file with weights of 8 bits. It returns them as float32, and logs that once."""
 
     def __init__(self, path: Path, reader: Any) -> None:
-        """Open the file. Raises CheckpointError if a scale is missing, of another shape or unusable."""
-        self._path = path
         self._reader = reader
         self.say_once = cache(lambda: LOG.info(f"{path}: its weights of 8 bits are taken as float32"))
         names = list(reader.keys())  # safe_open is not a mapping
-        self._stored = set(names)
         integers = [name for name in names if reader.get_slice(name).get_dtype() == "I8"]
         of_scales = {name + WEIGHT_SCALE for name in integers} | {name for name in names if name.endswith(_INPUT_SCALE)}
         self._names = [name for name in names if name not in of_scales]
-        self.scheme = {name: self._read_layer(name) for name in integers}
+        self.scheme: Scheme = {
+            name: LayerScheme(
+                scales=reader.get_tensor(name + WEIGHT_SCALE),
+                input_scale=float(reader.get_tensor(of_input)[0]) if of_input in names else None,
+            )
+            for name in integers
+            for of_input in [input_scale_name(name)]
+        }
 
     def keys(self) -> list[str]:
         """Names of parameters, without those of scales."""
@@ -86,8 +88,7 @@ class QuantizedReader:
             yield name, self._reader.get_tensor(name), layer
 
     def get_tensor(self, name: str) -> NDArray[np.float32]:
-        values: NDArray[np.float32] = self.get_slice(name)[...]
-        return values
+        return np.asarray(self.get_slice(name)[...])
 
     def get_slice(self, name: str) -> Any:
         """Return a tensor to cut rectangles from."""
@@ -97,28 +98,6 @@ class QuantizedReader:
             return stored
         assert layer.scales is not None
         return _Slice(self, stored, layer.scales)
-
-    def _read_layer(self, name: str) -> LayerScheme:
-        shape = self._reader.get_slice(name).get_shape()
-        if len(shape) != 2 or not decays(name) or name == POSITIONS:
-            raise CheckpointError(
-                f"{self._path}: {name} {shape} has 8 bits; expected that only of matrices and of"
-                f" the table of tokens; {_REMEDY}"
-            )
-        scales = self._read_scale(name + WEIGHT_SCALE, shape[:1])
-        input_scale = None
-        if input_scale_name(name) in self._stored:
-            input_scale = float(self._read_scale(input_scale_name(name), [1])[0])
-        return LayerScheme(scales=scales, input_scale=input_scale)
-
-    def _read_scale(self, name: str, shape: list[int]) -> NDArray[np.float32]:
-        scales: NDArray[np.float32] = self._reader.get_tensor(name) if name in self._stored else np.empty(0, np.float32)
-        if list(scales.shape) != shape or scales.dtype != np.float32 or not (np.isfinite(scales) & (scales > 0)).all():
-            found = f"{scales.dtype} {list(scales.shape)}" if scales.size else "not there"
-            raise CheckpointError(
-                f"{self._path}: {name} is {found}; expected float32 {shape}, all finite and above 0; {_REMEDY}"
-            )
-        return scales
 
 
 @dataclass(frozen=True)
@@ -130,8 +109,7 @@ class _Slice:
     scales: NDArray[np.float32]
 
     def get_shape(self) -> list[int]:
-        shape: list[int] = self.stored.get_shape()
-        return shape
+        return list(self.stored.get_shape())
 
     def __getitem__(self, spans: Any) -> NDArray[np.float32]:
         self.file.say_once()
@@ -184,20 +162,13 @@ class ShardedReader:
         self._split: set[str] = set()
 
     def add(self, reader: Any, pieces: Mapping[str, Rectangle] | None) -> None:
-        """Tensors of one open file. Of the tensors in ``pieces`` it holds these rectangles, of the
-        others everything.
-        """
+        """Add the tensors of an open file. It holds these rectangles of those in ``pieces``, and the others whole."""
         for name, shape in shapes_of(reader).items():
             spans = [[0, size] for size in shape]
             # a tensor that the manifest does not list does not belong to the model: require refuses it
             if pieces is not None and name in pieces:
                 spans = pieces[name]
                 self._split.add(name)
-                if tuple(end - first for first, end in spans) != shape:
-                    raise CheckpointError(
-                        f"{self._path}: the manifest says {spans} of {name}, its part is"
-                        f" {list(shape)}; use another checkpoint"
-                    )
             self._parts[name].append((reader, tuple(slice(*span) for span in spans)))
 
     def __bool__(self) -> bool:
@@ -222,8 +193,7 @@ class ShardedReader:
         wanted = piece.spans
         parts = self._parts[name]
         if len(parts) == 1 and tuple((span.start, span.stop) for span in parts[0][1]) == wanted:
-            whole: Array = parts[0][0].get_tensor(name)
-            return whole
+            return np.asarray(parts[0][0].get_tensor(name))
         values = np.zeros(piece.shape, np.float32)
         for reader, spans in parts:
             common = [
