@@ -144,8 +144,6 @@ class Engine(ABC):
 
     steps_per_run: int
     """Preferred number of steps in a call of ``run``: 1, or the sink size of a graph that loops."""
-    schedule: Schedule
-    """Learning rate of the next update, set by ``begin``."""
 
     @abstractmethod
     def begin(self, start: Start) -> TrainState:
@@ -242,7 +240,7 @@ class QuantizedModel(ABC):
             self._set_scales()
 
     def load(self, reader: Checkpoint) -> None:
-        """Load the scales of a checkpoint, if it has any. Raises CheckpointError."""
+        """Load the scales of a checkpoint, if it has any."""
         reader.load_scales(self.scales)
         self._set_scales()
 

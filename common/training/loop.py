@@ -33,11 +33,10 @@ _EXIT = 1
 def train(run: TrainingParts, state: TrainState) -> dict[str, Any]:
     """Train from ``state`` to the last step; save, validate and log on the way.
 
-    Returns the last row of metrics with the validation figures, and when there was a step,
-    ``seconds``, ``median_tokens_per_second``, ``samples_per_second_at_end`` (mean of the last 100
-    steps) and ``best_validation_perplexity``.
-    It returns earlier, after saving, where train.exit_interval or train.exit_minutes says so.
-    Raises StopRequested after saving when a signal asked for a stop, and DivergedError after
+    Returns the last row of metrics with the validation figures, and when there was a step, ``seconds``,
+    ``median_tokens_per_second``, ``samples_per_second_at_end`` (mean of the last 100 steps) and
+    ``best_validation_perplexity``. It returns earlier, after saving, where train.exit_interval or train.exit_minutes
+    says so. Raises StopRequested after saving when a signal asked for a stop, and DivergedError after
     ``train.max_skipped_steps`` skipped steps in a row.
     """
     config = run.config

@@ -101,7 +101,11 @@ def _draw(
         width = smoothing or max(1, len(values) // 50)
         if width > 1:
             axes.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
-        axes.plot(steps, _moving_average(values, width), color=color, linewidth=1.4, label=name)
+        # the mean of up to ``width`` values around each, so that it follows a steep curve
+        sums = [0.0, *itertools.accumulate(values)]
+        ends = [(max(0, at - (width - 1) // 2), min(len(values), at + width // 2 + 1)) for at in range(len(values))]
+        means = [(sums[end] - sums[start]) / (end - start) for start, end in ends]
+        axes.plot(steps, means, color=color, linewidth=1.4, label=name)
     if validations:
         axes.plot(
             *zip(*validations, strict=True),
@@ -153,11 +157,3 @@ def open_pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
-
-
-def _moving_average(values: tuple[float, ...], width: int) -> list[float]:
-    """Return the mean of up to ``width`` values around each, so that it follows a steep curve."""
-    before, after = (width - 1) // 2, width // 2 + 1
-    sums = [0.0, *itertools.accumulate(values)]
-    ends = ((max(0, at - before), min(len(values), at + after)) for at in range(len(values)))
-    return [(sums[end] - sums[start]) / (end - start) for start, end in ends]

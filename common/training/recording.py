@@ -120,30 +120,19 @@ class RecorderBase(ABC):
         for part in parts:
             for name, layer in self.layers(part):
                 if name == "h.0":
-                    hook = self._hook_for(EMBEDDINGS)
-                    self._hooks.append(layer.register_forward_pre_hook(lambda _, given, hook=hook: hook(given[0])))
-                for inner in PARTS if name != LAST_NORM else ():
-                    self._watch(getattr(layer, inner), f"{name}.{inner}")
-                self._watch(layer, name)
+                    hook = layer.register_forward_pre_hook(lambda _, given: self._see(EMBEDDINGS, given[0]))
+                    self._hooks.append(hook)
+                inner = {f"{name}.{each}": getattr(layer, each) for each in PARTS if name != LAST_NORM}
+                for own, each in {**inner, name: layer}.items():
+                    hook = each.register_forward_hook(lambda _, given, output, own=own: self._see(own, output))
+                    self._hooks.append(hook)
 
-    def _watch(self, layer: Any, name: str) -> None:
-        take = self._hook_for(name)
-
-        def hook(_: Any, given: Any, output: Any) -> None:
-            take(output[0] if isinstance(output, tuple) else output)
-
-        self._hooks.append(layer.register_forward_hook(hook))
-
-    def _hook_for(self, name: str) -> Callable[[Any], None]:
-        """Return a function that takes an activation of the micro batch under way, and then its gradient."""
-
-        def hook(output: Any) -> None:
-            number = self._micro_batch
-            if number is not None:
-                self._take(FORWARD, name, number, output)
-                output.register_hook(lambda gradient: self._take(BACKWARD, name, number, gradient))
-
-        return hook
+    def _see(self, name: str, output: Any) -> None:
+        """Keep an activation of the micro batch under way, and later its gradient."""
+        number, output = self._micro_batch, output[0] if isinstance(output, tuple) else output
+        if number is not None:
+            self._take(FORWARD, name, number, output)
+            output.register_hook(lambda gradient: self._take(BACKWARD, name, number, gradient))
 
     def _take(self, section: str, name: str, micro_batch: int, values: Any) -> None:
         """Keep an activation (samples, tokens, channels), or its gradient, of the recorded samples of a micro batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from common.config.load import flatten
 from common.dataset import Blend
 from common.device import Device, resident_bytes
 from common.errors import CheckpointError, StopRequested
+from common.files import atomic_write
 from common.interrupts import StopSignal
 from common.log import LOG, listed
 from common.parallel.batch import describe_ramp
@@ -24,7 +26,7 @@ from common.parallel.world import WorldBase
 from common.training.data import TrainingData, named_parts
 from common.training.engine import Engine
 from common.training.loop import train as train_loop
-from common.training.metrics import MetricsWriter, record_memory
+from common.training.metrics import MEMORY_FILE, MetricsWriter
 from common.training.opened_checkpoint import Checkpoint, check_everywhere
 from common.training.plot import plot_loss
 from common.training.report import bits_a_byte, use_style
@@ -85,15 +87,12 @@ class Session:
             raise
         speed = summary.get("median_tokens_per_second")
         tokens = config.train.global_batch_size * config.model.seq_length
-        record_memory(
-            folder,
-            self.world,
-            device,
-            state_bytes=engine.state_bytes(),
-            resident_at_start=self.resident_at_start,
-            step_seconds=tokens / speed if speed else None,
-        )
+        at_start = self.resident_at_start if device.kind == "cpu" else 0
+        ranks = self.world.gather({"peak": device.peak_memory(), "at_start": at_start, "state": engine.state_bytes()})
         if is_first:
+            with atomic_write(folder / MEMORY_FILE, "w") as file:
+                found = {"device": device.kind, "name": device.name, "step_seconds": tokens / speed if speed else None}
+                json.dump(found | {"ranks": ranks}, file, indent=1)
             finish(config, state, summary, peak_memory=device.peak_memory())
 
     def _train_from(self, state: TrainState, engine: Engine, device: Device, trace: Trace) -> dict[str, Any]:
@@ -177,9 +176,13 @@ def announce(config: Run, data: TrainingData, device_name: str, start: Start, st
     overlap = f", one every {stride} tokens" if stride != model.seq_length else ""
     epochs = config.batch_sizes.samples_after(train.steps) / data.samples_per_epoch
     LOG.info(f"length: {train.steps} steps = {epochs:.2f} epochs of {data.samples_per_epoch:,} samples{overlap}")
-    blend = _describe_blend(config, data)
-    if blend is not None:
-        LOG.info(f"blend: {blend}")
+    blend = data.sampler.samples if data.sampler is not None else None
+    if isinstance(blend, Blend):  # the share of each data set, and how often the run reads it
+        samples, parts = config.batch_sizes.samples_after(train.steps), []
+        for name, weight, part in zip(named_parts(config.data.train), blend.weights, blend.datasets, strict=True):
+            epochs = float(f"{samples * weight / part.samples_per_epoch:.3g}")
+            parts.append(f"{name} {weight:.4g} -> {epochs:g} epochs")
+        LOG.info(f"blend: {listed(parts)}")
     LOG.info(f"schedule: {describe_schedule(config.optimizer)}")
     for warning in schedule_warnings(config):
         LOG.warning(warning)
@@ -194,19 +197,6 @@ def announce(config: Run, data: TrainingData, device_name: str, start: Start, st
         LOG.info(f"starting from the weights of {start.weights}")
     else:
         LOG.info(f"starting from initial weights of seed {config.seed}")
-
-
-def _describe_blend(config: Run, data: TrainingData) -> str | None:
-    """Return the share of each data set of a blend, and how often the run reads it."""
-    blend = data.sampler.samples if data.sampler is not None else None
-    if not isinstance(blend, Blend):
-        return None
-    samples = config.batch_sizes.samples_after(config.train.steps)
-    parts = []
-    for name, weight, part in zip(named_parts(config.data.train), blend.weights, blend.datasets, strict=True):
-        epochs = float(f"{samples * weight / part.samples_per_epoch:.3g}")
-        parts.append(f"{name} {weight:.4g} -> {epochs:g} epochs")
-    return listed(parts)
 
 
 def finish(config: Run, state: TrainState, summary: dict[str, Any], *, peak_memory: int) -> None:
