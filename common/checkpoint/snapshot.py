@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from common.checkpoint.manifest import MANIFEST
@@ -26,7 +25,7 @@ from common.parallel.run import Run
 from common.quantization import ActivationScales, quantized_layers, trained_scheme
 from common.tensor_files.safetensors_file import Tensors
 from common.weights.names import EMBEDDING
-from common.weights.pieces import QuantizedReader, Scheme, TensorSlice, open_parameters
+from common.weights.pieces import Array, QuantizedReader, Scheme, TensorSlice, open_parameters
 
 
 @dataclass
@@ -65,8 +64,6 @@ MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 SETTINGS_FILE = "model.yaml"
 """Settings with which an export generates."""
-
-Array = NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True)

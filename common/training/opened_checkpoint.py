@@ -34,9 +34,8 @@ from common.systems.direct import ForeignTensors, foreign_format, open_foreign
 from common.tensor_files.checksummed import file_checksum
 from common.tensor_files.safetensors_file import shapes_of
 from common.weights.names import check_tensors, parameter_shapes
-from common.weights.pieces import LayerScheme, Scheme, ShardedReader, TensorSlice, open_stored
+from common.weights.pieces import Array, LayerScheme, Scheme, ShardedReader, TensorSlice, open_stored
 
-Array = NDArray[np.float32]
 Pieces = Mapping[str, TensorSlice]
 
 

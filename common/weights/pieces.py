@@ -148,7 +148,7 @@ class TensorSlice:
 
 Array = NDArray[np.float32]
 Rectangle = list[list[int]]
-"""Return [[first row, end], [first column, end]] as in the manifest; a vector has only the first pair."""
+"""[[first row, end], [first column, end]], as in the manifest; a vector has only the first pair."""
 
 
 def to_rectangle(piece: TensorSlice) -> Rectangle:
