@@ -73,7 +73,7 @@ class Accelerator:
 
 
 _FLOAT8 = {"H200": 1978.9, "H100": 1978.9, "H100 PCIe": 1513.0}
-"""TFLOP/s of float8 products, from the data sheets above."""
+"""TFLOP/s of float8 products, from NVIDIA's data sheets."""
 
 ACCELERATORS: tuple[Accelerator, ...] = tuple(
     Accelerator(
@@ -89,7 +89,7 @@ ACCELERATORS: tuple[Accelerator, ...] = tuple(
         float8_flops=_FLOAT8.get(name, 0.0) * TERA,
     )
     for name, pattern, half, single, band, gib, (link, network, devices) in (
-        # NVIDIA's data sheets, dense (without sparsity), SXM; the H800 and A800 differ in their links
+        # NVIDIA's data sheets, dense (without sparsity); H100 and V100 are SXM, and the H800 differs in its links
         ("H200", r"\bH200\b", 989.4, 66.9, 4.8, 141, _HGX_H),
         ("H100 PCIe", r"\bH100 PCIe\b", 756.0, 51.2, 2.0, 80, _H100_PCIE),
         ("H100", r"\bH[18]00\b", 989.4, 66.9, 3.35, 80, _HGX_H),

@@ -122,7 +122,8 @@ def stage_of(name: str, config: Run) -> int:
         return 0
     if name == "head":
         return topology.stages - 1
-    return topology.stage_of_layer(int(name.removeprefix("h.")), config.model.num_layers)
+    layer, layers = int(name.removeprefix("h.")), config.model.num_layers
+    return next(stage for stage in range(topology.stages) if layer in topology.layers_of_stage(stage, layers))
 
 
 def fusion_of(layer: int, config: Run) -> int:

@@ -177,8 +177,3 @@ class Topology:
     def layer_count(self, place: int, num_layers: int) -> int:
         """Return the number of layers of a pipeline rank, without listing them."""
         return sum(len(self.layers_of_stage(stage, num_layers)) for stage in self.stages_of(place))
-
-    def stage_of_layer(self, layer: int, num_layers: int) -> int:
-        """Return the stage that holds a layer. Raises ConfigError as ``layers_of_stage`` does."""
-        assert 0 <= layer < num_layers, (layer, num_layers)
-        return next(stage for stage in range(self.stages) if layer in self.layers_of_stage(stage, num_layers))

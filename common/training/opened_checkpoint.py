@@ -182,11 +182,10 @@ def open_checkpoint(where: Path, why: str) -> Checkpoint:
 
     Raises NoCheckpointError if there is neither.
     """
-    found = find_checkpoint(where)
-    format = foreign_format(where) if found is None else None
-    if format is not None:
-        return Checkpoint(where, format)
-    return Checkpoint(found or require_checkpoint(where, why))
+    if found := newest_checkpoint(where):
+        return found
+    format = foreign_format(where)
+    return Checkpoint(where, format) if format else Checkpoint(require_checkpoint(where, why))
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
