@@ -10,7 +10,6 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -104,9 +103,9 @@ class Int8GPT2(GPT2):
         self.head: Int8Linear | None = None
         """The token table as a layer; None if it is float."""
 
-    def replace(self, name: str, stored: NDArray[np.int8], scheme: LayerScheme) -> None:
+    def replace(self, name: str, integers: Tensor, scheme: LayerScheme) -> None:
         """Replace the layer of the parameter ``name`` by one with 8-bit weights."""
-        integers, scales = torch.from_numpy(stored), torch.from_numpy(scheme.scales)
+        scales = torch.from_numpy(scheme.scales)
         if name == EMBEDDING:
             self.wte = Int8Embedding(integers, scales)  # type: ignore[assignment]
             self.head = Int8Linear(integers, scales, None, scheme.input_scale)
@@ -153,7 +152,7 @@ def load_integer_model(config: Run, device: TorchDevice, checkpoint: Checkpoint)
     model: Int8GPT2 | None = None
     for name, integers, scheme in checkpoint.quantized(config.model):
         model = model or _build(config)
-        model.replace(name, integers, scheme)
+        model.replace(name, torch.from_numpy(integers), scheme)
     if model is None:
         return None
     if not multiplies_integers():

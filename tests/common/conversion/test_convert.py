@@ -431,9 +431,7 @@ def test_training_says_that_it_does_not_begin_at_checkpoint_load(
     assert rows_of(tmp_path)[0]["step"] == 1
 
 
-def test_weights_without_a_run(
-    trained: Path, tmp_path: Path, corpus_prefix: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_without_a_run(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def told(to: str, name: str, *more: str) -> str:
         words = ["--input", str(trained), "--output", str(tmp_path / name), "--verify", *more]
         assert main([*words, "--to", to]) == 0
@@ -450,9 +448,6 @@ def test_weights_without_a_run(
         open_tensors(tmp_path / "alone" / "gpt2.ckpt") as alone_file,
     ):
         assert len(alone_file) == 36 and len(run) == 3 * 36 + 3 and run["step_num"].read() == 2
-    told("torch_gpt2", "ours", "--weights_only")
-    with pytest.raises(CheckpointError, match="ours: holds only weights, not the state of a run; start over from"):
-        train(tmp_path / "resumed", corpus_prefix, checkpoint__resume=str(tmp_path / "ours"))
 
 
 def test_a_checkpoint_of_mindspore_itself(tmp_path: Path, mindspore: ModuleType, trained: Path) -> None:

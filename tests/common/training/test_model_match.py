@@ -14,6 +14,7 @@ from common.checkpoint.writer import CheckpointWriter, Snapshot
 from common.config.resolved import as_run
 from common.errors import CheckpointError
 from common.parallel.run import Run
+from common.parallel.updates import LossScale
 from common.resolve.derive import fitting_vocabulary, resolve_config
 from common.run_config import load_config
 from common.training import opened_checkpoint
@@ -98,7 +99,8 @@ Check = Callable[..., str]
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     tokenizer = {"kind": "GPT2BPETokenizer", "vocab_size": 9, "sha256": "a" * 64}
-    manifest = {"state": {"step": 5}, "engine": {}, "config": {}, "tokenizer": tokenizer}
+    engine = {"optimizer_steps": 0, "loss_scale": {}, "rng": {}}
+    manifest = {"state": {"step": 5}, "engine": engine, "config": {}, "tokenizer": tokenizer}
     files = {"model.safetensors": {"w": np.ones(3, np.float32)}}
     made = CheckpointWriter(tmp_path, asynchronous=False)
     return made.save(Snapshot(files=files, manifest=manifest))
@@ -109,6 +111,12 @@ def test_another_tokenizer_than_that_of_the_training_is_refused(tmp_path, checkp
     said = r"with tokenizer GPT2BPETokenizer of 9 tokens \(sha256 a{12}\), the one given is BertWordPieceCase of 8"
     with pytest.raises(CheckpointError, match=f"{checkpoint}: trained {said}.* give the vocabulary files"):
         require_fitting(Checkpoint(checkpoint), "checkpoint.init_from", config_of(tmp_path, []), given)
+
+
+def test_weights_without_a_run_are_not_resumed(tmp_path: Path, checkpoint: Path) -> None:
+    config = config_of(tmp_path, [])
+    with pytest.raises(CheckpointError, match="holds only weights, not the state of a run; start over from these"):
+        Checkpoint(checkpoint).states(config, LossScale(config.loss_scale))
 
 
 @pytest.fixture
