@@ -132,11 +132,15 @@ class TcpBarrier:
         for rank, peer in self._peers.items():
             try:
                 peer.receive(self._limit)
-            except OSError as error:
-                why = f"rank {rank} has left the run; see the log of the rank that failed first"
-                if isinstance(error, TimeoutError):
-                    why = f"no word from rank {rank} for {self._limit:.0f} s; see its log, or raise runtime.stall_limit"
-                raise RunError(f"rank {self._rank}: {why}") from None
+            except TimeoutError:
+                raise RunError(
+                    f"rank {self._rank}: no word from rank {rank} for {self._limit:.0f} s; see its"
+                    " log, or raise runtime.stall_limit"
+                ) from None
+            except OSError:
+                raise RunError(
+                    f"rank {self._rank}: rank {rank} has left the run; see the log of the rank that failed first"
+                ) from None
 
 
 class BarrierServer:

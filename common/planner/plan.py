@@ -62,7 +62,7 @@ class Plan:
 
 def make_plan(config: Run) -> Plan:
     """Compute the plan of a run. Raises ConfigError if layers do not divide into stages."""
-    topology = config.topology
+    topology, layers = config.topology, config.model.num_layers
     return Plan(
         topology=topology,
         tokens_per_step=config.train.global_batch_size * config.model.seq_length,
@@ -70,9 +70,7 @@ def make_plan(config: Run) -> Plan:
         stages=tuple(
             StagePlan(
                 stages=topology.stages_of(place),
-                layers=tuple(
-                    topology.layers_of_stage(stage, config.model.num_layers) for stage in topology.stages_of(place)
-                ),
+                layers=tuple(topology.layers_of_stage(stage, layers) for stage in topology.stages_of(place)),
                 parameters=sum(unit.elements * unit.count for unit in units_of(config, place)),
                 memory=memory_of(config, place),
                 traffic=traffic_of(config, place),
@@ -188,11 +186,10 @@ TILE = 64
 
 def _run_lines(plan: Plan, config: Run) -> Iterable[str]:
     yield f"world: {plan.topology}"
-    train = config.train
+    train, data = config.train, config.parallel.data_parallel
     yield (
-        f"batch: global batch {train.global_batch_size} = micro batch {train.micro_batch_size} x data parallel"
-        f" {config.parallel.data_parallel} x accumulation {train.accumulation_steps} samples;"
-        f" {plan.tokens_per_step:,} tokens a step"
+        f"batch: global batch {train.global_batch_size} = micro batch {train.micro_batch_size} x data parallel {data} x"
+        f" accumulation {train.accumulation_steps} samples; {plan.tokens_per_step:,} tokens a step"
     )
     if config.train.rampup_batch_size is not None:
         yield f"batch ramp: {describe_ramp(config.batch_sizes)}; all figures are of the full batch"

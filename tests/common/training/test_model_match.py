@@ -50,10 +50,7 @@ def fault_of(model: dict[str, Any], config: Run, **more: bool) -> str:
 
 
 WRITTEN = [f"model.{key}={value}" for key, value in GPT2.items()]
-OURS = {
-    "num_layers": 4, "hidden_size": 192, "num_heads": 6, "seq_length": 128,
-    "ffn_hidden_size": 768, "max_positions": 128, "layer_norm_epsilon": 1e-5,
-}  # fmt: skip
+OURS = GPT2 | dict(num_layers=4, hidden_size=192, num_heads=6, seq_length=128, ffn_hidden_size=768, max_positions=128)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +99,7 @@ def checkpoint(tmp_path: Path) -> Path:
     engine = {"optimizer_steps": 0, "loss_scale": {}, "rng": {}}
     manifest = {"state": {"step": 5}, "engine": engine, "config": {}, "tokenizer": tokenizer}
     files = {"model.safetensors": {"w": np.ones(3, np.float32)}}
-    made = CheckpointWriter(tmp_path, asynchronous=False)
-    return made.save(Snapshot(files=files, manifest=manifest))
+    return CheckpointWriter(tmp_path, asynchronous=False).save(Snapshot(files=files, manifest=manifest))
 
 
 def test_another_tokenizer_than_that_of_the_training_is_refused(tmp_path, checkpoint) -> None:
