@@ -81,6 +81,8 @@ def read_manifest(checkpoint: Path, *, checksums: bool = True) -> dict[str, Any]
 def check_files(checkpoint: Path, manifest: Mapping[str, Any], *, checksums: bool = True) -> None:
     """Compare the files of a checkpoint with its manifest. Raises CheckpointError."""
     for name, record in manifest["files"].items():
+        if not re.fullmatch(r"\w[\w.-]*", name):  # a stranger's checkpoint must not lead out of its folder
+            raise CheckpointError(f"{checkpoint / MANIFEST}: names the file {name!r:.60}; use another checkpoint")
         file, size, fault = checkpoint / name, record["bytes"], ""
         try:
             status = file.stat()

@@ -192,6 +192,13 @@ def test_cut_swapped_and_reformatted_texts_are_refused() -> None:
             unseal(text)
 
 
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "..", "model.rank_../../x.safetensors", "x\n", ""])
+def test_files_of_a_manifest_lie_in_its_folder(tmp_path: Path, name: str) -> None:
+    write_manifest(tmp_path, record(files={name: {"bytes": 1, "crc32": 1}}))
+    with pytest.raises(CheckpointError, match=r"manifest\.json: names the file .*; use another checkpoint"):
+        read_manifest(tmp_path)
+
+
 def test_a_manifest_of_a_thousand_ranks_is_read_back() -> None:
     """It is longer than any other JSON may be."""
     assert unseal(seal(record(many="x" * 2**25)))["state"] == STATE
