@@ -10,26 +10,16 @@ from common.errors import ConfigError
 GIGA, TERA = 1e9, 1e12
 GIB = 2**30
 
-_NVIDIA = "NVIDIA data sheet, dense (without sparsity)"
-_ASCEND = "Huawei product pages; peaks by chip bin as used by roofline tools, not measured here"
-# GB/s within a server and to others, devices of a server, source
-_HGX_H = (450.0, 50.0, 8, "NVIDIA DGX H100 and H200 user guides: NVLink 900 GB/s both ways, a 400 Gb/s adapter a GPU")
-_H100_PCIE = (64.0, 25.0, 8, "NVIDIA data sheet: PCIe 5 128 GB/s both ways; a 200 Gb/s adapter a GPU is assumed")
-_DGX_A = (300.0, 25.0, 8, "NVIDIA DGX A100 user guide: NVLink 600 GB/s both ways, a 200 Gb/s adapter a GPU")
-_DGX_V = (
-    150.0,
-    6.25,
-    8,
-    "NVIDIA DGX-1 V100 user guide: NVLink 300 GB/s both ways, four 100 Gb/s adapters for eight GPUs",
-)
-_SERVER_910 = (
-    30.0,
-    12.5,
-    8,
-    "Liao et al., HPCA 2021: HCCS 30 GB/s among four, PCIe 32 GB/s between the fours, 100 Gb/s a device",
-)
-_ATLAS_A2 = (196.0, 25.0, 8, "Huawei Atlas 800T A2: HCCS 392 GB/s both ways over seven links, 200 Gb/s a device")
-_ATLAS_A3 = (196.0, 25.0, 16, "CloudMatrix384, arXiv 2506.12708: 196 GB/s one way and 200 Gb/s RDMA a die")
+# GB/s within a server and to others, devices of a server
+_HGX_H = (450.0, 50.0, 8)  # NVIDIA DGX H100 and H200 user guides: NVLink 900 GB/s both ways, a 400 Gb/s adapter a GPU
+_H100_PCIE = (64.0, 25.0, 8)  # NVIDIA data sheet: PCIe 5 128 GB/s both ways; a 200 Gb/s adapter a GPU is assumed
+_DGX_A = (300.0, 25.0, 8)  # NVIDIA DGX A100 user guide: NVLink 600 GB/s both ways, a 200 Gb/s adapter a GPU
+# NVIDIA DGX-1 V100 user guide: NVLink 300 GB/s both ways, four 100 Gb/s adapters for eight GPUs
+_DGX_V = (150.0, 6.25, 8)
+# Liao et al., HPCA 2021: HCCS 30 GB/s among four, PCIe 32 GB/s between the fours, 100 Gb/s a device
+_SERVER_910 = (30.0, 12.5, 8)
+_ATLAS_A2 = (196.0, 25.0, 8)  # Huawei Atlas 800T A2: HCCS 392 GB/s both ways over seven links, 200 Gb/s a device
+_ATLAS_A3 = (196.0, 25.0, 16)  # CloudMatrix384, arXiv 2506.12708: 196 GB/s one way and 200 Gb/s RDMA a die
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +48,12 @@ class Accelerator:
     """Memory bandwidth in bytes per second."""
     memory: int
     """Memory in bytes."""
-    source: str
     link: float
     """Bytes per second that a device sends to the others of its server, one way."""
     network: float
     """Bytes per second that a device sends to other servers, one way."""
     server_devices: int
     """Devices of the server to which link and network refer."""
-    link_source: str
     float8_flops: float = 0.0
     """Peak FLOP/s of float8 matrix products; 0 for a device without."""
 
@@ -85,7 +73,7 @@ class Accelerator:
 
 
 _FLOAT8 = {"H200": 1978.9, "H100": 1978.9, "H100 PCIe": 1513.0}
-"""TFLOP/s of float8 products, from the data sheets above."""
+"""TFLOP/s of float8 products, from NVIDIA's data sheets."""
 
 ACCELERATORS: tuple[Accelerator, ...] = tuple(
     Accelerator(
@@ -95,36 +83,28 @@ ACCELERATORS: tuple[Accelerator, ...] = tuple(
         single_flops=single * TERA,
         bandwidth=band * TERA,
         memory=gib * GIB,
-        source=source,
-        link=links[0] * GIGA,
-        network=links[1] * GIGA,
-        server_devices=links[2],
-        link_source=links[3],
+        link=link * GIGA,
+        network=network * GIGA,
+        server_devices=devices,
         float8_flops=_FLOAT8.get(name, 0.0) * TERA,
     )
-    for name, pattern, half, single, band, gib, source, links in (
-        ("H200", r"\bH200\b", 989.4, 66.9, 4.8, 141, _NVIDIA, _HGX_H),
-        ("H100 PCIe", r"\bH100 PCIe\b", 756.0, 51.2, 2.0, 80, _NVIDIA, _H100_PCIE),
-        ("H100", r"\bH[18]00\b", 989.4, 66.9, 3.35, 80, _NVIDIA + ", SXM; the H800 differs in its links", _HGX_H),
-        ("A100 80GB", r"\bA[18]00\b.*80GB", 312.0, 19.5, 2.039, 80, _NVIDIA, _DGX_A),
-        ("A100", r"\bA[18]00\b", 312.0, 19.5, 1.555, 40, _NVIDIA, _DGX_A),
-        ("V100 32GB", r"\bV100\b.*32GB", 125.0, 15.7, 0.9, 32, _NVIDIA, _DGX_V),
-        ("V100", r"\bV100\b", 125.0, 15.7, 0.9, 16, _NVIDIA + ", SXM2", _DGX_V),
-        ("Ascend A3", r"910(_93|C)", 400.0, 94.0, 1.6, 64, _ASCEND + "; one die of two", _ATLAS_A3),
-        ("Ascend 910B1", r"910B1", 414.0, 94.0, 1.6, 64, _ASCEND, _ATLAS_A2),
-        ("Ascend 910B2", r"910B2", 376.0, 94.0, 1.6, 64, _ASCEND, _ATLAS_A2),
-        ("Ascend 910B3", r"910B3", 313.0, 78.0, 1.6, 64, _ASCEND, _ATLAS_A2),
-        ("Ascend 910B4", r"910B4", 280.0, 70.0, 0.8, 32, _ASCEND, _ATLAS_A2),
-        (
-            "Ascend 910A",
-            r"\b(Ascend ?)?910(A|B|PremiumA|Pro[AB])?$",
-            256.0,
-            16.0,
-            1.2,
-            32,
-            "Huawei Ascend 910 launch (2019): 256 TFLOP/s fp16",
-            _SERVER_910,
-        ),
+    for name, pattern, half, single, band, gib, (link, network, devices) in (
+        # NVIDIA's data sheets, dense (without sparsity); H100 and V100 are SXM, and the H800 differs in its links
+        ("H200", r"\bH200\b", 989.4, 66.9, 4.8, 141, _HGX_H),
+        ("H100 PCIe", r"\bH100 PCIe\b", 756.0, 51.2, 2.0, 80, _H100_PCIE),
+        ("H100", r"\bH[18]00\b", 989.4, 66.9, 3.35, 80, _HGX_H),
+        ("A100 80GB", r"\bA[18]00\b.*80GB", 312.0, 19.5, 2.039, 80, _DGX_A),
+        ("A100", r"\bA[18]00\b", 312.0, 19.5, 1.555, 40, _DGX_A),
+        ("V100 32GB", r"\bV100\b.*32GB", 125.0, 15.7, 0.9, 32, _DGX_V),
+        ("V100", r"\bV100\b", 125.0, 15.7, 0.9, 16, _DGX_V),
+        # Huawei's product pages; peaks by chip bin as used by roofline tools, not measured here
+        ("Ascend A3", r"910(_93|C)", 400.0, 94.0, 1.6, 64, _ATLAS_A3),  # one die of two
+        ("Ascend 910B1", r"910B1", 414.0, 94.0, 1.6, 64, _ATLAS_A2),
+        ("Ascend 910B2", r"910B2", 376.0, 94.0, 1.6, 64, _ATLAS_A2),
+        ("Ascend 910B3", r"910B3", 313.0, 78.0, 1.6, 64, _ATLAS_A2),
+        ("Ascend 910B4", r"910B4", 280.0, 70.0, 0.8, 32, _ATLAS_A2),
+        # its launch (2019): 256 TFLOP/s fp16
+        ("Ascend 910A", r"\b(Ascend ?)?910(A|B|PremiumA|Pro[AB])?$", 256.0, 16.0, 1.2, 32, _SERVER_910),
     )
 )
 

@@ -12,7 +12,7 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from common.cluster.environment import Process
 from common.config.schema import RunConfig
@@ -20,40 +20,24 @@ from common.errors import ConfigError, DeviceError
 
 
 class Device(Protocol):
-    """Properties that devices of both backends share; all others stay inside their backend."""
+    """What ``common`` asks of a device of either backend; all else stays inside the backend."""
 
     @property
     def kind(self) -> str:
         """Kind of device: cpu, cuda or npu."""
-        ...
 
     @property
     def name(self) -> str:
         """Name of the device in the framework or the operating system."""
-        ...
 
-    @property
-    def communication_backend(self) -> str:
-        """Library of collectives: gloo, nccl or hccl."""
-        ...
-
-    def supports(self, float_name: str) -> bool: ...
     def peak_flops(self, float_name: str) -> float:
         """Return the peak FLOP/s of matrix products in this type; 0 if unknown, as for every CPU."""
-        ...
 
-    def synchronize(self) -> None: ...
     def peak_memory(self) -> int:
         """Most bytes held so far."""
-        ...
 
     def total_memory(self) -> int | None:
         """Bytes of the device's own memory; None on a CPU, and if the framework does not report it."""
-        ...
-
-    def seed(self, seed: int) -> None: ...
-    def rng_state(self) -> dict[str, Any]: ...
-    def set_rng_state(self, state: dict[str, Any]) -> None: ...
 
 
 def missing_for_kernels() -> str | None:
@@ -117,12 +101,9 @@ def keep_freed_memory() -> None:
     """
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
-        for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 2**28)):
-            mallopt(option, value)
-
-
-# from malloc.h
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+        mallopt(-4, 0)  # M_MMAP_MAX of malloc.h
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD
+        mallopt(-2, 2**28)  # M_TOP_PAD
 
 
 def sees_ascend(root: Path = Path("/")) -> bool:

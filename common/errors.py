@@ -31,17 +31,10 @@ class GPT2Error(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        return "\n".join(map(_shortened, super().__str__().split("\n")))
-
-
-_MAX_LINE = 1000
-
-
-def _shortened(line: str) -> str:
-    if len(line) <= _MAX_LINE:
-        return line
-    start, end = line[:600], line[-300:]
-    return f"{start}... ({len(line) - len(start) - len(end)} characters left out) ...{end}"
+        return "\n".join(
+            line if len(line) <= 1000 else f"{line[:600]}... ({len(line) - 900} characters left out) ...{line[-300:]}"
+            for line in super().__str__().split("\n")
+        )
 
 
 class UserError(GPT2Error):

@@ -81,7 +81,8 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO]:  # type: ignore[
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path)
         try:
-            with open(temporary, mode, opener=lambda name, _: _create_locked(temporary), **text) as file:  # type: ignore[call-overload]
+            new = os.O_CREAT | os.O_EXCL | os.O_RDWR
+            with open(temporary, mode, opener=lambda name, _: _locked(os.open(name, new, 0o666)), **text) as file:  # type: ignore[call-overload]
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -105,7 +106,8 @@ def temporary_folder(path: Path) -> Iterator[Path]:
     folder = _temporary(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path)
-    descriptor = _create_locked(folder, is_folder=True)
+    folder.mkdir()
+    descriptor = _locked(os.open(folder, os.O_RDONLY))
     try:
         yield folder
     finally:
@@ -123,10 +125,7 @@ def remove_leftovers(path: Path) -> None:
         found = [Path(entry.path) for entry in entries if pattern.fullmatch(entry.name)]
     for leftover in found:
         with suppress(OSError):
-            mode = leftover.lstat().st_mode
-            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                continue
-            descriptor = os.open(leftover, os.O_RDWR if stat.S_ISREG(mode) else os.O_RDONLY)
+            descriptor = os.open(leftover, os.O_RDONLY if leftover.is_dir() else os.O_RDWR)
             try:
                 if take_lock(descriptor):
                     _remove(leftover)
@@ -141,14 +140,8 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
-def _create_locked(path: Path, *, is_folder: bool = False) -> int:
-    """Create a file or a folder that ``remove_leftovers`` of other processes keeps.
-
-    Returns its open descriptor. Raises OSError.
-    """
-    if is_folder:
-        path.mkdir()
-    descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+def _locked(descriptor: int) -> int:
+    """Lock a file or a folder, which ``remove_leftovers`` of other processes then keeps."""
     with suppress(OSError):
         take_lock(descriptor, wait=True)
     return descriptor

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -103,43 +102,31 @@ def _fetch(repository: str, revision: str, weights: bool, is_here: bool) -> Path
 
     is_here: look in the cache first, and ask the hub only for what it lacks.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     folder = Path()
     for files in _WEIGHTS if weights else ((),):
         wanted = {"allow_patterns": [*SMALL, *files], "ignore_patterns": ["*/*"]}
-        get = partial(snapshot_download, repository, revision=revision, **wanted)
+        get: Any = partial(snapshot_download, repository, revision=revision, **wanted)
         if is_here:
             try:
                 folder = Path(get(local_files_only=True))
             except LocalEntryNotFoundError:
                 is_here = False
-        if not is_here:
-            _fetch_files(repository, get)
+        if not is_here:  # one by one in this thread, which Ctrl-C stops; snapshot_download would wait for its threads
+            missing: list[Any] = []
+            with disable_progress_bars(), suppress(DryRunError):
+                missing = [file for file in get(dry_run=True) if file.will_download]
+            for file in missing:
+                hf_hub_download(repository, file.filename, revision=file.commit_hash)
             with disable_progress_bars():
-                folder = Path(get())
+                folder = Path(get())  # which says why, where nothing can be read
         revision = folder.name
         if _has_weights(folder):
             break
     return folder
-
-
-def _fetch_files(repository: str, get: Callable[..., Any]) -> None:
-    """Fetch missing files one by one in this thread, which Ctrl-C stops, with a progress bar each.
-
-    snapshot_download (``get``) would wait for its threads. It says why, where nothing can be read.
-    """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import DryRunError
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    missing: list[Any] = []
-    with disable_progress_bars(), suppress(DryRunError):
-        missing = [file for file in get(dry_run=True) if file.will_download]
-    for file in missing:
-        hf_hub_download(repository, file.filename, revision=file.commit_hash)
 
 
 def _has_weights(folder: Path) -> bool:
@@ -147,7 +134,6 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _reason(error: Exception, repository: str, revision: str) -> str:
-    """Return why a model could not be fetched, and what to do."""
     if isinstance(error, ConfigError):
         return str(error)
     if isinstance(error, ImportError):  # tokenizers is content with an older one

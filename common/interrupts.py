@@ -158,37 +158,25 @@ def receive_interrupts() -> None:
 def end_process(code: int) -> NoReturn:
     """End the process like ``sys.exit``, with two exceptions.
 
-    A MindSpore rank on a CPU that our launcher has started leaves without MindSpore's exit
-    handlers. They sign off from its scheduler, and ended three of about twenty starts of four ranks
-    with signal 11 after all work was done. Our launcher ends the scheduler after the ranks; msrun's
-    scheduler would wait for the ranks to sign off.
-    A torch rank that ends after an error, while its group is open, leaves without destructors.
-    Those of gloo could abort the process when another rank has gone.
+    A MindSpore rank on a CPU that our launcher has started leaves without MindSpore's exit handlers. They sign off from
+    its scheduler, and ended three of about twenty starts of four ranks with signal 11 after all work was done. Our
+    launcher ends the scheduler after the ranks; msrun's scheduler would wait for the ranks to sign off. A torch rank
+    that ends after an error, while its group is open, leaves without destructors. Those of gloo could abort the process
+    when another rank has gone.
     """
     mindspore = sys.modules.get("mindspore")
     on_cpu = mindspore is not None and mindspore.get_context("device_target") == "CPU"
-    _flush()
-    end_at_interrupts()
-    if on_cpu and os.environ.get("MS_ROLE") == "MS_WORKER" and "GPT2_LAUNCHER_PID" in os.environ:
-        leave_now(code)
+    is_worker = on_cpu and os.environ.get("MS_ROLE") == "MS_WORKER" and "GPT2_LAUNCHER_PID" in os.environ
     distributed = sys.modules.get("torch.distributed")
     is_open = distributed and distributed.is_available() and distributed.is_initialized()
-    if code and is_open:
-        leave_now(code)
-    sys.exit(code)
-
-
-def leave_now(code: int) -> NoReturn:
-    """Flush the output, and end the process without exit handlers and destructors."""
-    import logging  # which takes longer to load than the rest here
-
-    logging.shutdown()
-    _flush()
-    os._exit(code)
-
-
-def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         # the output has no reader, is closed or does not exist
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
+    end_at_interrupts()
+    if is_worker or (code and is_open):
+        import logging  # which takes longer to load than the rest here
+
+        logging.shutdown()  # which flushes what is in handlers
+        os._exit(code)
+    sys.exit(code)

@@ -125,8 +125,8 @@ def append_attempt(folder: Path, line: Mapping[str, Any]) -> None:
     """
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
-        with os.fdopen(os.open(folder / ATTEMPTS, flags, 0o666), "r+b") as file:
+        with (folder / ATTEMPTS).open("a+b") as file:
+            file.seek(0)
             numbered = {"attempt": file.read().count(b"\n") + 1, **line}
             file.write(json.dumps(numbered, ensure_ascii=False).encode() + b"\n")
             file.flush()

@@ -22,7 +22,7 @@ from common.parallel.sharding import slice_of
 from common.quantization import activation_levels
 from common.training.opened_checkpoint import Checkpoint
 from common.weights.names import EMBEDDING, parameter_shapes
-from common.weights.pieces import QuantizedWeight
+from common.weights.pieces import LayerScheme
 from torch_gpt2.checkpoint import fill_weights
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.loss import ROWS_AT_ONCE
@@ -41,7 +41,7 @@ class Int8Linear(nn.Module):
     """
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None, input_scale: float | None) -> None:
-        """Create a layer. weight: int8 (out, in). scales: float32 (out,). input_scale: see QuantizedWeight."""
+        """Create a layer. weight: int8 (out, in). scales: float32 (out,). input_scale: see LayerScheme."""
         super().__init__()
         self.weight = weight if multiplies_integers() else weight.float()
         self.scales = scales
@@ -103,17 +103,17 @@ class Int8GPT2(GPT2):
         self.head: Int8Linear | None = None
         """The token table as a layer; None if it is float."""
 
-    def replace(self, name: str, weight: QuantizedWeight) -> None:
+    def replace(self, name: str, integers: Tensor, scheme: LayerScheme) -> None:
         """Replace the layer of the parameter ``name`` by one with 8-bit weights."""
-        integers, scales = torch.from_numpy(weight.integers), torch.from_numpy(weight.scales)
+        scales = torch.from_numpy(scheme.scales)
         if name == EMBEDDING:
             self.wte = Int8Embedding(integers, scales)  # type: ignore[assignment]
-            self.head = Int8Linear(integers, scales, None, weight.input_scale)
+            self.head = Int8Linear(integers, scales, None, scheme.input_scale)
             return
         layer, _, own = name.removesuffix(".weight").rpartition(".")
         parent = self.get_submodule(layer)
         bias = getattr(parent, own).bias
-        setattr(parent, own, Int8Linear(integers, scales, bias, weight.input_scale))
+        setattr(parent, own, Int8Linear(integers, scales, bias, scheme.input_scale))
 
     def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         if self.head is None:
@@ -150,12 +150,12 @@ def load_integer_model(config: Run, device: TorchDevice, checkpoint: Checkpoint)
     if device.kind != "cpu" or config.topology.world_size > 1:
         return None
     model: Int8GPT2 | None = None
-    for name, weight in checkpoint.quantized(config.model):
+    for name, integers, scheme in checkpoint.quantized(config.model):
         if model is None:
             with torch.device("meta"):
                 model = Int8GPT2(config.model, config.precision, config.vocab_rows)
             model.to(DTYPES[config.precision.parameters])
-        model.replace(name, weight)
+        model.replace(name, torch.from_numpy(integers), scheme)
     if model is None:
         return None
     if not multiplies_integers():

@@ -24,10 +24,6 @@ LATEST = "latest"
 _STEP_FOLDER = re.compile(r"step_(\d{8,18})")
 
 
-def folder_of_step(step: int) -> str:
-    return f"step_{step:08d}"
-
-
 def step_of(name: str) -> int:
     """Return the step of a checkpoint folder's name; -1 for other names."""
     match = _STEP_FOLDER.fullmatch(name)
@@ -112,22 +108,20 @@ def _remedy(folder: Path) -> str:
 class NoCheckpointError(CheckpointError):
     """No complete checkpoint at ``where``. why: the key that asked for one, or its purpose."""
 
-    def __init__(self, where: Path, why: str) -> None:
-        super().__init__(
-            f"{where}: no whole checkpoint here ({why}); expected a run folder, its checkpoints"
-            " folder or a step_... folder"
-        )
-        self.where, self.why = where, why
-
-    def __reduce__(self) -> tuple[type[NoCheckpointError], tuple[Path, str]]:
-        return NoCheckpointError, (self.where, self.why)  # rank 0 sends it to the others
+    where: Path
+    why: str
 
 
 def require_checkpoint(where: Path, why: str) -> Path:
     """Return the result of find_checkpoint. Raises NoCheckpointError instead of None."""
     found = find_checkpoint(where)
     if found is None:
-        raise NoCheckpointError(Path(where), why)
+        error = NoCheckpointError(
+            f"{where}: no whole checkpoint here ({why}); expected a run folder, its checkpoints"
+            " folder or a step_... folder"
+        )
+        error.where, error.why = Path(where), why
+        raise error
     return found
 
 
@@ -181,8 +175,6 @@ def _step_folders(folder: Path) -> list[Path]:
 def _latest(folder: Path) -> str | None:
     path = folder / LATEST
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would never end
-            raise CheckpointError(f"{path}: is not a file, expected one that names a checkpoint; remove it")
         with path.open("rb") as file:
             return file.read(1000).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):

@@ -8,28 +8,24 @@ restored as zeros when loading. A folder may hold 8-bit integers, or be trained 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from common.checkpoint.manifest import MANIFEST
 from common.checkpoint.writer import Part, Snapshot
 from common.config.resolved import ResolvedModel
 from common.config.schema import QuantizationConfig
-from common.errors import CheckpointError, GPT2Error
+from common.errors import CheckpointError
 from common.parallel.run import Run
 from common.quantization import ActivationScales, quantized_layers, trained_scheme
 from common.tensor_files.safetensors_file import Tensors
 from common.weights.names import EMBEDDING
-from common.weights.pieces import QuantizedReader, Scheme, TensorSlice, open_parameters
-
-_COUNTS = {*("step", "consumed_samples", "sample_hash", "updated_samples"), *("skipped_steps", "skipped_in_a_row")}
-"""What every state says."""
+from common.weights.pieces import Array, QuantizedReader, Scheme, TensorSlice, open_parameters
 
 
 @dataclass
@@ -59,27 +55,15 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainState:
-        """Create a state. Raises KeyError, TypeError or ValueError for an invalid one."""
-        if missing := sorted(_COUNTS - values.keys()):
-            raise KeyError(missing[0])
+        """Create a state. Other entries, of an older or newer version, are left out."""
         names = {field.name for field in fields(cls)}
-        state = cls(**{name: value for name, value in values.items() if name in names})
-        if not 0 <= state.skipped_in_a_row <= state.skipped_steps <= state.step:
-            raise ValueError(
-                f"skipped_in_a_row={state.skipped_in_a_row}, skipped_steps={state.skipped_steps}"
-                f" and step={state.step} contradict"
-            )
-        if len(state.losses) != len(state.grad_norms):
-            raise ValueError(f"{len(state.losses)} losses and {len(state.grad_norms)} gradient norms")
-        return state
+        return cls(**{name: value for name, value in values.items() if name in names})
 
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 SETTINGS_FILE = "model.yaml"
 """Settings with which an export generates."""
-
-Array = NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +97,7 @@ def make_snapshot(
     """
     manifest = {
         "state": state.to_dict(),
-        "engine": {
-            "optimizer_steps": engine.optimizer_steps,
-            "loss_scale": engine.loss_scale,
-            "rng": engine.rng,
-            **({"quantization": engine.quantization} if engine.quantization else {}),
-        },
+        "engine": {name: value for name, value in vars(engine).items() if value or name != "quantization"},
         **extra,
         "config": config.model_dump(),
         "versions": {**versions, "numpy": np.__version__},
@@ -144,37 +123,14 @@ def padded_rows(values: Array, rows: int) -> Array:
     return padded
 
 
-def holds_integers(folder: Path) -> bool:
-    """Tell whether the weights of a folder of ours have 8 bits.
-
-    The file decides; the manifest is not read. A damaged file is reported by the reader.
-    """
-    file = folder / MODEL_FILE
-    with suppress(GPT2Error, OSError):
-        if file.is_file():
-            with open_parameters(file) as reader:
-                return isinstance(reader, QuantizedReader)
-    return False
-
-
 @contextmanager
 def open_integers(folder: Path, manifest: Mapping[str, Any]) -> Iterator[QuantizedReader | None]:
     """Open the file of a folder with 8-bit weights; None if they are float."""
-    if MODEL_FILE not in manifest["files"]:
+    if MODEL_FILE not in manifest.get("files", {}):
         yield None
         return
     with open_parameters(folder / MODEL_FILE) as reader:
         yield reader if isinstance(reader, QuantizedReader) else None
-
-
-def load_scales(folder: Path, manifest: Mapping[str, Any], scales: ActivationScales) -> None:
-    """Load the scales of activations of a checkpoint, if any. Raises CheckpointError for broken ones."""
-    try:
-        scales.load(manifest.get("engine", {}).get("quantization", {}))
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder / MANIFEST}: broken scales of activations ({error}); use another checkpoint"
-        ) from None
 
 
 def scheme_of(folder: Path, manifest: Mapping[str, Any]) -> Scheme | None:
@@ -193,5 +149,5 @@ def scheme_of(folder: Path, manifest: Mapping[str, Any]) -> Scheme | None:
     except (KeyError, TypeError, ValidationError) as error:
         raise CheckpointError(f"{folder / MANIFEST}: broken manifest ({error!r}); use another checkpoint") from None
     scales = ActivationScales(quantized_layers(settings, blocks), settings)
-    load_scales(folder, manifest, scales)
+    scales.load(manifest["engine"].get("quantization", {}))
     return trained_scheme(folder, settings, blocks, scales)

@@ -27,10 +27,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from common.checkpoint.folders import LATEST, folder_of_step, point_latest, step_of, surplus, whole_checkpoints
+from common.checkpoint.folders import LATEST, point_latest, step_of, surplus, whole_checkpoints
 from common.checkpoint.manifest import MANIFEST, write_manifest
 from common.errors import CheckpointError, GPT2Error, StorageError
 from common.files import atomic_write, clean_up, fsync_folder, put_in_place, reading
@@ -47,9 +46,7 @@ PATIENCE_AFTER_FAILURE = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A rank's part of a snapshot that ``ranks`` write together, as rectangles that do not
-    overlap.
-    """
+    """A rank's part of a snapshot that ``ranks`` write together, as rectangles that do not overlap."""
 
     rank: int
     ranks: int
@@ -73,7 +70,7 @@ class Snapshot:
 
 
 class CheckpointWriter:
-    """Writer that saves snapshots under ``folder`` in order, in a thread if ``asynchronous``.
+    """Writer that saves snapshots under ``folder`` in order, in a thread. Unless ``asynchronous``, ``save`` waits.
 
     It knows the checkpoints that existed at its start and those it has written. It keeps the newest
     ``keep`` of them (0: all), and the newest one whose weights are known to be good.
@@ -117,9 +114,7 @@ class CheckpointWriter:
     def __enter__(self) -> CheckpointWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, value: object, *_: object) -> None:
         """Wait for the current save. A failure here does not hide the error that ends the run."""
         if value is not None:
             self._patience = min(self._patience, PATIENCE_AFTER_FAILURE)
@@ -139,14 +134,18 @@ class CheckpointWriter:
         self.require_folder()
         self._good = self._newest_good()
         self._newest = snapshot.manifest["state"]["step"]
-        target = self.folder / folder_of_step(self._newest)
-        if not self._asynchronous:
-            self._write(target, snapshot)
-            return target
-        self._thread = threading.Thread(
-            target=self._write_and_remember_failure, args=(target, snapshot), name="checkpoint-writer"
-        )
+        target = self.folder / f"step_{self._newest:08d}"
+
+        def write() -> None:
+            try:
+                self._write(target, snapshot)
+            except Exception as error:  # raised again in the training thread
+                self._failure = error
+
+        self._thread = threading.Thread(target=write, name="checkpoint-writer")
         self._thread.start()
+        if not self._asynchronous:
+            self.wait()
         return target
 
     def resume(self, step: int) -> None:
@@ -154,9 +153,7 @@ class CheckpointWriter:
         self._newest = self._sane = step
 
     def confirm(self, step: int) -> None:
-        """Record that the weights after ``step`` are good, and so are those of earlier
-        checkpoints.
-        """
+        """Record that the weights after ``step`` are good, and so are those of earlier checkpoints."""
         self._sane = max(self._sane, step)
 
     def _newest_good(self) -> int:
@@ -174,12 +171,6 @@ class CheckpointWriter:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-
-    def _write_and_remember_failure(self, target: Path, snapshot: Snapshot) -> None:
-        try:
-            self._write(target, snapshot)
-        except Exception as error:  # raised again in the training thread
-            self._failure = error
 
     def _write(self, target: Path, snapshot: Snapshot) -> None:
         temporary = target.with_name(f".{target.name}.tmp")
@@ -248,9 +239,9 @@ class CheckpointWriter:
 
     def _wait(self, is_done: Callable[[], bool], late: Callable[[], str]) -> None:
         """Wait, but not longer than the patience. late: what to say then."""
-        end = time.monotonic() + self._patience
+        began = time.monotonic()
         while not is_done():
-            if time.monotonic() > end:
+            if time.monotonic() > began + self._patience:  # which a failure of the run shortens
                 raise StorageError(f"{late()} within {self._patience:g} s")
             time.sleep(0.05)
 

@@ -13,27 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from operator import itemgetter
 
 from common.errors import ConfigError
 
 MAX_RANKS = 2**18
 """Most processes of a run: more than any cluster has, and few enough to list."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchPlan:
-    """Samples per optimizer step. ``global_batch == micro_batch * data_parallel * accumulation`` holds."""
-
-    global_batch: int
-    micro_batch: int
-    data_parallel: int
-    accumulation: int
-
-    def __str__(self) -> str:
-        return (
-            f"global batch {self.global_batch} = micro batch {self.micro_batch} x data parallel"
-            f" {self.data_parallel} x accumulation {self.accumulation}"
-        )
 
 
 def plan_batch(
@@ -42,8 +27,8 @@ def plan_batch(
     micro_batch: int | None = None,
     accumulation: int | None = None,
     data_parallel: int,
-) -> BatchPlan:
-    """Complete the numbers of a batch; None marks a number to derive.
+) -> tuple[int, int, int]:
+    """Return global batch, micro batch and accumulation. None marks a number to derive.
 
     Accumulation is 1 if only the micro batch or only the global batch is given. Raises ConfigError
     naming the numbers that contradict each other.
@@ -63,16 +48,12 @@ def plan_batch(
         accumulation = _quotient(
             global_batch, "micro batch x data parallel", micro_batch * data_parallel, "accumulation"
         )
-    plan = BatchPlan(
-        global_batch=global_batch, micro_batch=micro_batch, data_parallel=data_parallel, accumulation=accumulation
-    )
-    product = micro_batch * data_parallel * accumulation
-    if product != global_batch:
+    elif (product := micro_batch * data_parallel * accumulation) != global_batch:
         raise ConfigError(
             f"train.global_batch_size={global_batch} is not micro batch {micro_batch} x data parallel {data_parallel}"
             f" x accumulation {accumulation} = {product}; change one of them or leave one out"
         )
-    return plan
+    return global_batch, micro_batch, accumulation
 
 
 def _quotient(whole: int, what: str, part: int, wanted: str) -> int:
@@ -143,10 +124,6 @@ def pad_vocabulary(vocab_size: int, multiple: int, model_parallel: int = 1) -> i
     return -(-vocab_size // step) * step
 
 
-MAX_INCREMENTS = 2**16
-"""Most increments of a ramp: far more than a run has batches of different sizes."""
-
-
 Ramp = Sequence[int | Sequence[int]]
 """Three numbers (start, increment, samples), or pairs (first sample, size)."""
 
@@ -178,37 +155,28 @@ class BatchSizes:
 
     def samples_after(self, steps: int) -> int:
         """Return the samples that so many steps from the start of a run consume."""
-        stage = self._stages[bisect_right(self._stages, steps, key=lambda it: it.step) - 1]
-        return stage.samples + (steps - stage.step) * stage.size
+        step, samples, size = self._stages[bisect_right(self._stages, steps, key=itemgetter(0)) - 1]
+        return samples + (steps - step) * size
 
     def steps_within(self, samples: int) -> int:
         """Return the steps from the start of a run that consume at most so many samples."""
-        stage = self._stages[bisect_right(self._stages, samples, key=lambda it: it.samples) - 1]
-        return stage.step + (samples - stage.samples) // stage.size
+        step, before, size = self._stages[bisect_right(self._stages, samples, key=itemgetter(1)) - 1]
+        return step + (samples - before) // size
 
     @property
     def steps_of_ramp(self) -> int:
         """Return the steps before the first full batch."""
-        return self._stages[-1].step
+        return self._stages[-1][0]
 
     @cached_property
-    def _stages(self) -> tuple[_Stage, ...]:
-        """Return the sizes that an undisturbed run has, in order."""
+    def _stages(self) -> tuple[tuple[int, int, int], ...]:
+        """Return the sizes that an undisturbed run has, in order, each after the steps and samples before it."""
         stages, step, samples = [], 0, 0
         for (_, size), (end, _) in pairwise(self.steps):
             if (steps := -((samples - end) // size)) > 0:
-                stages.append(_Stage(step=step, samples=samples, size=size))
+                stages.append((step, samples, size))
                 step, samples = step + steps, samples + steps * size
-        return (*stages, _Stage(step=step, samples=samples, size=self.steps[-1][1]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Stage:
-    """Steps of one size. step, samples: those done before the first of them."""
-
-    step: int
-    samples: int
-    size: int
+        return (*stages, (step, samples, self.steps[-1][1]))
 
 
 def batch_sizes(full: int, ramp: Ramp | None) -> BatchSizes:
@@ -239,11 +207,6 @@ def batch_sizes(full: int, ramp: Ramp | None) -> BatchSizes:
             f"{named}: steps of {increment} from {start} do not reach"
             f" train.global_batch_size={full}; give an increment that divides the"
             f" {full - start} in between"
-        )
-    if (full - start) // increment > MAX_INCREMENTS:
-        raise ConfigError(
-            f"{named}: has {(full - start) // increment} increments; at most {MAX_INCREMENTS} are"
-            " supported; raise the increment"
         )
     steps = ((0, start), *_first_samples(start, increment, samples, full))
     return BatchSizes(steps=steps, increments=(start, increment, samples))
@@ -293,16 +256,14 @@ def describe_ramp(sizes: BatchSizes) -> str:
     return f"from {start} to {steps[-1][1]} samples by {increment} over {samples:,} samples, {end}"
 
 
-def check_ramp(batch: BatchPlan, ramp: Ramp | None) -> None:
-    """Raise ConfigError unless the ramp ends at the full batch, and each batch of it divides into
-    micro batches of all data-parallel ranks.
-    """
-    part = batch.micro_batch * batch.data_parallel
-    wrong = next((size for size in batch_sizes(batch.global_batch, ramp).all if size % part), None)
+def check_ramp(sizes: BatchSizes, ramp: Ramp | None, micro_batch: int, data_parallel: int) -> None:
+    """Raise ConfigError unless each batch divides into micro batches of all data-parallel ranks."""
+    part = micro_batch * data_parallel
+    wrong = next((size for size in sizes.all if size % part), None)
     if wrong is not None:
         raise ConfigError(
             f"train.rampup_batch_size={list(ramp or ())}: a batch of {wrong} samples is not a multiple of micro batch"
-            f" {batch.micro_batch} x data parallel {batch.data_parallel} = {part}; give a start and an increment that"
+            f" {micro_batch} x data parallel {data_parallel} = {part}; give a start and an increment that"
             f" are multiples of {part}, or lower train.micro_batch_size"
         )
 

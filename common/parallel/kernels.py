@@ -45,20 +45,15 @@ def keeps_no_scores(config: Run, hardware: Hardware | None) -> bool:
 
     hardware: None for a device that has the kernels.
     """
-    if hardware is not None and not _has_kernel(config, hardware):
-        return False
     if config.backend == "mindspore":
-        return suits_attention_kernel(config)
-    return config.precision.softmax == "float32" and config.train.fused_attention
-
-
-def _has_kernel(config: Run, hardware: Hardware) -> bool:
-    if config.backend == "mindspore":
-        return has_attention_kernel(hardware.kind, hardware.name)
-    if hardware.kind == "cpu":
-        return not config.model.attention_dropout
-    accelerator = find_accelerator(hardware.name) if hardware.name else None
-    return accelerator is None or accelerator.name != FIRST_ASCEND
+        has_kernel = hardware is None or has_attention_kernel(hardware.kind, hardware.name)
+        return has_kernel and suits_attention_kernel(config)
+    if hardware is not None and hardware.kind == "cpu":
+        has_kernel = not config.model.attention_dropout
+    else:
+        known = find_accelerator(hardware.name) if hardware and hardware.name else None
+        has_kernel = known is None or known.name != FIRST_ASCEND
+    return has_kernel and config.precision.softmax == "float32" and config.train.fused_attention
 
 
 MIN_ROWS, MAX_ROWS = 1024, 16_384

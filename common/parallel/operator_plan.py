@@ -122,7 +122,8 @@ def stage_of(name: str, config: Run) -> int:
         return 0
     if name == "head":
         return topology.stages - 1
-    return topology.stage_of_layer(int(name.removeprefix("h.")), config.model.num_layers)
+    layer, layers = int(name.removeprefix("h.")), config.model.num_layers
+    return next(stage for stage in range(topology.stages) if layer in topology.layers_of_stage(stage, layers))
 
 
 def fusion_of(layer: int, config: Run) -> int:
@@ -158,14 +159,13 @@ def splits_state(name: str, config: Run) -> bool:
         not parallel.zero_stage
         or role_of(name) is Role.REPLICATED
         or (parallel.model_parallel > 1 and not _is_split(name, config))
+        or len(stages_of_parameter(name, config)) > 1
     ):
-        return False
-    if len(stages_of_parameter(name, config)) > 1:
         return False
     shape = _local_shape(name, config)
     size = math.prod(shape) * NUMPY_TYPES[config.precision.parameters].itemsize
     return (
-        shape[0] % _shards(config) == 0
+        shape[0] % (parallel.shard_size or parallel.data_parallel) == 0
         and size >= 1024 * parallel.parallel_optimizer_config.parallel_optimizer_threshold
     )
 
@@ -173,7 +173,7 @@ def splits_state(name: str, config: Run) -> bool:
 def held_shape(name: str, config: Run) -> tuple[int, ...]:
     """Return the shape of one rank's part of a parameter, padding included."""
     rows, *others = _local_shape(name, config)
-    return (rows // _shards(config) if splits_state(name, config) else rows, *others)
+    return (rows // _shards(name, config), *others)
 
 
 def held_slice(name: str, config: Run, at: Coordinates) -> TensorSlice:
@@ -181,7 +181,7 @@ def held_slice(name: str, config: Run, at: Coordinates) -> TensorSlice:
 
     Slices are equal parts, first over tensor-parallel ranks, then over those of ZeRO.
     """
-    shards = _shards(config) if splits_state(name, config) else 1
+    shards = _shards(name, config)
     tensor, tensor_rank = (config.parallel.model_parallel, at.tensor) if _is_split(name, config) else (1, 0)
     shape = padded_shapes(config)[name]
     return slice_of(name, shape, tensor=tensor, tensor_rank=tensor_rank, shards=shards, shard_rank=at.data % shards)
@@ -192,16 +192,14 @@ def owns(name: str, config: Run, at: Coordinates) -> bool:
 
     One of the ranks that hold the same slice does.
     """
-    shards = _shards(config) if splits_state(name, config) else 1
     first = stages_of_parameter(name, config)[0]
-    return at.pipeline == first and at.data < shards and (at.tensor == 0 or _is_split(name, config))
+    return at.pipeline == first and at.data < _shards(name, config) and (at.tensor == 0 or _is_split(name, config))
 
 
 def copies_of(name: str, config: Run) -> int:
     """Return the number of ranks that hold the same slice of a parameter, this one included."""
     topology = config.topology
-    data = topology.data // (_shards(config) if splits_state(name, config) else 1)
-    return data * (1 if _is_split(name, config) else topology.tensor)
+    return topology.data // _shards(name, config) * (1 if _is_split(name, config) else topology.tensor)
 
 
 def _local_shape(name: str, config: Run) -> tuple[int, ...]:
@@ -214,5 +212,6 @@ def _is_split(name: str, config: Run) -> bool:
     return splits_vocabulary(config) if role is Role.VOCABULARY else role is not Role.REPLICATED
 
 
-def _shards(config: Run) -> int:
-    return config.parallel.shard_size or config.parallel.data_parallel
+def _shards(name: str, config: Run) -> int:
+    parallel = config.parallel
+    return (parallel.shard_size or parallel.data_parallel) if splits_state(name, config) else 1

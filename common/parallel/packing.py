@@ -52,21 +52,6 @@ class Packing:
         return tokens[:, 1:].size - int(out)
 
 
-def packing_of(data: DataConfig) -> Packing | None:
-    """Return the treatment that a run's data ask for; None if every window is one text.
-
-    It is also None without the token, which ``open_data`` fills in: other work reads no windows.
-    """
-    if data.eod_id is None or not wanted_keys(data):
-        return None
-    return Packing(
-        eod=data.eod_id,
-        positions=data.reset_position_ids,
-        attention=data.reset_attention_mask,
-        masks_loss=data.eod_mask_loss,
-    )
-
-
 def wanted_keys(data: DataConfig) -> list[str]:
     """Return the keys in use that need the end-of-document token, with their section."""
     return [f"data.{name}" for name in KEYS if getattr(data, name)]

@@ -21,8 +21,8 @@ from common.config.resolved import (
 )
 from common.config.schema import ParallelConfig, RunConfig
 from common.errors import ConfigError
-from common.parallel.batch import BatchPlan, BatchSizes, batch_sizes, pad_vocabulary
-from common.parallel.packing import Packing, packing_of
+from common.parallel.batch import BatchSizes, batch_sizes, pad_vocabulary
+from common.parallel.packing import Packing, wanted_keys
 from common.parallel.topology import MAX_STAGES, Topology
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -55,11 +55,6 @@ class Sizes:
         return self.tokens * self.hidden * self.compute
 
     @property
-    def heads_part(self) -> int:
-        """One of q, k, v or the attention's output, for this rank's heads."""
-        return self.region // self.tensor
-
-    @property
     def inner(self) -> int:
         """One tensor of the MLP's inner width."""
         return self.tokens * self.ffn * self.compute // self.tensor
@@ -88,17 +83,6 @@ class Run(RunConfig):
         return topology_of(self.parallel, self.parallel.data_parallel)
 
     @cached_property
-    def batch(self) -> BatchPlan:
-        """Samples of a step."""
-        train = self.train
-        return BatchPlan(
-            global_batch=train.global_batch_size,
-            micro_batch=train.micro_batch_size,
-            data_parallel=self.parallel.data_parallel,
-            accumulation=train.accumulation_steps,
-        )
-
-    @cached_property
     def batch_sizes(self) -> BatchSizes:
         """Sizes of the global batch along the run."""
         return batch_sizes(self.train.global_batch_size, self.train.rampup_batch_size)
@@ -110,13 +94,23 @@ class Run(RunConfig):
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Sizes of a micro batch on one rank."""
         return Sizes(self)
 
     @cached_property
     def packing(self) -> Packing | None:
-        """Treatment of documents that share a window; None if a window is one text."""
-        return packing_of(self.data)
+        """Treatment of documents that share a window; None if a window is one text.
+
+        It is also None without the token, which ``open_data`` fills in: other work reads no windows.
+        """
+        data = self.data
+        if data.eod_id is None or not wanted_keys(data):
+            return None
+        return Packing(
+            eod=data.eod_id,
+            positions=data.reset_position_ids,
+            attention=data.reset_attention_mask,
+            masks_loss=data.eod_mask_loss,
+        )
 
     @cached_property
     def whole(self) -> Run:
@@ -149,7 +143,19 @@ def topology_of(parallel: ParallelConfig, data: int) -> Topology:
 
     Raises ConfigError where virtual stages and the schedule contradict each other, and for more stages than MAX_STAGES.
     """
-    virtual = _virtual_stages(parallel)
+    schedule, virtual = parallel.pipeline_schedule, parallel.virtual_stages
+    if schedule in ("gpipe", "1f1b") and (virtual or 1) > 1:
+        raise ConfigError(
+            f"parallel.virtual_stages={virtual}: parallel.pipeline_schedule={schedule} gives a rank one stage;"
+            " choose pipeline_schedule=interleaved_1f1b or interleaved_zero_bubble, or leave virtual_stages out"
+        )
+    if schedule == "zbv_zero_bubble" and virtual not in (None, 2):
+        raise ConfigError(
+            f"parallel.virtual_stages={virtual}: parallel.pipeline_schedule={schedule} has 2 per"
+            " rank; leave virtual_stages out"
+        )
+    has_several = parallel.pipeline_stage > 1 and schedule not in ("gpipe", "1f1b")
+    virtual = (virtual or 2) if has_several else 1
     if parallel.pipeline_stage * virtual > MAX_STAGES:
         times = f" x {virtual} virtual stages = {parallel.pipeline_stage * virtual} stages" if virtual > 1 else ""
         raise ConfigError(
@@ -161,23 +167,6 @@ def topology_of(parallel: ParallelConfig, data: int) -> Topology:
         tensor=parallel.model_parallel,
         pipeline=parallel.pipeline_stage,
         virtual=virtual,
-        v_shape=parallel.pipeline_schedule == "zbv_zero_bubble" and parallel.pipeline_stage > 1,
+        v_shape=schedule == "zbv_zero_bubble" and parallel.pipeline_stage > 1,
         stage_layers=tuple(parallel.stage_layers) if parallel.stage_layers is not None else None,
     )
-
-
-def _virtual_stages(parallel: ParallelConfig) -> int:
-    schedule, given = parallel.pipeline_schedule, parallel.virtual_stages
-    if schedule in ("gpipe", "1f1b"):
-        if given is not None and given > 1:
-            raise ConfigError(
-                f"parallel.virtual_stages={given}: parallel.pipeline_schedule={schedule} gives a rank one stage;"
-                " choose pipeline_schedule=interleaved_1f1b or interleaved_zero_bubble, or leave virtual_stages out"
-            )
-        return 1
-    if schedule == "zbv_zero_bubble" and given not in (None, 2):
-        raise ConfigError(
-            f"parallel.virtual_stages={given}: parallel.pipeline_schedule={schedule} has 2 per"
-            " rank; leave virtual_stages out"
-        )
-    return (given or 2) if parallel.pipeline_stage > 1 else 1

@@ -71,20 +71,15 @@ class Topology:
         return self.data * self.tensor * self.pipeline
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the place of a rank. Raises ConfigError for a rank outside this world."""
-        if not 0 <= rank < self.world_size:
-            raise ConfigError(
-                f"rank {rank} is not among {self}; expected 0 to {self.world_size - 1}: start that many processes"
-            )
+        """Return the place of a rank."""
+        assert 0 <= rank < self.world_size, (rank, self)
         rest, tensor = divmod(rank, self.tensor)
         pipeline, data = divmod(rest, self.data)
         return Coordinates(data=data, tensor=tensor, pipeline=pipeline)
 
     def rank(self, at: Coordinates) -> int:
-        assert 0 <= at.data < self.data and 0 <= at.tensor < self.tensor and 0 <= at.pipeline < self.pipeline, (
-            at,
-            self,
-        )
+        inside = 0 <= at.data < self.data and 0 <= at.tensor < self.tensor and 0 <= at.pipeline < self.pipeline
+        assert inside, (at, self)
         return (at.pipeline * self.data + at.data) * self.tensor + at.tensor
 
     def group(self, kind: GroupKind, rank: int) -> Sequence[int]:
@@ -152,7 +147,17 @@ class Topology:
         """Return the layers of a stage. Raises ConfigError if they do not divide or ``stage_layers`` does not fit."""
         assert 0 <= stage < self.stages, (stage, self)
         if self.stage_layers is not None:
-            self._check_split(num_layers)
+            if len(self.stage_layers) != self.stages:
+                virtual = f" x {self.virtual} virtual stages" if self.virtual > 1 else ""
+                raise ConfigError(
+                    f"parallel.stage_layers={list(self.stage_layers)} names {len(self.stage_layers)} stages, but"
+                    f" parallel.pipeline_stage={self.pipeline}{virtual} makes {self.stages}; give one number per stage"
+                )
+            if sum(self.stage_layers) != num_layers:
+                raise ConfigError(
+                    f"parallel.stage_layers={list(self.stage_layers)} add up to {sum(self.stage_layers)}, but"
+                    f" model.num_layers={num_layers}; make them agree"
+                )
             first = sum(self.stage_layers[:stage])
             return range(first, first + self.stage_layers[stage])
         if num_layers % self.stages and self.virtual > 1:
@@ -172,23 +177,3 @@ class Topology:
     def layer_count(self, place: int, num_layers: int) -> int:
         """Return the number of layers of a pipeline rank, without listing them."""
         return sum(len(self.layers_of_stage(stage, num_layers)) for stage in self.stages_of(place))
-
-    def stage_of_layer(self, layer: int, num_layers: int) -> int:
-        """Return the stage that holds a layer. Raises ConfigError as ``layers_of_stage`` does."""
-        assert 0 <= layer < num_layers, (layer, num_layers)
-        return next(stage for stage in range(self.stages) if layer in self.layers_of_stage(stage, num_layers))
-
-    def _check_split(self, num_layers: int) -> None:
-        split = self.stage_layers
-        assert split is not None
-        if len(split) != self.stages:
-            virtual = f" x {self.virtual} virtual stages" if self.virtual > 1 else ""
-            raise ConfigError(
-                f"parallel.stage_layers={list(split)} names {len(split)} stages, but"
-                f" parallel.pipeline_stage={self.pipeline}{virtual} makes {self.stages}; give one number per stage"
-            )
-        if sum(split) != num_layers:
-            raise ConfigError(
-                f"parallel.stage_layers={list(split)} add up to {sum(split)}, but"
-                f" model.num_layers={num_layers}; make them agree"
-            )

@@ -138,7 +138,7 @@ class LossScale:
 
         Only a dynamic scale is loaded. A config with another mode, or with a static scale, keeps its own.
         """
-        if state["mode"] == self.config.mode == "dynamic":
+        if state.get("mode") == self.config.mode == "dynamic":
             self.value = float(state["value"])
             self.finite_steps = int(state["finite_steps"])
             self.overflows = int(state["overflows"])

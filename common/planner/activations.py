@@ -25,7 +25,7 @@ def block_bytes(config: Run, recompute: str) -> int:
     hidden = s.hidden
     kept = 2 * (norm_bytes(config) + s.region)  # both norms and their outputs
     kept += s.inner + (0 if recompute == "selective" else s.inner)  # outputs of c_fc and gelu
-    kept += 4 * s.heads_part + (0 if recompute == "selective" else _attention(config))
+    kept += 4 * (s.region // s.tensor) + (0 if recompute == "selective" else _attention(config))
     if config.model.hidden_dropout:
         kept += 2 * s.mask
     if (

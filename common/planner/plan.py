@@ -13,7 +13,7 @@ from itertools import groupby, zip_longest
 from common.accelerators import GIB, Accelerator
 from common.cluster.places import RankPlacement
 from common.errors import ConfigError
-from common.parallel.batch import BatchPlan, describe_ramp
+from common.parallel.batch import describe_ramp
 from common.parallel.kernels import FIRST_ASCEND
 from common.parallel.pipeline import bubble, schedule_error
 from common.parallel.run import Run
@@ -49,7 +49,6 @@ class Plan:
     """Arithmetic of a run. ``parameters`` counts the model's, without padding and each once."""
 
     topology: Topology
-    batch: BatchPlan
     tokens_per_step: int
     parameters: int
     stages: tuple[StagePlan, ...]
@@ -63,18 +62,15 @@ class Plan:
 
 def make_plan(config: Run) -> Plan:
     """Compute the plan of a run. Raises ConfigError if layers do not divide into stages."""
-    topology = config.topology
+    topology, layers = config.topology, config.model.num_layers
     return Plan(
         topology=topology,
-        batch=config.batch,
-        tokens_per_step=config.batch.global_batch * config.model.seq_length,
+        tokens_per_step=config.train.global_batch_size * config.model.seq_length,
         parameters=count_parameters(config.model),
         stages=tuple(
             StagePlan(
                 stages=topology.stages_of(place),
-                layers=tuple(
-                    topology.layers_of_stage(stage, config.model.num_layers) for stage in topology.stages_of(place)
-                ),
+                layers=tuple(topology.layers_of_stage(stage, layers) for stage in topology.stages_of(place)),
                 parameters=sum(unit.elements * unit.count for unit in units_of(config, place)),
                 memory=memory_of(config, place),
                 traffic=traffic_of(config, place),
@@ -162,7 +158,7 @@ def _warnings(plan: Plan, config: Run, device: Accelerator | None) -> Iterable[s
     if config.train.max_steps is not None:
         yield from schedule_warnings(config)
     schedule = config.parallel.pipeline_schedule
-    if error := schedule_error(schedule, plan.topology, plan.batch.accumulation):
+    if error := schedule_error(schedule, plan.topology, config.train.accumulation_steps):
         yield f"{error}; change the accumulation, or set parallel.pipeline_schedule=gpipe"
     tensor, width = plan.topology.tensor, config.sizes.hidden
     if device is not None and width // tensor % TILE:
@@ -190,7 +186,11 @@ TILE = 64
 
 def _run_lines(plan: Plan, config: Run) -> Iterable[str]:
     yield f"world: {plan.topology}"
-    yield f"batch: {plan.batch} samples; {plan.tokens_per_step:,} tokens a step"
+    train, data = config.train, config.parallel.data_parallel
+    yield (
+        f"batch: global batch {train.global_batch_size} = micro batch {train.micro_batch_size} x data parallel {data} x"
+        f" accumulation {train.accumulation_steps} samples; {plan.tokens_per_step:,} tokens a step"
+    )
     if config.train.rampup_batch_size is not None:
         yield f"batch ramp: {describe_ramp(config.batch_sizes)}; all figures are of the full batch"
     window, stride = config.model.seq_length, config.data.stride
@@ -205,7 +205,7 @@ def _run_lines(plan: Plan, config: Run) -> Iterable[str]:
     )
     if plan.topology.pipeline > 1:
         schedule, is_full = config.parallel.pipeline_schedule, config.train.recompute == "full"
-        waits = bubble(schedule, plan.topology, plan.batch.accumulation, recomputes=is_full)
+        waits = bubble(schedule, plan.topology, train.accumulation_steps, recomputes=is_full)
         yield f"pipeline: {schedule}; each stage waits {_percent(waits)} of a step for the others"
 
 
@@ -237,7 +237,7 @@ def _memory_lines(plan: Plan, config: Run, all_stages: bool) -> Iterable[str]:
             f"On the host a rank keeps {on_host / GIB:.2f} GiB of activations at most, in pinned"
             " memory (train.offload_activations)"
         )
-    if plan.batch.accumulation == 1 and all_stages:
+    if config.train.accumulation_steps == 1 and all_stages:
         yield "(with one micro batch a step, gradients take the room of activations as these go)"
     if config.backend == "mindspore":
         yield ("(activations and what follows as torch would keep them; MindSpore's graph decides for itself)")

@@ -144,7 +144,7 @@ def _other(config: Run, topology: Topology, zero: int, recompute: str, sequence:
 def _possible(config: Run) -> Run:
     """Return the run. Raises ConfigError if its schedule cannot have its micro batches."""
     schedule = config.parallel.pipeline_schedule
-    if error := schedule_error(schedule, config.topology, config.batch.accumulation):
+    if error := schedule_error(schedule, config.topology, config.train.accumulation_steps):
         raise ConfigError(error)
     return config
 
@@ -296,7 +296,7 @@ def _words(config: Run, run: Run) -> Iterator[str]:
     """Yield the overrides to append to the command of the run."""
     names = ("data_parallel", "model_parallel", "pipeline_stage", "zero_stage", "sequence_parallel")
     values = {f"parallel.{name}": getattr(config.parallel, name) for name in names}
-    steps = config.batch.accumulation  # a file may have either name
+    steps = config.train.accumulation_steps  # a file may have either name
     values |= {"parallel.micro_batch_num": steps, "train.accumulation_steps": steps}
     values |= {f"train.{name}": getattr(config.train, name) for name in ("micro_batch_size", "recompute")}
     for key in (

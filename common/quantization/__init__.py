@@ -24,7 +24,7 @@ from common.errors import CheckpointError, ConfigError
 from common.log import LOG
 from common.tensor_files.arrays import TensorKind
 from common.weights.names import EMBEDDING, POSITIONS, decays
-from common.weights.pieces import WEIGHT_SCALE, LayerScheme, QuantizedWeight, Scheme, input_scale_name
+from common.weights.pieces import WEIGHT_SCALE, LayerScheme, Scheme, input_scale_name
 
 Array = NDArray[np.float32]
 
@@ -138,19 +138,13 @@ class ActivationScales:
         return {"weight": self._weight, "accumulated": dict(self._accumulated)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the state of a checkpoint. Raises ValueError for a broken one.
+        """Load the state of a checkpoint.
 
         An empty state, and one that lacks a layer, is ignored; the scales are then measured again.
         """
-        accumulated, weight = state.get("accumulated", {}), state.get("weight", 0.0)
-        if not isinstance(accumulated, dict) or not isinstance(weight, int | float):
-            raise ValueError("accumulated and weight of activation scales are not numbers")
-        if not state or not set(self.layers) <= accumulated.keys():
-            return
-        values = {name: float(accumulated[name]) for name in self.layers}
-        if not all(np.isfinite([weight, *values.values()])) or weight <= 0:
-            raise ValueError("activation scales are not finite")
-        self._weight, self._accumulated = float(weight), values
+        if state and set(self.layers) <= state["accumulated"].keys():
+            self._weight = float(state["weight"])
+            self._accumulated = {name: float(state["accumulated"][name]) for name in self.layers}
 
 
 _BITS = 8
@@ -201,8 +195,11 @@ def trained_scheme(where: Path, config: QuantizationConfig, num_layers: int, sca
     }
 
 
-def to_integers(name: str, weight: Array, scheme: LayerScheme) -> QuantizedWeight:
-    """Quantize a weight. Raises CheckpointError for a number that is not finite."""
+def to_integers(name: str, weight: Array, scheme: LayerScheme) -> tuple[NDArray[np.int8], Array]:
+    """Quantize a weight into integers (out, in) and scales (out,).
+
+    Raises CheckpointError for a number that is not finite.
+    """
     largest = np.abs(weight).max(1)
     if not np.isfinite(largest).all():
         raise CheckpointError(
@@ -219,7 +216,7 @@ def to_integers(name: str, weight: Array, scheme: LayerScheme) -> QuantizedWeigh
     for first in range(0, len(weight), _ROWS):
         rows = slice(first, first + _ROWS)
         integers[rows] = quantize(weight[rows], scales[rows, None], levels)
-    return QuantizedWeight(integers=integers, scales=scales, input_scale=scheme.input_scale)
+    return integers, scales
 
 
 def kinds_of_integers(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> dict[str, TensorKind]:
@@ -244,8 +241,6 @@ def arrays_of_integers(values: Iterable[tuple[str, Array]], scheme: Scheme) -> I
         if name not in scheme:
             yield array
             continue
-        quantized = to_integers(name, array, scheme[name])
-        yield quantized.integers
-        yield quantized.scales
-        if quantized.input_scale is not None:
-            yield np.array([quantized.input_scale], np.float32)
+        yield from to_integers(name, array, scheme[name])
+        if (input_scale := scheme[name].input_scale) is not None:
+            yield np.array([input_scale], np.float32)

@@ -64,23 +64,23 @@ def resolve_config(
     scale_mode = config.loss_scale.mode if config.loss_scale.mode != "auto" else "dynamic" if halves else "none"
 
     def resolve_with(size: int | None) -> Run:
-        batch = plan_batch(
+        whole, micro, accumulation = plan_batch(
             global_batch=train.global_batch_size,
             micro_batch=size,
             accumulation=train.accumulation_steps,
             data_parallel=data_parallel,
         )
-        check_ramp(batch, train.rampup_batch_size)
-        sizes = batch_sizes(batch.global_batch, train.rampup_batch_size)
+        sizes = batch_sizes(whole, train.rampup_batch_size)
+        check_ramp(sizes, train.rampup_batch_size, micro, data_parallel)
         length = length_in_steps(config, sizes, samples_per_epoch) if trains else {}
         resolved = as_run(
             Run,
             config,
             model=dict(resolve_model(config.model)),
             train={
-                "micro_batch_size": batch.micro_batch,
-                "global_batch_size": batch.global_batch,
-                "accumulation_steps": batch.accumulation,
+                "micro_batch_size": micro,
+                "global_batch_size": whole,
+                "accumulation_steps": accumulation,
                 "recompute": "none" if train.recompute == "auto" else train.recompute,
                 **length.get("train", {}),
             },
@@ -90,8 +90,8 @@ def resolve_config(
                 "zero_stage": 0 if splits_nothing else parallel.zero_stage,
             },
             validation={
-                "micro_batch_size": config.validation.micro_batch_size or batch.micro_batch,
-                **_windows(config, batch.global_batch),
+                "micro_batch_size": config.validation.micro_batch_size or micro,
+                **_windows(config, whole),
             },
             loss_scale={"mode": scale_mode},
             hardware=hardware,

@@ -103,14 +103,10 @@ class Schedule:
     """Schedule that moves with the updates that are made, and not with steps that are skipped."""
 
     def __init__(self, optimizer: ResolvedOptimizer, state: TrainState) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._by_samples = optimizer, optimizer.schedule_unit == "samples"
         self._position = optimizer.schedule_start + (
             state.updated_samples if self._by_samples else state.step - state.skipped_steps
         )
-
-    @property
-    def _by_samples(self) -> bool:
-        return self._optimizer.schedule_unit == "samples"
 
     def rate(self) -> float:
         """Return the learning rate of the next update."""
@@ -148,8 +144,6 @@ class Engine(ABC):
 
     steps_per_run: int
     """Preferred number of steps in a call of ``run``: 1, or the sink size of a graph that loops."""
-    schedule: Schedule
-    """Learning rate of the next update, set by ``begin``."""
 
     @abstractmethod
     def begin(self, start: Start) -> TrainState:
@@ -246,7 +240,7 @@ class QuantizedModel(ABC):
             self._set_scales()
 
     def load(self, reader: Checkpoint) -> None:
-        """Load the scales of a checkpoint, if it has any. Raises CheckpointError."""
+        """Load the scales of a checkpoint, if it has any."""
         reader.load_scales(self.scales)
         self._set_scales()
 

@@ -72,28 +72,20 @@ def export(config: Run, checkpoint: Checkpoint) -> None:
         size = file.stat().st_size
         files = {MODEL_FILE: {"bytes": size, "crc32": checksum}}
         write_manifest(temporary, {**manifest, "exported_from": str(checkpoint.path.resolve()), "files": files})
-        _put_settings(temporary, config)
+        has_tokenizer = put_tokenizer_files(temporary, config)
+        settings = config.model_dump(include={"backend", "seed", "precision", "model", "predict"})
+        for name in OF_A_COMMAND:
+            settings["predict"].pop(name)
+        settings["optimizer"] = {"learning_rate": config.optimizer.learning_rate}
+        settings |= {"output_dir": ".", "checkpoint": {"load": "."}}  # the folder itself
+        if has_tokenizer and config.data.tokenizer is not None:
+            settings["data"] = {"tokenizer": {"type": config.data.tokenizer.type, "folder": "."}}
+        with atomic_write(temporary / SETTINGS_FILE, "w") as target:
+            target.write(dump_yaml(settings))
     LOG.info(
         f"{folder / MODEL_FILE}: {len(kinds)} tensors, {size / 1e6:.1f} MB, of {checkpoint}, step"
         f" {manifest['state'].get('step')}"
     )
-
-
-def _put_settings(folder: Path, config: Run) -> None:
-    """Write the other files for generation: those of the tokenizer, and a config.
-
-    Paths of the config are the folder itself. Raises StorageError, and OSError for a file that cannot be read.
-    """
-    has_tokenizer = put_tokenizer_files(folder, config)
-    settings = config.model_dump(include={"backend", "seed", "precision", "model", "predict"})
-    for name in OF_A_COMMAND:
-        settings["predict"].pop(name)
-    settings["optimizer"] = {"learning_rate": config.optimizer.learning_rate}
-    settings |= {"output_dir": ".", "checkpoint": {"load": "."}}
-    if has_tokenizer and config.data.tokenizer is not None:
-        settings["data"] = {"tokenizer": {"type": config.data.tokenizer.type, "folder": "."}}
-    with atomic_write(folder / SETTINGS_FILE, "w") as target:
-        target.write(dump_yaml(settings))
 
 
 def put_tokenizer_files(folder: Path, config: Run) -> bool:

@@ -33,11 +33,10 @@ _EXIT = 1
 def train(run: TrainingParts, state: TrainState) -> dict[str, Any]:
     """Train from ``state`` to the last step; save, validate and log on the way.
 
-    Returns the last row of metrics with the validation figures, and when there was a step,
-    ``seconds``, ``median_tokens_per_second``, ``samples_per_second_at_end`` (mean of the last 100
-    steps) and ``best_validation_perplexity``.
-    It returns earlier, after saving, where train.exit_interval or train.exit_minutes says so.
-    Raises StopRequested after saving when a signal asked for a stop, and DivergedError after
+    Returns the last row of metrics with the validation figures, and when there was a step, ``seconds``,
+    ``median_tokens_per_second``, ``samples_per_second_at_end`` (mean of the last 100 steps) and
+    ``best_validation_perplexity``. It returns earlier, after saving, where train.exit_interval or train.exit_minutes
+    says so. Raises StopRequested after saving when a signal asked for a stop, and DivergedError after
     ``train.max_skipped_steps`` skipped steps in a row.
     """
     config = run.config
@@ -54,13 +53,21 @@ def train(run: TrainingParts, state: TrainState) -> dict[str, Any]:
     start = time.perf_counter()
     stopping, was_validated = 0, True
     with StopSignal() as stop, progress_bar(total=last_step, initial=state.step) as bar:
-        if _lacks_validation(run, state.step):
-            LOG.info(f"step {state.step}: its validation was not finished, and is done first")
-            row, stopping = validate(run, state.step, stop)
-            was_validated = not stopping
+
+        def validated() -> int:
+            """Validate, and return the number of a signal that cut it short, else 0."""
+            row, stopped_by = validate(run, state.step, stop)
             if row:
                 report.validation(row)
-                summary |= row | {"best_validation_perplexity": row["validation_perplexity"]}
+                saver.validation(row)
+                best = min(summary.get("best_validation_perplexity", math.inf), row["validation_perplexity"])
+                summary.update(row, best_validation_perplexity=best)
+            return stopped_by
+
+        if _lacks_validation(run, state.step):
+            LOG.info(f"step {state.step}: its validation was not finished, and is done first")
+            stopping = validated()
+            was_validated = not stopping
         if state.step >= last_step and not stopping:
             LOG.info(
                 f"nothing to train: step {state.step} is done, and train.max_steps={last_step};"
@@ -93,19 +100,14 @@ def train(run: TrainingParts, state: TrainState) -> dict[str, Any]:
                 saver.save_unless_diverging(state)
             was_validated = not run.data.validation or not _validation_due(config, state.step)
             if not stopping and not was_validated:
-                row, stopping = validate(run, state.step, stop)
+                stopping = validated()
                 was_validated = not stopping
-                if row:
-                    report.validation(row)
-                    saver.validation(row)
-                    best = min(summary.get("best_validation_perplexity", math.inf), row["validation_perplexity"])
-                    summary |= row | {"best_validation_perplexity": best}
-        if state.step >= last_step and not math.isfinite(saver.loss_of(state.step)):
-            raise DivergedError(
-                f"step {state.step}: the loss is {saver.loss_of(state.step)}, so this step is not"
-                " saved; lower optimizer.learning_rate, and resume from an earlier checkpoint"
-            )
         if saver.saved_step != state.step:
+            if state.step >= last_step and not math.isfinite(saver.loss_of(state.step)):
+                raise DivergedError(
+                    f"step {state.step}: the loss is {saver.loss_of(state.step)}, so this step is not"
+                    " saved; lower optimizer.learning_rate, and resume from an earlier checkpoint"
+                )
             (saver.save_last if state.step >= last_step else saver.save_unless_diverging)(state)
         run.checkpoints.wait()
         run.checkpoints.require_folder()
@@ -144,12 +146,10 @@ def _end_early(config: Run, stopping: int, where: str) -> None:
 
 
 def validate(run: TrainingParts, step: int, stop: StopSignal) -> tuple[dict[str, Any], int]:
-    """Evaluate the validation windows, if there are any; write the row and return it.
+    """Evaluate the validation windows; write the row and return it.
 
     A signal ends the pass without a row. Its number is returned too.
     """
-    if not run.data.validation:
-        return {}, 0
 
     def go_on(_: Tokens) -> bool:
         beat(step, "validating")

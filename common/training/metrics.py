@@ -1,6 +1,4 @@
-"""Metrics of a run: ``metrics.jsonl``, copies for TensorBoard and other trackers, and the memory
-that each rank used, in ``memory.json``.
-"""
+"""Metrics of a run: ``metrics.jsonl``, and copies for TensorBoard and other trackers."""
 
 from __future__ import annotations
 
@@ -8,19 +6,16 @@ import json
 import math
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from common.errors import ConfigError, StorageError
 from common.files import atomic_write
 from common.log import LOG
 from common.structured_files import MalformedError, parse_json_line
 from common.training.trackers import Trackers
-
-if TYPE_CHECKING:  # --help of tools/plot.py loads neither
-    from common.device import Device
-    from common.parallel.world import WorldBase
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -42,9 +37,8 @@ class MetricsWriter:
     ) -> None:
         """Open the metrics of a run.
 
-        step: the step at which the run resumes. Later rows belong to steps that will be repeated.
-        They are dropped when the first row is written or the run has ended well.
-        active: False on ranks whose rows another rank writes.
+        step: the step at which the run resumes. Later rows belong to steps that will be repeated. They are dropped when
+        the first row is written or the run has ended well. active: False on ranks whose rows another rank writes.
         Raises ConfigError if an older file cannot be read or appended to.
         """
         self._file: IO[str] | None = None
@@ -87,7 +81,11 @@ class MetricsWriter:
             return
         try:
             self._drop_later_rows()
-            self._file.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
+            finite = {  # JSON has neither NaN nor infinity
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in row.items()
+            }
+            self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
         except OSError as error:
             with suppress(OSError):  # its buffer holds the unwritten row, and flushing it would fail again
@@ -145,11 +143,6 @@ def _parse(line: str) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity by null, because JSON has neither."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 SECONDS_BETWEEN_FLUSHES = 10.0
 
 
@@ -163,15 +156,13 @@ class EventFile:
         self._event_type = Event
         self._flushed = time.monotonic()
         self._writer: Any = None
-        try:
+        with self._warning_only():
             folder.mkdir(parents=True, exist_ok=True)
             self._writer = EventsWriter(str(folder / "events"))
             if step:
                 self._writer.write_event(
                     Event(step=step + 1, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
                 )
-        except OSError as error:
-            self._give_up(error)
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         if self._writer is None:
@@ -179,55 +170,34 @@ class EventFile:
         event = self._event_type(step=step, wall_time=time.time())
         for name, value in scalars.items():
             event.summary.value.add(tag=name, simple_value=value)
-        try:
+        with self._warning_only():
             self._writer.write_event(event)
             if time.monotonic() - self._flushed > SECONDS_BETWEEN_FLUSHES:
                 self._writer.flush()
                 self._flushed = time.monotonic()
-        except OSError as error:
-            self._give_up(error)
 
     def close(self) -> None:
         if self._writer is not None:
-            try:
+            with self._warning_only():
                 self._writer.close()
-            except OSError as error:
-                self._give_up(error)
 
-    def _give_up(self, error: OSError) -> None:
-        LOG.warning(f"TensorBoard events end here: {error}; metrics.jsonl has every step")
-        with suppress(OSError, AttributeError):
-            # otherwise it fails again, with a traceback, when it is collected
-            self._writer._py_recordio_writer.close()
-        self._writer = None
+    @contextmanager
+    def _warning_only(self) -> Iterator[None]:
+        """End the events with a warning where the disk fails."""
+        try:
+            yield
+        except OSError as error:
+            LOG.warning(f"TensorBoard events end here: {error}; metrics.jsonl has every step")
+            with suppress(OSError, AttributeError):
+                # otherwise it fails again, with a traceback, when it is collected
+                self._writer._py_recordio_writer.close()
+            self._writer = None
 
 
 MEMORY_FILE = "memory.json"
+"""Bytes of all ranks, one object a rank.
 
-
-def record_memory(
-    folder: Path,
-    world: WorldBase,
-    device: Device,
-    *,
-    state_bytes: int,
-    resident_at_start: int,
-    step_seconds: float | None,
-) -> None:
-    """Gather the bytes of all ranks, and write them on rank 0, one object a rank.
-
-    ``peak`` is the maximum held by the device, or on a CPU by the process. ``at_start`` is the memory of a process on a
-    CPU before the model was created, else 0. ``state`` counts the weights and the optimizer's state. step_seconds:
-    median time of a full step, if one was measured. Every rank calls it after the last step. Raises StorageError.
-    """
-    ranks = world.gather(
-        {
-            "peak": device.peak_memory(),
-            "at_start": resident_at_start if device.kind == "cpu" else 0,
-            "state": state_bytes,
-        }
-    )
-    if world.rank == 0:
-        with atomic_write(folder / MEMORY_FILE, "w") as file:
-            found = {"device": device.kind, "name": device.name, "step_seconds": step_seconds}
-            json.dump(found | {"ranks": ranks}, file, indent=1)
+``peak`` is the maximum held by the device, or on a CPU by the process. ``at_start`` is the memory of a process on a CPU
+before the model was created, else 0. ``state`` counts the weights and the optimizer's state. ``step_seconds``: median
+time of a full step, if one was measured.
+"""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,11 @@ from common.checkpoint.snapshot import (
     OPTIMIZER_FILE,
     EngineState,
     TrainState,
-    holds_integers,
-    load_scales,
     open_integers,
     scheme_of,
 )
 from common.config.resolved import ResolvedModel
-from common.errors import CheckpointError
+from common.errors import CheckpointError, GPT2Error
 from common.parallel.run import Run
 from common.parallel.sharding import slice_of
 from common.parallel.updates import LossScale
@@ -36,9 +34,8 @@ from common.systems.direct import ForeignTensors, foreign_format, open_foreign
 from common.tensor_files.checksummed import file_checksum
 from common.tensor_files.safetensors_file import shapes_of
 from common.weights.names import check_tensors, parameter_shapes
-from common.weights.pieces import QuantizedWeight, Scheme, ShardedReader, TensorSlice, open_stored
+from common.weights.pieces import Array, LayerScheme, Scheme, ShardedReader, TensorSlice, open_stored
 
-Array = NDArray[np.float32]
 Pieces = Mapping[str, TensorSlice]
 
 
@@ -89,13 +86,11 @@ class Checkpoint:
         if self._format is None:
             self._own = read_or_name_older(self.path, key, self._own)
 
-    def holds_weights_alone(self, model: ResolvedModel) -> bool:
-        """Return whether these are foreign weights without the state of a run."""
-        return self.is_foreign and OPTIMIZER_FILE not in self.manifest(model)["files"]
-
     def holds_integers(self) -> bool:
-        """Return whether its weights have 8 bits."""
-        return not self.is_foreign and holds_integers(self.path)
+        """Return whether its weights have 8 bits. A damaged file is reported where it is read."""
+        with suppress(GPT2Error, OSError), open_integers(self.path, self._own_manifest()) as reader:
+            return reader is not None
+        return False
 
     @contextmanager
     def _open(self, model: ResolvedModel, file: str) -> Iterator[ShardedReader | ForeignTensors]:
@@ -111,28 +106,22 @@ class Checkpoint:
 
         Raises CheckpointError for another optimizer than the config's.
         """
-        try:
-            manifest = self.manifest(config.model)
-            saved = manifest["config"]["optimizer"]["name"]
-            state = TrainState.from_dict(manifest["state"])
-            engine = EngineState(**manifest["engine"])
-            loss_scale.load(engine.loss_scale)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{self.path / MANIFEST}: broken manifest ({error!r}); use another checkpoint"
-            ) from None
+        manifest = self.manifest(config.model)
+        state, engine = TrainState.from_dict(manifest["state"]), EngineState(**manifest["engine"])
         state.skipped_in_a_row = 0  # a new start gets all of train.max_skipped_steps
+        loss_scale.load(engine.loss_scale)
+        saved = manifest["config"].get("optimizer", {}).get("name")
         if saved != config.optimizer.name:
+            held = f"the state of optimizer.name={saved}, the config says {config.optimizer.name}; keep the former, or"
             raise CheckpointError(
-                f"{self.path}: holds the state of optimizer.name={saved}, the config says"
-                f" {config.optimizer.name}; keep the former, or start over from these weights"
-                " with checkpoint.init_from"
+                f"{self.path}: holds {held if saved else 'only weights, not the state of a run;'} start over from these"
+                " weights with checkpoint.init_from"
             )
         return state, engine
 
     def load_scales(self, scales: ActivationScales) -> None:
-        """Load the scales of activations of the checkpoint, if any. Raises CheckpointError for broken ones."""
-        load_scales(self.path, self._own_manifest(), scales)
+        """Load the scales of activations of the checkpoint, if any."""
+        scales.load(self._own_manifest().get("engine", {}).get("quantization", {}))
 
     def weights(self, model: ResolvedModel, pieces: Pieces | None = None) -> Iterator[tuple[str, Array]]:
         """Yield names and values of all weights, or of ``pieces`` of them.
@@ -145,13 +134,11 @@ class Checkpoint:
             for name, piece in (pieces or _whole(shapes)).items():
                 yield name, stored.read(name, piece)
 
-    def quantized(self, model: ResolvedModel) -> Iterator[tuple[str, QuantizedWeight]]:
+    def quantized(self, model: ResolvedModel) -> Iterator[tuple[str, NDArray[np.int8], LayerScheme]]:
         """Yield the 8-bit weights as they are stored; nothing if all weights are float.
 
         Raises CheckpointError unless every tensor is there with the model's shape.
         """
-        if self.is_foreign:
-            return
         with open_integers(self.path, self._own_manifest()) as reader:
             if reader is not None:
                 check_tensors(self.path, shapes_of(reader), parameter_shapes(model))
@@ -162,7 +149,7 @@ class Checkpoint:
 
         Raises CheckpointError and ConfigError.
         """
-        return None if self.is_foreign else scheme_of(self.path, self._own_manifest())
+        return scheme_of(self.path, self._own_manifest())
 
     def moments(
         self, config: Run, optimizer_steps: int, pieces: Pieces | None = None
@@ -195,11 +182,10 @@ def open_checkpoint(where: Path, why: str) -> Checkpoint:
 
     Raises NoCheckpointError if there is neither.
     """
-    found = find_checkpoint(where)
-    format = foreign_format(where) if found is None else None
-    if format is not None:
-        return Checkpoint(where, format)
-    return Checkpoint(found or require_checkpoint(where, why))
+    if found := newest_checkpoint(where):
+        return found
+    format = foreign_format(where)
+    return Checkpoint(where, format) if format else Checkpoint(require_checkpoint(where, why))
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:

@@ -11,6 +11,7 @@ from common.errors import ConfigError, DataError
 from common.files import atomic_write, refuse_to_overwrite
 from common.training.metrics import METRICS_FILE, read_metrics
 
+_NUMBER = (int, float)  # not bool
 _UNITS = {
     "loss": "loss (nats per token)",
     "step_time": "step time (s)",
@@ -50,15 +51,8 @@ def plot_runs(
         raise ConfigError(f"--output {output}: expected a name that ends with .png")
     refuse_to_overwrite((_metrics_of(folder) for folder in folders), [output], "choose another --output")
     runs = {name: _read(folder) for name, folder in zip(_names(folders), folders, strict=True)}
-    known = sorted(
-        {
-            key
-            for rows in runs.values()
-            for row in rows
-            for key, value in row.items()
-            if _is_number(value) and key != "step"
-        }
-    )
+    numbers = {key for rows in runs.values() for row in rows for key, value in row.items() if type(value) in _NUMBER}
+    known = sorted(numbers - {"step"})
     for metric in metrics:
         if metric not in known:
             raise DataError(
@@ -101,7 +95,11 @@ def _draw(
         width = smoothing or max(1, len(values) // 50)
         if width > 1:
             axes.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
-        axes.plot(steps, _moving_average(values, width), color=color, linewidth=1.4, label=name)
+        # the mean of up to ``width`` values around each, so that it follows a steep curve
+        sums = [0.0, *itertools.accumulate(values)]
+        ends = [(max(0, at - (width - 1) // 2), min(len(values), at + width // 2 + 1)) for at in range(len(values))]
+        means = [(sums[end] - sums[start]) / (end - start) for start, end in ends]
+        axes.plot(steps, means, color=color, linewidth=1.4, label=name)
     if validations:
         axes.plot(
             *zip(*validations, strict=True),
@@ -138,11 +136,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _series(rows: list[dict[str, Any]], metric: str) -> list[tuple[int, float]]:
-    return [(row["step"], row[metric]) for row in rows if _is_number(row.get(metric))]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return [(row["step"], row[metric]) for row in rows if type(row.get(metric)) in _NUMBER]
 
 
 def open_pyplot() -> Any:
@@ -153,11 +147,3 @@ def open_pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
-
-
-def _moving_average(values: tuple[float, ...], width: int) -> list[float]:
-    """Return the mean of up to ``width`` values around each, so that it follows a steep curve."""
-    before, after = (width - 1) // 2, width // 2 + 1
-    sums = [0.0, *itertools.accumulate(values)]
-    ends = ((max(0, at - before), min(len(values), at + after)) for at in range(len(values)))
-    return [(sums[end] - sums[start]) / (end - start) for start, end in ends]

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common.errors import StorageError
 from common.files import atomic_write
@@ -29,7 +28,7 @@ from common.parallel.topology import Coordinates, Topology
 from common.structured_files import parse_json
 from common.tensor_files.safetensors_file import write_safetensors
 from common.weights.names import parameter_shapes
-from common.weights.pieces import Rectangle, TensorSlice, to_rectangle
+from common.weights.pieces import Array, Rectangle, TensorSlice, to_rectangle
 
 VARIABLE = "GPT2_RECORD_STEP"
 TOKENS, WEIGHTS, FORWARD, BACKWARD, GRADIENTS = (
@@ -41,7 +40,6 @@ LAST_NORM = "ln_f"
 PARTS = ("ln_1", "attn", "ln_2", "mlp")
 """Parts of a block whose outputs are recorded, in the order of the forward pass."""
 
-Array = NDArray[np.float32]
 R = TypeVar("R", bound="RecorderBase")
 
 
@@ -120,30 +118,19 @@ class RecorderBase(ABC):
         for part in parts:
             for name, layer in self.layers(part):
                 if name == "h.0":
-                    hook = self._hook_for(EMBEDDINGS)
-                    self._hooks.append(layer.register_forward_pre_hook(lambda _, given, hook=hook: hook(given[0])))
-                for inner in PARTS if name != LAST_NORM else ():
-                    self._watch(getattr(layer, inner), f"{name}.{inner}")
-                self._watch(layer, name)
+                    hook = layer.register_forward_pre_hook(lambda _, given: self._see(EMBEDDINGS, given[0]))
+                    self._hooks.append(hook)
+                inner = {f"{name}.{each}": getattr(layer, each) for each in PARTS if name != LAST_NORM}
+                for own, each in {**inner, name: layer}.items():
+                    hook = each.register_forward_hook(lambda _, given, output, own=own: self._see(own, output))
+                    self._hooks.append(hook)
 
-    def _watch(self, layer: Any, name: str) -> None:
-        take = self._hook_for(name)
-
-        def hook(_: Any, given: Any, output: Any) -> None:
-            take(output[0] if isinstance(output, tuple) else output)
-
-        self._hooks.append(layer.register_forward_hook(hook))
-
-    def _hook_for(self, name: str) -> Callable[[Any], None]:
-        """Return a function that takes an activation of the micro batch under way, and then its gradient."""
-
-        def hook(output: Any) -> None:
-            number = self._micro_batch
-            if number is not None:
-                self._take(FORWARD, name, number, output)
-                output.register_hook(lambda gradient: self._take(BACKWARD, name, number, gradient))
-
-        return hook
+    def _see(self, name: str, output: Any) -> None:
+        """Keep an activation of the micro batch under way, and later its gradient."""
+        number, output = self._micro_batch, output[0] if isinstance(output, tuple) else output
+        if number is not None:
+            self._take(FORWARD, name, number, output)
+            output.register_hook(lambda gradient: self._take(BACKWARD, name, number, gradient))
 
     def _take(self, section: str, name: str, micro_batch: int, values: Any) -> None:
         """Keep an activation (samples, tokens, channels), or its gradient, of the recorded samples of a micro batch."""
@@ -184,23 +171,23 @@ class RecorderBase(ABC):
             rectangles[name] = [
                 [numbers[0], numbers[-1] + 1], [first * width, (first + tokens) * width],
             ]  # fmt: skip
-        self._write(float(loss), tensors, rectangles)
-
-    def _write(self, loss: float, tensors: Mapping[str, Array], pieces: Mapping[str, Rectangle]) -> None:
         stem, model = self._folder / f"rank_{self._rank:05d}", self._config.model
         facts = {
             "step": self.step,
             "ranks": self._topology.world_size,
-            "loss": loss,
+            "loss": float(loss),
             "samples": self._samples,
-            "ranks_of_samples": [self._rank_of(sample) for sample in self._samples],
+            "ranks_of_samples": [  # the first of the ranks that read each
+                self._topology.rank(Coordinates(data=sample // self._local_batch, tensor=0, pipeline=0))
+                for sample in self._samples
+            ],
             "sequence": model.seq_length,
             "hidden": model.hidden_size,
             "layers": model.num_layers,
             "compute": self._config.precision.compute,
             "backend": self._config.backend,
             "shapes": parameter_shapes(model),
-            "pieces": pieces,
+            "pieces": rectangles,
         }
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -211,11 +198,6 @@ class RecorderBase(ABC):
             raise StorageError(
                 f"{stem}.safetensors: the record of step {self.step} could not be written: {error.strerror or error}"
             ) from None
-
-    def _rank_of(self, sample: int) -> int:
-        """Return the first of the ranks that read a sample of the global batch."""
-        place = Coordinates(data=sample // self._local_batch, tensor=0, pipeline=0)
-        return self._topology.rank(place)
 
     def _rows(self, start: int, count: int) -> Iterator[tuple[int, int]]:
         """Yield recorded samples among ``count`` of this rank from ``start`` on: the number of the

@@ -187,7 +187,18 @@ class Report:
 
     def validation(self, row: Row) -> None:
         self._titled = False
-        line = self.style.validation.format(**self._validation_values(row))
+        window = self.config.validation.micro_batch_size * self.config.model.seq_length
+        batches = max(1, -(-row["validation_tokens"] // window))
+        line = self.style.validation.format(
+            **row,
+            **self._epoch_values(row["step"]),
+            bits=bits_a_byte(row),
+            capped_perplexity=math.exp(min(20, row["validation_loss"])),
+            metrics={"loss": row["validation_loss"], "PPL": row["validation_perplexity"]},
+            last_batch=batches - 1,
+            cost=row["validation_time"] / batches,
+            speed=batches / row["validation_time"],
+        )
         dashes = ["-" * (len(line) + 1)] * self.style.dashes
         for each in (*dashes, line, *dashes, *part_lines(row)):
             LOG.info(each)
@@ -226,21 +237,6 @@ class Report:
             "nans": sum(not math.isfinite(each["loss"]) for each in rows),
             "overflow": row["skipped"] and not row["outlier"],
             "float32_rate": np.float32(row["learning_rate"]),
-        }
-
-    def _validation_values(self, row: Row) -> dict[str, Any]:
-        loss = row["validation_loss"]
-        window = self.config.validation.micro_batch_size * self.config.model.seq_length
-        batches = max(1, -(-row["validation_tokens"] // window))
-        return {
-            **row,
-            **self._epoch_values(row["step"]),
-            "bits": bits_a_byte(row),
-            "capped_perplexity": math.exp(min(20, loss)),
-            "metrics": {"loss": loss, "PPL": row["validation_perplexity"]},
-            "last_batch": batches - 1,
-            "cost": row["validation_time"] / batches,
-            "speed": batches / row["validation_time"],
         }
 
     def _epoch_values(self, step: int) -> dict[str, Any]:

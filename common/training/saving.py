@@ -59,13 +59,11 @@ class Saver:
             writer.resume(saved_step)
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Record a step that was made."""
         self._learnt |= not row["skipped"]
         self._loss = row["loss"]
         self._judge(row["step"] - 1, self._loss)
 
     def validation(self, row: Mapping[str, Any]) -> None:
-        """Record a validation."""
         self._validation = row["step"], row["validation_loss"]
         self._judge(*self._validation)
 

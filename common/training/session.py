@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from common.config.load import flatten
 from common.dataset.blend import Blend
 from common.device import Device, resident_bytes
 from common.errors import CheckpointError, StopRequested
+from common.files import atomic_write
 from common.interrupts import StopSignal
 from common.log import LOG, listed
 from common.parallel.batch import describe_ramp
@@ -24,7 +26,7 @@ from common.parallel.world import WorldBase
 from common.training.data import TrainingData, named_parts
 from common.training.engine import Engine
 from common.training.loop import train as train_loop
-from common.training.metrics import MetricsWriter, record_memory
+from common.training.metrics import MEMORY_FILE, MetricsWriter
 from common.training.opened_checkpoint import Checkpoint, check_everywhere
 from common.training.plot import plot_loss
 from common.training.report import bits_a_byte, use_style
@@ -58,11 +60,22 @@ class Session:
         }
 
     def train(self, engine: Engine, device: Device, trace: Trace) -> None:
-        """Train from the agreed start to the last step. Raises the errors of ``loop.train``."""
+        """Train from the agreed start to the last step.
+
+        Raises ConfigError if ranks differ in values that must be equal before the first step, and the errors of
+        ``loop.train``.
+        """
         config, folder, is_first = self.config, Path(self.config.output_dir), self.world.rank == 0
         state = engine.begin(self.start)
         state.sample_hash = state.sample_hash or self.data.fingerprint
-        self._require_equal_ranks(engine, state)
+        if not config.parallel.zero_stage:  # with ZeRO every rank holds other weights
+            norms = {"norm of the weights": engine.norm_of_weights()}
+            if self.start.resume is not None:
+                norms["norm of the optimizer's state"] = engine.norm_of_moments()
+            self.world.require_equal(norms, self.world.replicas)
+        settings = dict(flatten(config.model_dump(exclude={"context"})))
+        facts = {"data": self.data.fingerprint, "state": state.to_dict()}
+        self.world.require_equal(settings | facts | engine.identity())
         announce(config, self.data, device.name, self.start, state)
         if state.step < config.train.steps:  # a token that the model lacks is found here
             next(self.data.batches(state))
@@ -74,19 +87,13 @@ class Session:
             raise
         speed = summary.get("median_tokens_per_second")
         tokens = config.train.global_batch_size * config.model.seq_length
-        record_memory(
-            folder,
-            self.world,
-            device,
-            state_bytes=engine.state_bytes(),
-            resident_at_start=self.resident_at_start,
-            step_seconds=tokens / speed if speed else None,
-        )
+        at_start = self.resident_at_start if device.kind == "cpu" else 0
+        ranks = self.world.gather({"peak": device.peak_memory(), "at_start": at_start, "state": engine.state_bytes()})
         if is_first:
+            with atomic_write(folder / MEMORY_FILE, "w") as file:
+                found = {"device": device.kind, "name": device.name, "step_seconds": tokens / speed if speed else None}
+                json.dump(found | {"ranks": ranks}, file, indent=1)
             finish(config, state, summary, peak_memory=device.peak_memory())
-            checkpoint = find_checkpoint(folder)
-            if config.checkpoint.epoch_models and checkpoint:  # an earlier run may have been killed
-                write_epoch_models(checkpoint, missing=True)
 
     def _train_from(self, state: TrainState, engine: Engine, device: Device, trace: Trace) -> dict[str, Any]:
         """Train from ``state``, which the engine holds. Raises the errors of ``loop.train``."""
@@ -133,20 +140,6 @@ class Session:
             )
             return train_loop(run, state)
 
-    def _require_equal_ranks(self, engine: Engine, state: TrainState) -> None:
-        """Raise ConfigError if ranks differ in values that must be equal before the first step.
-
-        With ZeRO every rank holds other weights, so their norms are not compared.
-        """
-        if not self.config.parallel.zero_stage:
-            norms = {"norm of the weights": engine.norm_of_weights()}
-            if self.start.resume is not None:
-                norms["norm of the optimizer's state"] = engine.norm_of_moments()
-            self.world.require_equal(norms, self.world.replicas)
-        settings = dict(flatten(self.config.model_dump(exclude={"context"})))
-        facts = {"data": self.data.fingerprint, "state": state.to_dict()}
-        self.world.require_equal(settings | facts | engine.identity())
-
 
 def agree_on_start(config: Run, data: TrainingData, world: WorldBase, named: Checkpoint | None = None) -> Session:
     """Let rank 0 choose where to start, and make sure that every rank finds the same checkpoint.
@@ -183,9 +176,13 @@ def announce(config: Run, data: TrainingData, device_name: str, start: Start, st
     overlap = f", one every {stride} tokens" if stride != model.seq_length else ""
     epochs = config.batch_sizes.samples_after(train.steps) / data.samples_per_epoch
     LOG.info(f"length: {train.steps} steps = {epochs:.2f} epochs of {data.samples_per_epoch:,} samples{overlap}")
-    blend = _describe_blend(config, data)
-    if blend is not None:
-        LOG.info(f"blend: {blend}")
+    blend = data.samples
+    if isinstance(blend, Blend):  # the share of each data set, and how often the run reads it
+        samples, parts = config.batch_sizes.samples_after(train.steps), []
+        for name, weight, part in zip(named_parts(config.data.train), blend.weights, blend.datasets, strict=True):
+            epochs = float(f"{samples * weight / part.samples_per_epoch:.3g}")
+            parts.append(f"{name} {weight:.4g} -> {epochs:g} epochs")
+        LOG.info(f"blend: {listed(parts)}")
     LOG.info(f"schedule: {describe_schedule(config.optimizer)}")
     for warning in schedule_warnings(config):
         LOG.warning(warning)
@@ -202,21 +199,8 @@ def announce(config: Run, data: TrainingData, device_name: str, start: Start, st
         LOG.info(f"starting from initial weights of seed {config.seed}")
 
 
-def _describe_blend(config: Run, data: TrainingData) -> str | None:
-    """Return the share of each data set of a blend, and how often the run reads it."""
-    blend = data.samples
-    if not isinstance(blend, Blend):
-        return None
-    samples = config.batch_sizes.samples_after(config.train.steps)
-    parts = []
-    for name, weight, part in zip(named_parts(config.data.train), blend.weights, blend.datasets, strict=True):
-        epochs = float(f"{samples * weight / part.samples_per_epoch:.3g}")
-        parts.append(f"{name} {weight:.4g} -> {epochs:g} epochs")
-    return listed(parts)
-
-
 def finish(config: Run, state: TrainState, summary: dict[str, Any], *, peak_memory: int) -> None:
-    """Log the summary at the end, and draw the plot."""
+    """Log the summary at the end, draw the plot, and write the models that a killed run left out."""
     draw(config)
     end = "finished" if state.step >= config.train.steps else "ended early"
     parts = [f"{end}: step {state.step}, {state.consumed_samples:,} samples"]
@@ -237,6 +221,8 @@ def finish(config: Run, state: TrainState, summary: dict[str, Any], *, peak_memo
         LOG.warning(str(error))
         checkpoint = None
     LOG.info(f"sample hash {state.sample_hash}; checkpoint {checkpoint}")
+    if config.checkpoint.epoch_models and checkpoint:
+        write_epoch_models(checkpoint, missing=True)
 
 
 def draw(config: Run) -> None:

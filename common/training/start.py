@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.folders import find_checkpoint, point_latest, require_checkpoint, step_of
-from common.checkpoint.manifest import MANIFEST
+from common.checkpoint.snapshot import OPTIMIZER_FILE
 from common.config.load import flatten, save_config
 from common.config.resolved import ResolvedModel
-from common.config.schema import ModelConfig
 from common.errors import CheckpointError, ConfigError, GPT2Error
 from common.files import clean_up
 from common.log import LOG
@@ -39,7 +38,6 @@ class Start:
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """Return the checkpoint to read, if any."""
         return self.resume or self.weights
 
     def in_folder(self, folder: Path) -> bool:
@@ -47,36 +45,11 @@ class Start:
         return self.resume is not None and self.resume.path.parent.resolve() == (folder / "checkpoints").resolve()
 
 
-def require_writable(checkpoints: Path) -> None:
-    """Raise ConfigError unless checkpoints can be written into this folder, which is created if needed."""
-    try:
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=checkpoints):
-            pass
-        with os.scandir(checkpoints) as entries:
-            wrong = [entry.path for entry in entries if step_of(entry.name) >= 0 and not entry.is_dir()]
-    except OSError as error:
-        raise ConfigError(
-            f"{checkpoints}: checkpoints cannot be written there: {error.strerror}; make it a"
-            " folder that this user can write, or choose another output_dir"
-        ) from None
-    if wrong:  # a checkpoint would take its place
-        raise ConfigError(
-            f"{wrong[0]}: is not a folder, and has the name of a checkpoint; move it away, or choose another output_dir"
-        )
-
-
 def where_to_start(config: Run, data: TrainingData, named: Checkpoint | None = None) -> Start:
     """Apply checkpoint.resume and checkpoint.init_from. named: what one of them names, if open.
 
     Raises CheckpointError or ConfigError if that is impossible, or if no checkpoint could be written.
     """
-    start = _choose(config, data, named)
-    require_writable(Path(config.output_dir) / "checkpoints")
-    return start
-
-
-def _choose(config: Run, data: TrainingData, named: Checkpoint | None) -> Start:
     folder = Path(config.output_dir)
     with suppress(OSError):  # a kill may have left the only checkpoint under a temporary name
         clean_up(folder / "checkpoints", "step_*")
@@ -86,30 +59,37 @@ def _choose(config: Run, data: TrainingData, named: Checkpoint | None) -> Start:
             " training; set checkpoint.resume to resume from it, or checkpoint.init_from to"
             " begin with its weights"
         )
-    resume, weights = _checkpoint_to_resume(_resume_setting(config), folder, named), None
-    if resume is not None and resume.holds_weights_alone(config.model):
+    resume, weights = _checkpoint_to_resume(config, named), None
+    if resume is not None and resume.is_foreign and OPTIMIZER_FILE not in resume.manifest(config.model)["files"]:
         LOG.warning(
             f"checkpoint.resume={resume}: holds only weights, not the state of a run; it is"
             " used as checkpoint.init_from"
         )
         weights, resume = resume, newest_checkpoint(folder)
+    key, init_from = "checkpoint.init_from", config.checkpoint.init_from
     if resume is not None:
+        weights, may_move = None, config.checkpoint.resume == "auto"
         _refuse_integers("checkpoint.resume", resume, config)
-        may_move = config.checkpoint.resume == "auto"
         require_fitting(resume, "checkpoint.resume", config, data.tokenizer_record, may_move=may_move)
         _log_changes(resume.manifest(config.model), config, data)
-        return Start(resume=resume)
-    key, init_from = "checkpoint.init_from", config.checkpoint.init_from
-    if weights is None and init_from is not None:
+    elif weights is None and init_from is not None:
         weights = named or open_checkpoint(Path(init_from), key)
         _refuse_integers(key, weights, config)
     if weights is not None:
         require_fitting(weights, key, config, data.tokenizer_record)
-    return Start(weights=weights)
+    try:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder / "checkpoints"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{folder / 'checkpoints'}: checkpoints cannot be written there: {error.strerror}; make it a"
+            " folder that this user can write, or choose another output_dir"
+        ) from None
+    return Start(resume=resume, weights=weights)
 
 
 def _refuse_integers(key: str, found: Checkpoint, config: Run) -> None:
-    """Raise ConfigError if a run would start from 8-bit weights."""
     if not found.holds_integers():
         return
     manifest, path = found.manifest(config.model), found.path
@@ -121,21 +101,15 @@ def _refuse_integers(key: str, found: Checkpoint, config: Run) -> None:
     )
 
 
-def _resume_setting(config: Run) -> str:
-    """Return checkpoint.resume, or auto in a restart of a run that has saved.
+def _checkpoint_to_resume(config: Run, named: Checkpoint | None) -> Checkpoint | None:
+    """Return the checkpoint that checkpoint.resume asks for, or the newest in a restart of a run that has saved.
 
-    A launcher that starts the ranks again counts its attempts in RESTART_COUNT, Slurm in its own variable.
+    None to start over. A launcher that starts the ranks again counts its attempts in RESTART_COUNT, Slurm in its own
+    variable.
     """
-    counts = (RESTART_COUNT, SLURM_RESTART_COUNT)
-    is_restart = any(os.environ.get(name, "0") != "0" for name in counts)
-    if is_restart and find_checkpoint(Path(config.output_dir)) is not None:
-        return "auto"
-    return config.checkpoint.resume
-
-
-def _checkpoint_to_resume(wish: str, folder: Path, named: Checkpoint | None) -> Checkpoint | None:
-    """Return the checkpoint that checkpoint.resume asks for; None to start over."""
-    if wish == "auto":
+    wish, folder = config.checkpoint.resume, Path(config.output_dir)
+    is_restart = any(os.environ.get(name, "0") != "0" for name in (RESTART_COUNT, SLURM_RESTART_COUNT))
+    if wish == "auto" or (is_restart and find_checkpoint(folder) is not None):
         return newest_checkpoint(folder)
     if wish == "latest":
         return Checkpoint(require_checkpoint(folder, "checkpoint.resume=latest"))
@@ -223,12 +197,17 @@ def require_fitting(
     for reason, count in Counter(left_out.values()).items():
         name = next(name for name, why in left_out.items() if why == reason)
         LOG.info(f"{checkpoint}: left out: " + (f"{count} x {reason}" if count > 1 else f"{name} ({reason})"))
-    _check_tokenizer(manifest, tokenizer, checkpoint.path)
+    trained = manifest.get("tokenizer")
+    if trained and tokenizer and trained.get("sha256", "") != tokenizer["sha256"]:
+        raise CheckpointError(
+            f"{checkpoint}: trained with tokenizer {trained.get('kind')} of {trained.get('vocab_size')} tokens (sha256"
+            f" {trained.get('sha256', '')[:12]}), the one given is {tokenizer['kind']} of {tokenizer['vocab_size']}"
+            f" tokens (sha256 {tokenizer['sha256'][:12]}); give the vocabulary files it was trained with"
+        )
     require_same_model(manifest, config, checkpoint.path, may_move=may_move)
 
 
 def _log_changes(manifest: dict[str, Any], config: Run, data: TrainingData) -> None:
-    """Log what has changed since the checkpoint."""
     if manifest.get("data") != data.fingerprint:
         LOG.warning(
             "the data, its split, the window or the seed has changed since the checkpoint, or the"
@@ -240,16 +219,6 @@ def _log_changes(manifest: dict[str, Any], config: Run, data: TrainingData) -> N
     for key, value in now.items():
         if (key in decisive or key.partition(".")[0] not in silent) and before.get(key, value) != value:
             LOG.info(f"changed since the checkpoint: {key} {before[key]} -> {value}")
-
-
-def _check_tokenizer(manifest: dict[str, Any], tokenizer: dict[str, Any] | None, checkpoint: Path) -> None:
-    trained = manifest.get("tokenizer")
-    if trained and tokenizer and trained.get("sha256", "") != tokenizer["sha256"]:
-        raise CheckpointError(
-            f"{checkpoint}: trained with tokenizer {trained.get('kind')} of {trained.get('vocab_size')} tokens (sha256"
-            f" {trained.get('sha256', '')[:12]}), the one given is {tokenizer['kind']} of {tokenizer['vocab_size']}"
-            f" tokens (sha256 {tokenizer['sha256'][:12]}); give the vocabulary files it was trained with"
-        )
 
 
 _DECISIVE = (
@@ -269,15 +238,20 @@ def require_same_model(manifest: Mapping[str, Any], config: Run, checkpoint: Pat
 
     may_move: the message offers another output_dir.
     """
-    trained = _sizes(manifest["config"].get("model", {}), checkpoint)
-    model = config.model
+    trained, model = manifest["config"]["model"], config.model
     differ = {key: trained[key] for key in _DECISIVE if trained[key] != getattr(model, key)}
     if not differ:
         return
     found = ", ".join(
         f"{key} is {value} there and {getattr(model, key)} in the config" for key, value in differ.items()
     )
-    words = " ".join(f"model.{key}={value}" for key, value in _overrides(differ, model).items())
+    given = dict(differ)  # the overrides that turn the config's model into that of the checkpoint
+    if model.seq_length > given.get("max_positions", model.seq_length):
+        given["seq_length"] = given["max_positions"]
+    vocabulary = given.get("vocab_size", 0)
+    if vocabulary > model.vocab_size and vocabulary % model.vocab_multiple == 0:
+        given["vocab_multiple"] = multiple_that_keeps(vocabulary)
+    words = " ".join(f"model.{key}={value}" for key, value in given.items())
     say = (
         f"{checkpoint}: holds another model than the config: {found}. To use it, add: model=from_checkpoint, or {words}"
     )
@@ -286,31 +260,6 @@ def require_same_model(manifest: Mapping[str, Any], config: Run, checkpoint: Pat
         free = next(name for name in names if not Path(name).exists())
         say += f". To train the model of the config instead, begin in another folder: output_dir={free}"
     raise CheckpointError(say)
-
-
-def _sizes(section: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Return the decisive keys with their defaults. Raises CheckpointError for a missing key."""
-    sizes = {key: section[key] for key in _DECISIVE if section.get(key) is not None}
-    sizes.setdefault("layer_norm_epsilon", ModelConfig.model_fields["layer_norm_epsilon"].default)
-    if "max_positions" not in sizes:
-        sizes["max_positions"] = section.get("seq_length")
-    if "ffn_hidden_size" not in sizes and isinstance(sizes.get("hidden_size"), int):
-        sizes["ffn_hidden_size"] = 4 * sizes["hidden_size"]
-    wrong = [key for key in _DECISIVE if type(sizes.get(key)) not in (int, float)]
-    if wrong:
-        raise CheckpointError(f"{checkpoint / MANIFEST}: has no number for model.{wrong[0]}; use another checkpoint")
-    return sizes
-
-
-def _overrides(differ: Mapping[str, Any], model: ResolvedModel) -> dict[str, Any]:
-    """Return the overrides that turn the config's model into that of the checkpoint."""
-    words = dict(differ)
-    if model.seq_length > words.get("max_positions", model.seq_length):
-        words["seq_length"] = words["max_positions"]
-    vocabulary = words.get("vocab_size", 0)
-    if vocabulary > model.vocab_size and vocabulary % model.vocab_multiple == 0:
-        words["vocab_multiple"] = multiple_that_keeps(vocabulary)
-    return words
 
 
 def multiple_for(vocabulary: int, multiple: int) -> int:

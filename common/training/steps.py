@@ -188,7 +188,6 @@ class Steps:
         return found
 
     def _watched(self, batches: Iterator[Batch], step: int) -> Iterator[Batch]:
-        """Yield batches on their way to the engine."""
         while True:
             start = time.perf_counter()
             step += 1

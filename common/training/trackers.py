@@ -96,8 +96,7 @@ class MLflow:
         self._client.set_terminated(self.run)
 
 
-STORES: dict[str, type[InitStore] | type[MLflow]]
-STORES = {"wandb": InitStore, "mlflow": MLflow, "swanlab": InitStore}
+STORES: dict[str, type[InitStore | MLflow]] = {"wandb": InitStore, "mlflow": MLflow, "swanlab": InitStore}
 
 
 class Trackers:

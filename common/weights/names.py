@@ -27,8 +27,9 @@ POSITIONS = "wpe.weight"
 
 
 def parameter_shapes(model: ResolvedModel, layers: int | None = None) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter with the true vocabulary, in the order of the forward
-    pass. layers: count only the first ones.
+    """Return the shape of each parameter with the true vocabulary, in the order of the forward pass.
+
+    layers: count only the first ones.
     """
     hidden, ffn, positions = model.hidden_size, model.ffn_hidden_size, model.max_positions
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (model.vocab_size, hidden), POSITIONS: (positions, hidden)}
@@ -71,9 +72,7 @@ def flops_per_token(model: ResolvedModel) -> float:
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay applies: to matrices and embeddings, but not to biases and layer
-    norms.
-    """
+    """Whether weight decay applies: to matrices and embeddings, but not to biases and layer norms."""
     return name.endswith(".weight") and ".ln_" not in f".{name}"
 
 
@@ -142,14 +141,11 @@ def initial_rows(
     rows = np.empty((stop - start, len(range(*width.indices(shape[1])))), np.float32)
     for block in range(start // ROWS_PER_BLOCK, -(-stop // ROWS_PER_BLOCK)):
         first = block * ROWS_PER_BLOCK
-        made = _generator(seed, name, block).standard_normal((ROWS_PER_BLOCK, *shape[1:]), np.float32)
+        digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=16).digest()
+        generator = np.random.Generator(np.random.Philox(key=np.frombuffer(digest, dtype="<u8")))
+        made = generator.standard_normal((ROWS_PER_BLOCK, *shape[1:]), np.float32)
         here = slice(max(first, start), min(first + ROWS_PER_BLOCK, stop))
         rows[here.start - start : here.stop - start] = made[here.start - first : here.stop - first, width] * deviation
     if name == EMBEDDING and stop > model.vocab_size:
         rows[max(model.vocab_size - start, 0) :] = 0.0
     return rows
-
-
-def _generator(seed: int, name: str, block: int) -> np.random.Generator:
-    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=np.frombuffer(digest, dtype="<u8")))

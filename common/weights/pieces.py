@@ -27,15 +27,13 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import CheckpointError
 from common.log import LOG
 from common.tensor_files.safetensors_file import open_safetensors, shapes_of
-from common.weights.names import POSITIONS, check_tensors, decays
+from common.weights.names import check_tensors
 
 WEIGHT_SCALE = "_scale"
 """Suffix that makes the name of a weight's scales from the name of the weight."""
 _INPUT_SCALE = "input_scale"
-_REMEDY = "write the folder again from the weights that it was made of"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,7 +41,7 @@ class LayerScheme:
     """Scheme by which one parameter becomes integers."""
 
     scales: NDArray[np.float32] | None = None
-    """Scales of the rows of the weight; None: from the largest number of each row."""
+    """Scales (out,) of the rows of the weight; None: from the largest number of each row."""
     per_channel: bool = True
     """Whether each row has its own scale, if scales are not given."""
     bits: int = 8
@@ -56,15 +54,6 @@ Scheme: TypeAlias = Mapping[str, LayerScheme]
 """Schemes by the names of the parameters that are quantized. All others stay float32."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class QuantizedWeight:
-    integers: NDArray[np.int8]
-    """(out, in)."""
-    scales: NDArray[np.float32]
-    """(out,)."""
-    input_scale: float | None
-
-
 def input_scale_name(weight: str) -> str:
     """Return the name of the input's scale of the layer with this weight."""
     return f"{weight.removesuffix('weight')}{_INPUT_SCALE}"
@@ -74,35 +63,32 @@ class QuantizedReader:
     """Reader of a safetensors file with weights of 8 bits. It returns them as float32, and logs that once."""
 
     def __init__(self, path: Path, reader: Any) -> None:
-        """Open the file. Raises CheckpointError if a scale is missing, of another shape or unusable."""
-        self._path = path
         self._reader = reader
         self.say_once = cache(lambda: LOG.info(f"{path}: its weights of 8 bits are taken as float32"))
         names = list(reader.keys())  # safe_open is not a mapping
-        self._stored = set(names)
         integers = [name for name in names if reader.get_slice(name).get_dtype() == "I8"]
         of_scales = {name + WEIGHT_SCALE for name in integers} | {name for name in names if name.endswith(_INPUT_SCALE)}
         self._names = [name for name in names if name not in of_scales]
-        self.scheme = {name: self._read_layer(name) for name in integers}
+        self.scheme: Scheme = {
+            name: LayerScheme(
+                scales=reader.get_tensor(name + WEIGHT_SCALE),
+                input_scale=float(reader.get_tensor(of_input)[0]) if of_input in names else None,
+            )
+            for name in integers
+            for of_input in [input_scale_name(name)]
+        }
 
     def keys(self) -> list[str]:
         """Names of parameters, without those of scales."""
         return self._names
 
-    def quantized(self) -> Iterator[tuple[str, QuantizedWeight]]:
-        """Yield the weights of 8 bits as they are stored."""
+    def quantized(self) -> Iterator[tuple[str, NDArray[np.int8], LayerScheme]]:
+        """Yield the weights of 8 bits as they are stored: name, integers (out, in), and their scheme."""
         for name, layer in self.scheme.items():
-            assert layer.scales is not None
-            yield (
-                name,
-                QuantizedWeight(
-                    integers=self._reader.get_tensor(name), scales=layer.scales, input_scale=layer.input_scale
-                ),
-            )
+            yield name, self._reader.get_tensor(name), layer
 
     def get_tensor(self, name: str) -> NDArray[np.float32]:
-        values: NDArray[np.float32] = self.get_slice(name)[...]
-        return values
+        return np.asarray(self.get_slice(name)[...])
 
     def get_slice(self, name: str) -> Any:
         """Return a tensor to cut rectangles from."""
@@ -112,29 +98,6 @@ class QuantizedReader:
             return stored
         assert layer.scales is not None
         return _Slice(self, stored, layer.scales)
-
-    def _read_layer(self, name: str) -> LayerScheme:
-        shape = self._reader.get_slice(name).get_shape()
-        if len(shape) != 2 or not decays(name) or name == POSITIONS:
-            raise CheckpointError(
-                f"{self._path}: {name} {shape} has 8 bits; expected that only of matrices and of"
-                f" the table of tokens; {_REMEDY}"
-            )
-        scales = self._read_scale(name + WEIGHT_SCALE, shape[:1])
-        input_scale = None
-        if input_scale_name(name) in self._stored:
-            input_scale = float(self._read_scale(input_scale_name(name), [1])[0])
-        return LayerScheme(scales=scales, input_scale=input_scale)
-
-    def _read_scale(self, name: str, shape: list[int]) -> NDArray[np.float32]:
-        absent: NDArray[np.float32] = np.empty(0, np.float32)
-        scales = self._reader.get_tensor(name) if name in self._stored else absent
-        if list(scales.shape) != shape or scales.dtype != np.float32 or not (np.isfinite(scales) & (scales > 0)).all():
-            found = f"{scales.dtype} {list(scales.shape)}" if scales.size else "not there"
-            raise CheckpointError(
-                f"{self._path}: {name} is {found}; expected float32 {shape}, all finite and above 0; {_REMEDY}"
-            )
-        return scales
 
 
 @dataclass(frozen=True)
@@ -146,8 +109,7 @@ class _Slice:
     scales: NDArray[np.float32]
 
     def get_shape(self) -> list[int]:
-        shape: list[int] = self.stored.get_shape()
-        return shape
+        return list(self.stored.get_shape())
 
     def __getitem__(self, spans: Any) -> NDArray[np.float32]:
         self.file.say_once()
@@ -175,17 +137,22 @@ class TensorSlice:
     columns: tuple[int, int] | None = None
 
     @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Return the first and the end of each dim."""
+        return (self.rows, self.columns) if self.columns else (self.rows,)
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(end - start for start, end in (self.rows, *([self.columns] if self.columns else [])))
+        return tuple(end - start for start, end in self.spans)
 
 
 Array = NDArray[np.float32]
 Rectangle = list[list[int]]
-"""Return [[first row, end], [first column, end]] as in the manifest; a vector has only the first pair."""
+"""[[first row, end], [first column, end]], as in the manifest; a vector has only the first pair."""
 
 
 def to_rectangle(piece: TensorSlice) -> Rectangle:
-    return [list(span) for span in (piece.rows, piece.columns) if span is not None]
+    return [list(span) for span in piece.spans]
 
 
 class ShardedReader:
@@ -195,20 +162,13 @@ class ShardedReader:
         self._split: set[str] = set()
 
     def add(self, reader: Any, pieces: Mapping[str, Rectangle] | None) -> None:
-        """Tensors of one open file. Of the tensors in ``pieces`` it holds these rectangles, of the
-        others everything.
-        """
+        """Add the tensors of an open file. It holds these rectangles of those in ``pieces``, and the others whole."""
         for name, shape in shapes_of(reader).items():
             spans = [[0, size] for size in shape]
             # a tensor that the manifest does not list does not belong to the model: require refuses it
             if pieces is not None and name in pieces:
                 spans = pieces[name]
                 self._split.add(name)
-                if tuple(end - first for first, end in spans) != shape:
-                    raise CheckpointError(
-                        f"{self._path}: the manifest says {spans} of {name}, its part is"
-                        f" {list(shape)}; use another checkpoint"
-                    )
             self._parts[name].append((reader, tuple(slice(*span) for span in spans)))
 
     def __bool__(self) -> bool:
@@ -230,11 +190,10 @@ class ShardedReader:
 
     def read(self, name: str, piece: TensorSlice) -> Array:
         """Return a rectangle of a tensor; elements beyond its rows are 0."""
-        wanted = [piece.rows, *([piece.columns] if piece.columns else [])]
+        wanted = piece.spans
         parts = self._parts[name]
-        if len(parts) == 1 and [(span.start, span.stop) for span in parts[0][1]] == wanted:
-            whole: Array = parts[0][0].get_tensor(name)
-            return whole
+        if len(parts) == 1 and tuple((span.start, span.stop) for span in parts[0][1]) == wanted:
+            return np.asarray(parts[0][0].get_tensor(name))
         values = np.zeros(piece.shape, np.float32)
         for reader, spans in parts:
             common = [

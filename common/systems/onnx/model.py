@@ -202,14 +202,13 @@ class GPT2Graph:
     def _embed(self, ids: str) -> str:
         table, graph = self._read("wte.weight"), self._graph
         if layer := self._scheme.get("wte.weight"):  # integers, which the head uses too
-            stored = to_integers("wte", table, layer)
-            integers = graph.weight("wte.integers", stored.integers)
-            scales = graph.weight("wte.scales", stored.scales)
+            whole, factors = to_integers("wte", table, layer)
+            integers, scales = graph.weight("wte.integers", whole), graph.weight("wte.scales", factors)
             rows = graph.node("Gather", [integers, ids], "wte.rows")
             rows = graph.node("Cast", [rows], "wte.floats", to=TensorProto.FLOAT)
-            factors = graph.node("Gather", [scales, ids], "wte.factors")
-            factors = graph.node("Unsqueeze", [factors, graph.constant("last", [-1])], "wte.each")
-            return graph.node("Mul", [rows, factors], "wte.out")
+            each = graph.node("Gather", [scales, ids], "wte.factors")
+            each = graph.node("Unsqueeze", [each, graph.constant("last", [-1])], "wte.each")
+            return graph.node("Mul", [rows, each], "wte.out")
         if bits := BITS.get(self._dtype):
             integers, scales = self._write_quantized("wte", table, bits)
             return graph.node(
@@ -305,9 +304,8 @@ class GPT2Graph:
                 for part, weight, scheme in zip(names, weights, schemes, strict=True)
                 if scheme is not None
             ]
-            whole = np.concatenate([part.integers for part in parts]).T
-            integers = graph.weight(f"{name}.integers", whole)
-            scales = graph.weight(f"{name}.scales", np.concatenate([part.scales for part in parts]))
+            whole, factors = map(np.concatenate, zip(*parts, strict=True))
+            integers, scales = graph.weight(f"{name}.integers", whole.T), graph.weight(f"{name}.scales", factors)
             product = self._multiply(name, x, integers, scales, first)
         elif bits := BITS.get(self._dtype):
             weight = np.concatenate(weights)

@@ -1,5 +1,5 @@
 """Choice of the checkpoint to resume from. A folder that cannot be looked into, or shows a run, is
-never started over. Every changed bit of a manifest is found, and what its readers rely on is checked.
+never started over. Every changed bit of a manifest is found.
 """
 
 import json
@@ -68,11 +68,7 @@ DAMAGE: list[tuple[list[Callable[[Path], Any]], str]] = [
      r"step_00000020.* not a whole checkpoint.*checkpoint\.resume=.*to start over"),
     ([lambda folder: shutil.rmtree(folder / STEP)],
      "latest names 'step_00000020', which is not a whole checkpoint here; "),
-    ([lambda folder: (folder / "latest").unlink(), lambda folder: os.mkfifo(folder / "latest")],
-     "latest: is not a file, expected one"),
     ([shutil.rmtree, Path.touch], r"checkpoints: checkpoints cannot be written there: File exists; .* output_dir"),
-    ([lambda folder: (folder / "step_00000010").touch()],
-     "step_00000010: is not a folder, and has the name of a checkpoint"),
 ]  # fmt: skip
 
 
@@ -194,37 +190,18 @@ def test_cut_swapped_and_reformatted_texts_are_refused() -> None:
     for text in (*others, json.dumps(json.loads(whole)).encode()):
         with pytest.raises(ValueError):
             unseal(text)
-    with pytest.raises(ValueError, match="nested deeper than 64 levels"):
-        unseal(b'{"a":' * 5000 + b"1" + b"}" * 5000)
 
 
-def file(name: str = "model.safetensors", **more: Any) -> dict[str, Any]:
-    return {"files": {name: {"bytes": 1, "crc32": 1} | more}}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"config": {"model": 40}}, r"config\.model: Input should be a valid dictionary, found 40"),
-        (file("../x"), r"files\..*: String should match pattern"),
-        (file("model.rank_../../x.safetensors"), r"files\..*: String should match pattern"),
-        (file(bytes="12"), r"safetensors\.bytes: Input should be a valid int"),
-    ],
-)
-def test_values_that_readers_rely_on_are_checked(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    write_manifest(tmp_path, record(**changes))
-    wanted = rf"manifest\.json: broken manifest: .*{message}.*; use another checkpoint"
-    with pytest.raises(CheckpointError, match=wanted):
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "..", "model.rank_../../x.safetensors", "x\n", ""])
+def test_files_of_a_manifest_lie_in_its_folder(tmp_path: Path, name: str) -> None:
+    write_manifest(tmp_path, record(files={name: {"bytes": 1, "crc32": 1}}))
+    with pytest.raises(CheckpointError, match=r"manifest\.json: names the file .*; use another checkpoint"):
         read_manifest(tmp_path)
 
 
-def test_a_state_that_contradicts_itself_is_refused() -> None:
-    for values, message in (
-        ({"skipped_steps": 11}, "skipped_steps=11 and step=10 contradict"),
-        ({"losses": [1.0]}, "1 losses and 2 gradient norms"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            TrainState.from_dict(STATE | values)
+def test_a_manifest_of_a_thousand_ranks_is_read_back() -> None:
+    """It is longer than any other JSON may be."""
+    assert unseal(seal(record(many="x" * 2**25)))["state"] == STATE
 
 
 def test_missing_and_unreadable_inputs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,8 +279,13 @@ def test_the_rank_whose_disk_is_full_is_the_one_that_says_so(tmp_path: Path, mon
 
 
 def test_a_run_that_failed_waits_less_for_the_parts_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it waits already."""
     monkeypatch.setattr(module, "PATIENCE_AFTER_FAILURE", 0.1)
-    with pytest.raises(RuntimeError, match="no contact"), CheckpointWriter(tmp_path, patience=3600) as writer:
+    with pytest.raises(RuntimeError, match="no contact"), CheckpointWriter(tmp_path, patience=30) as writer:
         writer.save(part(5, 0))
+        while not (tmp_path / ".step_00000005.tmp" / "rank_00000.json").exists():
+            time.sleep(0.01)
+        time.sleep(0.1)
+        failed = time.monotonic()
         raise RuntimeError("no contact")
-    assert find_checkpoint(tmp_path) is None
+    assert find_checkpoint(tmp_path) is None and time.monotonic() < failed + 15

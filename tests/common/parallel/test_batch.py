@@ -35,7 +35,7 @@ def test_a_plan_multiplies_out_and_any_one_number_may_be_left_out(
     plan = plan_batch(**whole)
     for name in ("micro_batch", "accumulation", "global_batch"):
         assert plan_batch(**{key: value for key, value in whole.items() if key != name}) == plan
-    if total != plan.global_batch:
+    if total != plan[0]:
         with pytest.raises(ConfigError) as caught:
             plan_batch(**given, global_batch=total)
         assert all(str(number) in str(caught.value) for number in (total, *given.values()))
@@ -96,7 +96,7 @@ def test_a_size_begins_with_the_batch_at_or_after_its_first_sample() -> None:
         sizes = batch_sizes(full, steps)
         for consumed in range(200):
             assert sizes.at(consumed) == [size for first, size in steps if first <= consumed][-1]
-        check_ramp(plan_batch(global_batch=full, micro_batch=1, data_parallel=1), steps)
+        check_ramp(sizes, steps, micro_batch=1, data_parallel=1)
     full, steps = STEPS[0]
     assert micro_batches(full, steps, 2) == (1, 2)
     text = "4 samples, 8 from sample 10, 32 from sample 100; full after step 14"

@@ -62,7 +62,7 @@ def test_every_layout_is_suggested_or_refused() -> None:
     assert seconds[0] <= time_of(make_plan(tutorial), tutorial, ASCEND).total
     for layout in found.fitting:
         assert layout.plan.peak < 31 * 2**30  # context.max_device_memory=31GB of the preset
-        assert layout.plan.batch.global_batch == 192 and layout.plan.batch.micro_batch % 2 == 0
+        assert layout.config.train.global_batch_size == 192 and layout.config.train.micro_batch_size % 2 == 0
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def tried_one_by_one(config: Run, at: Axes) -> Layout | None:
         except ConfigError:
             continue
         plan, seconds = make_plan(run), time_of(make_plan(run), run, ASCEND).total
-        cannot = schedule_error(run.parallel.pipeline_schedule, run.topology, run.batch.accumulation)
+        cannot = schedule_error(run.parallel.pipeline_schedule, run.topology, run.train.accumulation_steps)
         is_faster = best is None or seconds < best.seconds * (1 - EQUAL)
         if plan.peak <= (memory_limit(run, ASCEND) or 0) and not cannot and is_faster:
             best = Layout(config=run, seconds=seconds)
@@ -195,10 +195,10 @@ def test_each_layout_has_the_largest_micro_batch_that_fits() -> None:
     for layout in found.fitting:
         data, _, pipeline = axes(layout)
         size, plan = layout.config.train.micro_batch_size, layout.plan
-        assert plan.peak <= limit and size * plan.batch.accumulation * data == full
+        assert plan.peak <= limit and size * layout.config.train.accumulation_steps * data == full
         larger = next(each for each in range(size + 1, full + 1) if full % (each * data) == 0)
         more = with_batch(layout, larger)
-        assert make_plan(more).peak > limit or more.batch.accumulation < pipeline
+        assert make_plan(more).peak > limit or more.train.accumulation_steps < pipeline
         sizes.append(size)
     assert len({*sizes}) > 1
     text = describe_suggestions(found, 8, H100)

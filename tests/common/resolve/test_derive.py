@@ -40,7 +40,7 @@ def test_a_run_is_written_and_read_as_a_config() -> None:
     given = config(parallel__model_parallel=2, train__global_batch_size=8)
     run = resolve_config(given, world_size=4)
     assert (run.topology.data, run.topology.tensor, run.topology.world_size) == (2, 2, 4)
-    assert (run.batch.global_batch, run.batch.accumulation) == (8, 2)
+    assert (run.train.global_batch_size, run.train.accumulation_steps) == (8, 2)
     assert (run.vocab_rows, run.sizes.vocabulary, run.sizes.ffn) == (256, 256, 128)
     assert list(run.model_dump()) == list(given.model_dump())
     assert list(run.model_dump()["model"]) == list(given.model_dump()["model"])
