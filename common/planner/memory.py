@@ -10,7 +10,7 @@ each block's gradients are reduced when its backward pass ends.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from common.parallel.pipeline import gradients_at_most, held_at_most
@@ -51,9 +51,7 @@ class Memory:
     @property
     def parts(self) -> dict[str, int]:
         """Parts of the device's memory, by name."""
-        return {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("on_host", "shared")
-        }
+        return {name: size for name, size in vars(self).items() if name not in ("on_host", "shared")}
 
     @property
     def peak(self) -> int:

@@ -7,7 +7,7 @@ Messages go along rings (Patarasuk and Yuan, "Bandwidth optimal all-reduce algor
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from common.accelerators import Accelerator, Hardware
 from common.parallel.kernels import is_compiled, keeps_no_scores
@@ -186,7 +186,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return float(sum(getattr(self, field.name) for field in fields(self)))
+        return float(sum(vars(self).values()))
 
 
 def step_time(config: Run, device: Accelerator, place: int, memory: Memory, traffic: Traffic) -> StepTime:
