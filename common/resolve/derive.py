@@ -23,7 +23,7 @@ from common.parallel.batch import (
     plan_data_parallel,
 )
 from common.parallel.run import Run, topology_of
-from common.resolve.engine_checks import check_engine
+from common.resolve.engine_checks import check_engine, unmet
 
 ONE_DEVICE_MODES = ("eval", "predict", "serve", "export")
 """Run modes that use only the device of rank 0, except for a validation on torch."""
@@ -440,43 +440,28 @@ def _check_precision(config: RunConfig) -> None:
 
 def _check_float8(config: RunConfig) -> None:
     """Refuse runs whose linear layers or head cannot be multiplied in float8."""
-    model, parallel = config.model, config.parallel
+    model, precision = config.model, config.precision
+    wanted = {"engine": ("native",), "precision.compute": ("bfloat16",), "parallel.model_parallel": (1,)}
     sizes = {"model.hidden_size": model.hidden_size, "model.seq_length": model.seq_length}
-    if config.precision.float8 != "none":
-        strategy, stage = parallel.strategy, parallel.zero_stage
-        needs = [
-            (f"parallel.strategy={strategy}", "parallel.strategy=ddp", strategy == "ddp"),
-            (f"parallel.zero_stage={stage}", "parallel.zero_stage=0", not stage),
-        ]
-        layer = sizes | {"model.ffn_hidden_size": model.ffn_hidden_size or 0}
-        _check_float8_part(config, f"precision.float8={config.precision.float8}", needs, layer)
-    if config.precision.float8_head:
-        rows = pad_vocabulary(model.vocab_size, model.vocab_multiple, parallel.model_parallel)
-        sizes |= {"the padded vocabulary": rows, "train.loss_rows": config.train.loss_rows or 0}
-        _check_float8_part(config, "precision.float8_head=true", [], sizes)
-
-
-def _check_float8_part(config: RunConfig, key: str, needs: list[tuple[str, str, bool]], sizes: dict[str, int]) -> None:
-    """Refuse what layers and head both lack. needs: what was found, what is needed and whether it
-    holds. sizes: multiples of 16.
-    """
-    compute, tensor = config.precision.compute, config.parallel.model_parallel
-    wrong = ", ".join(f"{name}={size}" for name, size in sizes.items() if size % 16)
-    all_needs = (
-        (f"engine={config.engine}", "engine=native", config.engine == "native"),
-        (f"precision.compute={compute}", "precision.compute=bfloat16", compute == "bfloat16"),
-        (f"parallel.model_parallel={tensor}", "parallel.model_parallel=1", tensor == 1),
-        *needs,
-        ("quantization", "no section quantization", config.quantization is None),
-        (wrong, "multiples of 16", not wrong),
-    )
-    refuse_first(
-        config.backend != "torch" and f"{key} is for backend torch; set precision=bf16 with backend={config.backend}",
-        *(
-            not holds and f"{key} needs {needed}, not {found}; set that, or precision=bf16"
-            for found, needed, holds in all_needs
-        ),
-    )
+    parts = {}
+    if precision.float8 != "none":
+        wanted_too = {"parallel.strategy": ("ddp",), "parallel.zero_stage": (0,)}
+        layer = {"model.ffn_hidden_size": model.ffn_hidden_size or 0}
+        parts[f"precision.float8={precision.float8}"] = wanted | wanted_too, sizes | layer
+    if precision.float8_head:
+        rows = pad_vocabulary(model.vocab_size, model.vocab_multiple, config.parallel.model_parallel)
+        head = {"the padded vocabulary": rows, "train.loss_rows": config.train.loss_rows or 0}
+        parts["precision.float8_head=true"] = wanted, sizes | head
+    for key, (needs, multiples) in parts.items():
+        wrong = ", ".join(f"{name}={size}" for name, size in multiples.items() if size % 16)
+        refuse_first(
+            config.backend != "torch"
+            and f"{key} is for backend torch; set precision=bf16 with backend={config.backend}",
+            *unmet(config, key, needs, "precision=bf16"),
+            config.quantization is not None
+            and f"{key} needs no section quantization, not quantization; set that, or precision=bf16",
+            wrong and f"{key} needs multiples of 16, not {wrong}; set that, or precision=bf16",
+        )
 
 
 def _check_length(config: RunConfig) -> None:
