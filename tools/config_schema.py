@@ -127,7 +127,7 @@ def _aliases() -> str:
         "",
         "| name 名称 | key 键 | meaning 含义 |",
         "| --- | --- | --- |",
-        *(f"| `{name}` | `{alias.ours}` | {_cell(alias.description)} |" for name, alias in ALIASES.items()),
+        *(f"| `{name}` | `{alias.ours}` | {_cell(alias.meaning)} |" for name, alias in ALIASES.items()),
     ]
     return "\n".join(lines) + "\n"
 
@@ -149,7 +149,7 @@ def config_schema() -> str:
             node = target["properties"][section]
             target = schema["$defs"][(node.get("$ref") or node["allOf"][0]["$ref"]).rpartition("/")[2]]
         choices: dict[str, Any] = {"enum": [*alias.values, None]} if alias.values else {"type": ["integer", "null"]}
-        target["properties"][key] = {"description": alias.description, **choices}
+        target["properties"][key] = {"description": alias.meaning, **choices}
     model = schema["properties"]["model"]
     model["anyOf"] = [{"const": "from_checkpoint"}, {"$ref": model.pop("$ref")}]
     for section in (schema, *schema["$defs"].values()):

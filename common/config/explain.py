@@ -62,7 +62,7 @@ def explain_key(asked: str | None) -> str:
         return _explained(asked)
     alias = next((alias for key, alias in ALIASES.items() if asked in (key, key.rpartition(".")[2])), None)
     if alias is not None:
-        return f"{textwrap.fill(f'{asked}: {alias.description}', _WIDTH)}\n\n{_explained(alias.ours)}"
+        return f"{textwrap.fill(f'{asked}: {alias.meaning}', _WIDTH)}\n\n{_explained(alias.ours)}"
     if (here := key_of_others(asked)) is not None:
         found = [
             word for word in re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", re.sub(r"\(.*\)", "", here)) if word in keys

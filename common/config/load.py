@@ -57,16 +57,36 @@ def read_own_config(path: Path, text: str | None = None) -> _Read:
     Returns the values, not yet checked, and the source of each key. text: content of ``path``, if
     it has been read. Raises ConfigError.
     """
-    tree, sources = read_with_bases(path, "base", _read_own, _merge, text)
+
+    def read(path: Path, text: str | None) -> _Read:
+        own, sources = read_yaml(path, is_text=_takes_text, text=text)
+        rename_keys(own, sources)
+        return own, sources
+
+    tree, sources = read_with_bases(path, "base", read, _merge, text)
     _find_inputs(tree)
     return tree, sources
 
 
 def apply_overrides(tree: dict[str, Any], sources: Sources, words: Sequence[str]) -> None:
-    """Apply ``section.key=value`` overrides to a plain mapping. Raises ConfigError."""
+    """Apply ``section.key=value`` overrides to a plain mapping. Raises ConfigError.
+
+    A length from the command line replaces another one from a file.
+    """
     for word in words:
         _override(tree, sources, word)
-    _settle_lengths(tree, sources)
+    for section, names in _LENGTHS.items():
+        values = tree.get(section)
+        if not isinstance(values, dict):
+            continue
+        said = [name for name in names if sources.get((section, name)) == "command line"]
+        if all(values[name] is None for name in said):
+            continue
+        for name in set(names) - set(said):
+            values.pop(name, None)
+        counted = sources.get(("train", "num_samples")) == "command line"
+        if section == "train" and values.get("max_epochs") is None and not counted:
+            values.pop("num_samples", None)
 
 
 def _find_inputs(tree: dict[str, Any]) -> None:
@@ -109,22 +129,6 @@ def _is_there(path: Path) -> bool:
         return False
 
 
-def _settle_lengths(tree: dict[str, Any], sources: Sources) -> None:
-    """Let a length from the command line replace another one from a file."""
-    for section, names in _LENGTHS.items():
-        values = tree.get(section)
-        if not isinstance(values, dict):
-            continue
-        said = [name for name in names if sources.get((section, name)) == "command line"]
-        if all(values[name] is None for name in said):
-            continue
-        for name in set(names) - set(said):
-            values.pop(name, None)
-        counted = sources.get(("train", "num_samples")) == "command line"
-        if section == "train" and values.get("max_epochs") is None and not counted:
-            values.pop("num_samples", None)
-
-
 def build_config(tree: Mapping[str, Any], sources: Sources | None = None, fill: Fill | None = None) -> RunConfig:
     """Validate a plain mapping. sources: where each key was read, for error messages. fill: gives
     sizes to a model that has none.
@@ -161,19 +165,6 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def parse_scalar(text: str, where: str) -> Any:
-    """Parse a YAML value from the command line.
-
-    Text that is not a number, boolean, null, list or mapping stays text.
-    """
-    if text.lstrip()[:1] not in ("[", "{") and not re.fullmatch(r"[-+.\w~]*", text):
-        return text
-    try:
-        return parse_yaml(text)
-    except MalformedError as error:
-        raise ConfigError(f"{where}: {text[:60]!r} is not valid YAML: {error.problem}") from None
 
 
 # ---- files ----
@@ -227,12 +218,6 @@ def read_with_bases(
         return known[real]
 
     return whole(path, (), "", text)
-
-
-def _read_own(path: Path, text: str | None) -> _Read:
-    own, sources = read_yaml(path, is_text=_takes_text, text=text)
-    rename_keys(own, sources)
-    return own, sources
 
 
 def read_yaml_text(path: Path) -> str:
@@ -310,8 +295,17 @@ def _override(tree: dict[str, Any], sources: Sources, word: str) -> None:
 
 
 def read_value(text: str, path: Path_, where: str) -> Any:
-    """Return the value of a key from the command line. Raises ConfigError."""
-    return text if _takes_text(path, text) else parse_scalar(text, where)
+    """Return the value of a key from the command line. Raises ConfigError.
+
+    It is read as YAML where the key takes more than text, and the text can be a number, boolean, null, list or mapping.
+    """
+    is_plain = text.lstrip()[:1] not in ("[", "{") and not re.fullmatch(r"[-+.\w~]*", text)
+    if is_plain or _takes_text(path, text):
+        return text
+    try:
+        return parse_yaml(text)
+    except MalformedError as error:
+        raise ConfigError(f"{where}: {text[:60]!r} is not valid YAML: {error.problem}") from None
 
 
 def _takes_text(path: Path_, text: str) -> bool:
