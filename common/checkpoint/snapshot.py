@@ -171,7 +171,7 @@ def load_scales(folder: Path, manifest: Mapping[str, Any], scales: ActivationSca
     """Load the scales of activations of a checkpoint, if any. Raises CheckpointError for broken ones."""
     try:
         scales.load(manifest.get("engine", {}).get("quantization", {}))
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{folder / MANIFEST}: broken scales of activations ({error}); use another checkpoint"
         ) from None

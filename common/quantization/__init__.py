@@ -138,19 +138,17 @@ class ActivationScales:
         return {"weight": self._weight, "accumulated": dict(self._accumulated)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the state of a checkpoint. Raises ValueError for a broken one.
+        """Load the state of a checkpoint. Raises ValueError for scales that are not finite.
 
         An empty state, and one that lacks a layer, is ignored; the scales are then measured again.
         """
-        accumulated, weight = state.get("accumulated", {}), state.get("weight", 0.0)
-        if not isinstance(accumulated, dict) or not isinstance(weight, int | float):
-            raise ValueError("accumulated and weight of activation scales are not numbers")
-        if not state or not set(self.layers) <= accumulated.keys():
+        accumulated = state.get("accumulated", {})
+        if not set(self.layers) <= accumulated.keys():
             return
-        values = {name: float(accumulated[name]) for name in self.layers}
+        weight, values = float(state["weight"]), {name: float(accumulated[name]) for name in self.layers}
         if not all(np.isfinite([weight, *values.values()])) or weight <= 0:
             raise ValueError("activation scales are not finite")
-        self._weight, self._accumulated = float(weight), values
+        self._weight, self._accumulated = weight, values
 
 
 _BITS = 8
