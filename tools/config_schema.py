@@ -69,7 +69,7 @@ def config_reference() -> str:
         meaning = key_facts(section)["meaning"] if section else ""
         lines += ["", f"## {title}", "", *([_cell(meaning), ""] if meaning else []), f"{_COLUMNS}|"]
         if not section:
-            lines.append(_row("base", "base", BASE | {"default": "left out"}))
+            lines.append(_row("base", "base", BASE | {"default": "left out", "parallel_mode": ""}))
         for key, is_section in schema_keys().items():
             top, dot, _ = key.partition(".")
             if top == section if dot else not (section or is_section):
@@ -97,7 +97,7 @@ def _row(key: str, name: str, facts: dict[str, str]) -> str:
         values = allowed if values == "one of a few values" else f"{values}; {allowed}"
     for number, shown in _NUMBERS.items():
         values = values.replace(number, shown)
-    if facts.get("parallel_mode"):
+    if facts["parallel_mode"]:
         backend = "MindSpore, modes 1 and 2"
     elif facts.get("backend"):
         backend = "MindSpore"

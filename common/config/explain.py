@@ -79,17 +79,10 @@ def explain_key(asked: str | None) -> str:
 def key_facts(key: str) -> dict[str, str]:
     """Return type, default, allowed values, backend and meaning of a key or section of the schema.
 
-    ``parallel_mode`` names the modes of a key that only some have.
+    ``parallel_mode`` names the modes of a key that only some have, and is empty for others.
     """
     node = _node(key)
-    facts = _facts(node)
-    if not facts["meaning"] and (section := _section_of(node)):
-        facts["meaning"] = _text(section.get("description", ""))
-    parts = key.split(".")
-    for n in range(1, len(parts) + 1):
-        marks = _node(".".join(parts[:n]))
-        facts |= {mark: marks[mark] for mark in ("backend", "parallel_mode") if mark in marks}
-    return facts
+    return _facts(node) | {"parallel_mode": node.get("parallel_mode", "")}
 
 
 @lru_cache(maxsize=1)
@@ -102,10 +95,7 @@ def _explained(key: str) -> str:
     section = _section_of(node)
     if section is None:
         return _of_key(key, _facts(node))
-    lines = [
-        f"{key} (a section)",
-        *textwrap.wrap(_text(node.get("description") or section.get("description", "")), _WIDTH),
-    ]
+    lines = [f"{key} (a section)", *textwrap.wrap(_facts(node)["meaning"], _WIDTH)]
     forms = [form for form in _types(node) if form != "section"]
     if forms:
         lines.append(f"also written as: {' or '.join(forms)}")
@@ -119,13 +109,14 @@ def _explained(key: str) -> str:
 
 
 def _node(key: str) -> dict[str, Any]:
-    """Return the JSON Schema of a key, with the description that stands beside it."""
-    node = _schema()
+    """Return the JSON Schema of a key, with the description that stands beside it and the marks of its section."""
+    node, marks = _schema(), dict[str, Any]()
     for part in key.split("."):
         section = _section_of(node)
         assert section is not None, key
         node = section["properties"][part]
-    return node
+        marks |= {mark: node[mark] for mark in ("backend", "parallel_mode") if mark in node}
+    return node | marks
 
 
 def _section_of(node: dict[str, Any]) -> dict[str, Any] | None:
@@ -161,7 +152,8 @@ def _facts(node: dict[str, Any]) -> dict[str, str]:
         facts["allowed"] = "; ".join(allowed)
     if "backend" in node:
         facts["backend"] = f"{node['backend']} only"
-    return facts | {"meaning": _text(node.get("description", ""))}
+    section = _section_of(node) or {}
+    return facts | {"meaning": _text(node.get("description") or section.get("description", ""))}
 
 
 _NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false", "array": "list"}

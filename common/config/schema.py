@@ -721,8 +721,21 @@ class PredictConfig(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.method == "beam_search":
-            self._check_beams()
+        beams = self.method == "beam_search"
+        if beams and self.num_sequences > self.num_beams:
+            raise ValueError(
+                f"num_sequences={self.num_sequences} is above num_beams={self.num_beams}; lower the"
+                " first or raise the second"
+            )
+        if beams and self.num_beams % self.num_beam_groups:
+            raise ValueError(
+                f"num_beam_groups={self.num_beam_groups} does not divide num_beams={self.num_beams}; choose a divisor"
+            )
+        if beams and self.diversity_rate and self.num_beam_groups == 1:
+            raise ValueError(
+                f"diversity_rate={self.diversity_rate} needs several groups of beams; set"
+                " num_beam_groups, such as num_beams"
+            )
         if self.num_sequences > 1 and self.method == "greedy":
             change = "raise temperature" if self.strategy == "sampling" else "set strategy=sampling"
             raise ValueError(f"num_sequences={self.num_sequences}: greedy gives equal continuations; {change}")
@@ -731,22 +744,6 @@ class PredictConfig(Section):
                 f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}; lower the first"
             )
         return self
-
-    def _check_beams(self) -> None:
-        if self.num_sequences > self.num_beams:
-            raise ValueError(
-                f"num_sequences={self.num_sequences} is above num_beams={self.num_beams}; lower the"
-                " first or raise the second"
-            )
-        if self.num_beams % self.num_beam_groups:
-            raise ValueError(
-                f"num_beam_groups={self.num_beam_groups} does not divide num_beams={self.num_beams}; choose a divisor"
-            )
-        if self.diversity_rate and self.num_beam_groups == 1:
-            raise ValueError(
-                f"diversity_rate={self.diversity_rate} needs several groups of beams; set"
-                " num_beam_groups, such as num_beams"
-            )
 
 
 class EvaluationConfig(Section):
