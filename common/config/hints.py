@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import types
 import typing
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -143,31 +144,33 @@ def nearest_keys(dotted: str) -> list[str]:
 @lru_cache(maxsize=1)
 def schema_keys() -> dict[str, bool]:
     """Map every dotted key to whether it is a section."""
-    return {key: is_section for key, _, is_section in _fields_of(RunConfig)}
+    return {key: section_of(field) is not None for key, field in schema_fields().items()}
 
 
-def schema_defaults() -> dict[str, Any]:
-    """Map every dotted key with a default, sections left out, to it."""
-    return {
-        key: field.default
-        for key, field, is_section in _fields_of(RunConfig)
-        if not is_section and not field.is_required()
-    }
+@lru_cache(maxsize=1)
+def schema_fields() -> dict[str, FieldInfo]:
+    """Map every dotted key to its field."""
+    return dict(_fields_of(RunConfig))
 
 
-def _fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo, bool]]:
+def _fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
-        section = section_of(field.annotation)
-        yield f"{prefix}{name}", field, section is not None
-        if section is not None:
+        yield f"{prefix}{name}", field
+        if (section := section_of(field)) is not None:
             yield from _fields_of(section, f"{prefix}{name}.")
 
 
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section that a field with this annotation holds, even if optional or in short form."""
-    for option in (annotation, *typing.get_args(annotation)):
-        if isinstance(option, type) and issubclass(option, BaseModel):
-            return option
-        if typing.get_origin(option) is typing.Annotated and (found := section_of(typing.get_args(option)[0])):
-            return found
-    return None
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the section that a field holds, even if optional or in short form."""
+    kinds = types_of(field.annotation)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def types_of(annotation: Any) -> list[Any]:
+    """Return the alternatives of an annotation, without their limits."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return types_of(inner[0])
+    if origin in (typing.Union, types.UnionType):
+        return [kind for each in inner for kind in types_of(each)]
+    return [annotation]

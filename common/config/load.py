@@ -9,8 +9,6 @@ import copy
 import difflib
 import os
 import re
-import types
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from common.config.aliases import Path_, Sources, merge_aliases, rename, rename_keys
-from common.config.hints import explain_all
+from common.config.hints import explain_all, schema_fields, types_of
 from common.config.schema import RunConfig, expand_model, expand_precision, expand_tokenizer
 from common.errors import ConfigError
 from common.files import atomic_write, reading
@@ -314,21 +312,7 @@ def _takes_text(path: Path_, text: str) -> bool:
     """
     if path in _PROSE:
         return not _LIST.fullmatch(text)
-    types_ = _types(path)
-    is_text = bool(types_) and types_ <= {str, type(None)}
+    field = schema_fields().get(".".join(map(str, path)))
+    is_text = field is not None and set(types_of(field.annotation)) <= {str, type(None)}
     is_text |= path in _FILES and text[:1] not in ("[", "{")
     return is_text and text not in ("", "null", "~")
-
-
-def _types(path: Path_) -> set[Any]:
-    """Return the types that a key may have, without their limits; none of an unknown key."""
-    found: set[Any] = {RunConfig}
-    for key in path:
-        fields = [each.model_fields for each in found if hasattr(each, "model_fields")]
-        annotation = fields[0][key].annotation if fields and key in fields[0] else None
-        is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-        found = set()
-        for option in typing.get_args(annotation) if is_union else (annotation,):
-            is_limited = typing.get_origin(option) is typing.Annotated
-            found.add(typing.get_args(option)[0] if is_limited else option)
-    return found

@@ -130,7 +130,7 @@ def test_integers_equal_what_was_trained(
         ({"activations": "none"}, {}, "activations=none and activation_bits=8"),
         ({"activation_bits": 4}, {}, "activation_bits=4; integers are multiplied"),
         ({"weights": "best"}, {}, "broken manifest"),
-        ({"skip": []}, {"weight": "x"}, "broken scales of activations"),
+        ({"skip": []}, {"accumulated": 5}, "broken scales of activations"),
     ],
 )
 def test_types_without_integers_are_refused(
