@@ -149,8 +149,7 @@ def _paths_here(config: Run) -> dict[str, Any]:
     paths = {key: Path(getattr(settings, key) or "") for key in ("load", "resume", "init_from")}
     if settings.init_from and find_checkpoint(Path(config.output_dir)) is not None:
         del paths["init_from"]
-    here = {key: located(path) for key, path in paths.items()}
-    checkpoint = {key: str(path) for key, path in here.items() if path != paths[key]}
+    checkpoint = {key: str(here) for key, path in paths.items() if (here := located(path)) != path}
     if wish is not None and wish.folder is not None:
         folder = str(located(Path(wish.folder), weights=False))
         wish = as_section(TokenizerConfig, wish, {"folder": folder})

@@ -36,17 +36,29 @@ IsText = Callable[[KeyPath, str], bool]
 """Tells whether a word without quotation marks is text there, even one such as 42 or true."""
 
 
-def read_yaml_mapping(path: Path, text: str | None = None, **wishes: Any) -> dict[str, Any]:
+def read_yaml_mapping(path: Path, **wishes: Any) -> dict[str, Any]:
     """Return the content of a YAML file with keys at its top; an empty file has none.
 
-    text: the file's, if it has been read. wishes: of ``parse_yaml``. Raises ConfigError.
+    wishes: of ``parse_yaml``. Raises ConfigError.
     """
-    text = read_text(path, limit=MAX_YAML_BYTES) if text is None else text
+    text = read_text(path, limit=MAX_YAML_BYTES)
     try:
         found = parse_yaml(text, **wishes)
     except MalformedError as reason:
         raise ConfigError(f"{reason.at(path)}: not valid YAML: {reason.problem}") from None
     return require_mapping({} if found is None else found, str(path))
+
+
+_SCALARS = {
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "null": r"~|null|Null|NULL|",
+    "int": r"[-+]?[0-9]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+_RESOLVERS: dict[Any, Any] = {
+    None: [(f"tag:yaml.org,2002:{name}", re.compile(f"^(?:{pattern})$")) for name, pattern in _SCALARS.items()]
+}
+"""Kinds of words without quotation marks, in PyYAML's form: of any first character."""
 
 
 class YamlLoader(yaml.SafeLoader):
@@ -55,6 +67,8 @@ class YamlLoader(yaml.SafeLoader):
     It composes nodes and counts them and their levels: PyYAML takes 15 s for a MiB of them, and how
     deep Python may call itself is another library's choice. ``plain`` makes data of them.
     """
+
+    yaml_implicit_resolvers = _RESOLVERS
 
     def __init__(self, text: str, lines: dict[KeyPath, int], is_text: IsText | None) -> None:
         super().__init__(text)
@@ -121,27 +135,10 @@ class YamlLoader(yaml.SafeLoader):
         return found
 
 
-YamlLoader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("null", r"~|null|Null|NULL|", "~nN"),
-    ("int", r"[-+]?[0-9]+", "-+0123456789"),
-    (
-        "float",
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        "-+.0123456789",
-    ),
-):
-    YamlLoader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), [*_first, ""] if _tag == "null" else list(_first)
-    )
-
-
 class YamlDumper(yaml.SafeDumper):
     """PyYAML's safe dumper, which quotes text that YamlLoader would read otherwise."""
 
-
-YamlDumper.yaml_implicit_resolvers = YamlLoader.yaml_implicit_resolvers
+    yaml_implicit_resolvers = _RESOLVERS
 
 
 def dump_yaml(value: Any) -> str:

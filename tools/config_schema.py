@@ -105,9 +105,7 @@ def _row(key: str, name: str, facts: dict[str, str]) -> str:
         backend = "PyTorch"
     else:
         backend = "PyTorch; MindSpore in modes 1 and 2" if key in COMPILED_TOO else "both"
-    default = {"left out": "—", "none: it must be given": "must be given"}.get(
-        facts["default"], f"`{facts['default']}`"
-    )
+    default = "—" if facts["default"] == "left out" else f"`{facts['default']}`"
     cells = (f"`{name}`", _cell(values), default, _cell(facts["meaning"]), backend)
     return f"| {' | '.join(cells)} |"
 

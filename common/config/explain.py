@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -120,21 +119,14 @@ def _node(key: str) -> dict[str, Any]:
 
 
 def _section_of(node: dict[str, Any]) -> dict[str, Any] | None:
-    for option in _options(node):
-        if "properties" in option:
-            return option
-    return None
+    return next((option for option in _options(node) if "properties" in option), None)
 
 
-def _options(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the alternatives of a value, with references resolved."""
+def _options(node: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the alternatives of a value, with references resolved."""
     if "$ref" in node:
-        yield from _options(_schema()["$defs"][node["$ref"].rpartition("/")[2]])
-    elif "anyOf" in node:
-        for option in node["anyOf"]:
-            yield from _options(option)
-    else:
-        yield node
+        return _options(_schema()["$defs"][node["$ref"].rpartition("/")[2]])
+    return [leaf for option in node["anyOf"] for leaf in _options(option)] if "anyOf" in node else [node]
 
 
 def _of_key(key: str, facts: dict[str, str]) -> str:

@@ -9,7 +9,6 @@ from pydantic import Field
 from common.config.schema import (
     Count,
     Fraction,
-    LossScaleConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -60,10 +59,6 @@ class ResolvedOptimizer(OptimizerConfig):
         return given or 0
 
 
-class ResolvedLossScale(LossScaleConfig):
-    mode: Literal["dynamic", "static", "none"]
-
-
 class ResolvedValidation(ValidationConfig):
     micro_batch_size: Count
     max_batches: None = Field(default=None, exclude=True)
@@ -76,8 +71,7 @@ class ResolvedParallel(ParallelConfig):
 
 def resolve_model(model: ModelConfig) -> ResolvedModel:
     """Fill in the sizes and dropout rates that follow from others."""
-    dropouts = ("embedding_dropout", "attention_dropout", "hidden_dropout")
-    unsaid = [name for name in dropouts if getattr(model, name) is None]
+    unsaid = [name for name, value in model if name.endswith("_dropout") and value is None]
     derived = {
         "ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size,
         "max_positions": model.max_positions or model.seq_length,

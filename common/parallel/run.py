@@ -11,7 +11,6 @@ from pydantic import Field
 
 from common.accelerators import Hardware
 from common.config.resolved import (
-    ResolvedLossScale,
     ResolvedModel,
     ResolvedOptimizer,
     ResolvedParallel,
@@ -76,7 +75,6 @@ class Run(RunConfig):
     model: ResolvedModel
     train: ResolvedTrain
     optimizer: ResolvedOptimizer
-    loss_scale: ResolvedLossScale
     validation: ResolvedValidation
     parallel: ResolvedParallel
     hardware: Hardware | None = Field(default=None, exclude=True)

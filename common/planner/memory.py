@@ -270,7 +270,9 @@ def _saved_by_stage(config: Run, stage: int) -> tuple[int, int, int]:
         saved += (is_sent - is_in_block) * sizes.residual
     if stage == topology.stages - 1:
         saved += activations.norm_bytes(config)
-        loss = activations.loss_bytes(config)
+        # gradients of hidden states, and of the head in float32, or in the computation's type where a graph keeps it so
+        element = sizes.compute if activations.has_regions(config) else 4
+        loss = sizes.region + element * sizes.vocabulary * sizes.hidden // sizes.tensor
     else:
         saved += sizes.residual
     return max(0, saved), loss, in_blocks if offloads else 0

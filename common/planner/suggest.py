@@ -10,10 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.accelerators import GIB, Accelerator
 from common.config.resolved import as_run
@@ -32,16 +30,11 @@ EQUAL = 1e-9
 """Part of a time by which sums of equal parts may differ."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """A layout that fits."""
+class Layout(NamedTuple):
+    """A layout that fits, and the time of its step."""
 
     config: Run
     seconds: float
-
-    @cached_property
-    def plan(self) -> Plan:
-        return make_plan(self.config)
 
 
 Suggestions = tuple[list[Layout], dict[str, list[Topology]]]
@@ -167,7 +160,7 @@ def describe_suggestions(
         most = fitting[0].seconds * (1 + TIE)
         ties = [layout for layout in fitting if layout.seconds <= most]
         others = fitting[len(ties) :]
-        ties.sort(key=lambda layout: layout.plan.peak)
+        ties.sort(key=lambda layout: make_plan(layout.config).peak)
         shown = [*ties, *others][: None if all_layouts else max(_SHOWN, len(ties))]
         lines += _table(shown, device, like)
         if len(ties) > 1:
@@ -203,9 +196,8 @@ TIE = 0.03
 def describe_next(plan: Plan, device: Accelerator, like: Likeness | None) -> str:
     """Return the three fastest other layouts of as many devices, and whether they are faster."""
     own = time_of(plan, device).total
-    named = _row(Layout(config=plan.run, seconds=own), device, like)[:_KEYS]
     fitting, _ = suggest(plan.run, plan.run.topology.world_size, device)
-    others = [layout for layout in fitting if _row(layout, device, like)[:_KEYS] != named][:3]
+    others = [layout for layout in fitting if _names(layout.config) != _names(plan.run)][:3]
     if not others:
         return ""
     gain = own / others[0].seconds - 1
@@ -249,28 +241,27 @@ _HEAD = (
     *("data", "tensor", "pipeline", "ZeRO", "sequence", "recompute", "micro batch"),
     *("GiB", "s a step", "tokens/s", "MFU"),
 )
-_KEYS = 7
-"""Columns that name a layout, before its figures."""
 
 
-def _table(layouts: Sequence[Layout], device: Accelerator, like: Likeness | None) -> list[str]:
-    return table(_HEAD, [_row(layout, device, like) for layout in layouts])
-
-
-def _row(layout: Layout, device: Accelerator, like: Likeness | None) -> tuple[str, ...]:
-    run, topology = layout.config, layout.config.topology
-    seconds = layout.seconds * (like.factor if like else 1.0)
-    speed, used = speed_and_mfu(run, device, seconds)
+def _names(run: Run) -> tuple[str, ...]:
+    """Return the columns that name a layout, before its figures."""
+    topology = run.topology
     return (
         *map(str, (topology.data, topology.tensor, topology.pipeline, run.parallel.zero_stage)),
         "yes" if run.parallel.sequence_parallel else "no",
         run.train.recompute,
         str(run.train.micro_batch_size),
-        f"{layout.plan.peak / GIB:.1f}",
-        three_digits(seconds),
-        f"{speed:,.0f}",
-        f"{used:.1%}",
     )
+
+
+def _table(layouts: Sequence[Layout], device: Accelerator, like: Likeness | None) -> list[str]:
+    rows = []
+    for run, planned in layouts:
+        seconds = planned * (like.factor if like else 1.0)
+        speed, used = speed_and_mfu(run, device, seconds)
+        peak = f"{make_plan(run).peak / GIB:.1f}"
+        rows.append((*_names(run), peak, three_digits(seconds), f"{speed:,.0f}", f"{used:.1%}"))
+    return table(_HEAD, rows)
 
 
 def _words(config: Run, run: Run) -> Iterator[str]:

@@ -137,13 +137,9 @@ def written_ranks(config: RunConfig) -> int:
 
 def uses_one_device(config: RunConfig, run_mode: str, world_size: int) -> bool:
     """Tell whether only rank 0 has something to do in a run mode."""
-    return run_mode in ONE_DEVICE_MODES and not _is_shared(config, run_mode, world_size)
-
-
-def _is_shared(config: RunConfig, run_mode: str, world_size: int) -> bool:
-    return (
-        run_mode == "eval" and config.evaluation.task == "validation" and config.backend == "torch" and world_size > 1
-    )
+    validates = run_mode == "eval" and config.evaluation.task == "validation"
+    is_shared = validates and config.backend == "torch" and world_size > 1
+    return run_mode in ONE_DEVICE_MODES and not is_shared
 
 
 def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Run:
@@ -155,10 +151,9 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Run:
         return resolve_config(config, world_size=world_size)
     if run_mode == "export":
         _check_window(config)
-    parallel, micro = config.parallel, config.train.micro_batch_size or 1
-    if micro == "auto":
-        micro = 1
-    shared = _is_shared(config, run_mode, world_size)
+    parallel, given = config.parallel, config.train.micro_batch_size
+    micro = given if isinstance(given, int) else 1
+    shared = not uses_one_device(config, run_mode, world_size)
     plain = dict(ParallelConfig())
     if shared:
         one_stage = parallel.pipeline_schedule in ("gpipe", "1f1b") and (parallel.virtual_stages or 1) == 1
@@ -430,17 +425,14 @@ def _check_recompute(config: RunConfig) -> None:
 
 
 def _check_precision(config: RunConfig) -> None:
-    held, reduction = config.precision.parameters, config.precision.reduction
+    """Also refuse runs whose linear layers or head cannot be multiplied in float8."""
+    model, precision = config.model, config.precision
+    held, reduction = precision.parameters, precision.reduction
     refuse_first(
         held != "float32"
         and reduction not in ("float32", held)
         and f"precision.reduction={reduction} is neither float32 nor precision.parameters={held}; choose one of these"
     )
-
-
-def _check_float8(config: RunConfig) -> None:
-    """Refuse runs whose linear layers or head cannot be multiplied in float8."""
-    model, precision = config.model, config.precision
     wanted = {"engine": ("native",), "precision.compute": ("bfloat16",), "parallel.model_parallel": (1,)}
     sizes = {"model.hidden_size": model.hidden_size, "model.seq_length": model.seq_length}
     parts = {}
@@ -496,7 +488,6 @@ _CHECKS = (
     _check_optimizer,
     _check_length,
     _check_precision,
-    _check_float8,
     _check_recompute,
     _check_export,
     lambda config: check_device_id(config, config.device),

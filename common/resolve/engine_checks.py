@@ -258,24 +258,17 @@ COMPILED = ("semi_auto_parallel", "auto_parallel")
 
 def compiled_mode(config: Run, kind: str) -> bool:
     """Tell whether MindSpore's compiler splits the graph of this run on a device of this kind."""
-    parallel = config.parallel
-    if config.backend != "mindspore":
-        return False
-    return (
-        parallel.parallel_mode in COMPILED
-        if parallel.parallel_mode
-        else kind == "npu" and config.topology.world_size > 1
-    )
+    mode, several = config.parallel.parallel_mode, config.topology.world_size > 1
+    return config.backend == "mindspore" and (mode in COMPILED if mode else kind == "npu" and several)
 
 
 def _check_explicit(config: Run) -> None:
-    parallel, train = config.parallel, config.train
-    given = parallel.changed("parallel_mode")
-    if parallel.full_batch is False:  # hybrid_parallel always reads so
-        given.remove("full_batch")
+    parallel = config.parallel
     words = ", ".join(
-        [f"parallel.{name}={getattr(parallel, name)}" for name in given]
-        + [f"train.{name}={getattr(train, name)}" for name in train.changed("parallel_mode")]
+        f"{section}.{name}={getattr(values, name)}"
+        for section, values in (("parallel", parallel), ("train", config.train))
+        for name in values.changed("parallel_mode")
+        if name != "full_batch" or parallel.full_batch  # hybrid_parallel always reads as with false
     )
     mode = f" with parallel_mode={parallel.parallel_mode}" if parallel.parallel_mode else ""
     refuse_first(

@@ -18,7 +18,6 @@ from common.config.load import (
     dump_config,
     read_own_config,
     read_yaml,
-    read_yaml_text,
 )
 from common.config.schema import RunConfig
 from common.dialects.mindformers import PARTS
@@ -158,13 +157,12 @@ class ConfigFile:
             where, program, flags = read_command(path, OTHER_PROGRAMS)
             return cls(path=path, fill=fill, where=where, program=program, flags=flags)
         fleetx.require_checkout(path)
-        text = read_yaml_text(path)
-        own, places = read_yaml(path, text=text)
+        own, places = read_yaml(path)
         dialect = find_dialect(path, own, places)
         if dialect is None:
-            tree, sources = read_own_config(path, text)
+            tree, sources = read_own_config(path)
         else:
-            tree, sources = read_foreign(path, dialect.base, _sections(dialect), text)
+            tree, sources = read_foreign(path, dialect.base, _sections(dialect))
         return cls(
             path=path,
             fill=fill,

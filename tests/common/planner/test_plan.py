@@ -290,7 +290,7 @@ def test_a_rank_has_the_less_of_what_is_given_and_there() -> None:
         assert re.fullmatch(rf"fits: \S+ of {limit:.1f} GiB at place .*, {source}", line)
         assert plan.peak <= limit * 2**30
         found, _ = suggest(config, 32, device)
-        assert found and all(layout.plan.peak <= limit * 2**30 for layout in found)
+        assert found and all(make_plan(layout.config).peak <= limit * 2**30 for layout in found)
 
 
 def test_text_of_a_device_and_of_a_v() -> None:

@@ -60,7 +60,7 @@ def test_every_layout_is_suggested_or_refused() -> None:
     assert (4, 2, 4) in fitting
     assert seconds[0] <= time_of(make_plan(tutorial), ASCEND).total
     for layout in found[0]:
-        assert layout.plan.peak < 31 * 2**30  # context.max_device_memory=31GB of the preset
+        assert make_plan(layout.config).peak < 31 * 2**30  # context.max_device_memory=31GB of the preset
         assert layout.config.batch.global_batch == 192 and layout.config.batch.micro_batch % 2 == 0
 
 
@@ -82,7 +82,7 @@ def test_every_suggestion_can_be_pasted(text: str, ranks: int) -> None:
     assert len(fitting) > 2
     for layout in fitting:
         again = written("run_gpt2_124m", *words, *pasted(config, layout, 8, A100))
-        assert make_plan(resolve_on(again, A100, world_size=8)).stages == layout.plan.stages
+        assert make_plan(resolve_on(again, A100, world_size=8)).stages == make_plan(layout.config).stages
 
 
 def test_reasons_and_no_devices() -> None:
@@ -196,7 +196,7 @@ def test_each_layout_has_the_largest_micro_batch_that_fits() -> None:
     sizes = []
     for layout in found[0]:
         data, _, pipeline = axes(layout)
-        size, plan = layout.config.train.micro_batch_size, layout.plan
+        size, plan = layout.config.train.micro_batch_size, make_plan(layout.config)
         assert plan.peak <= limit and size * plan.run.batch.accumulation * data == full
         larger = next(each for each in range(size + 1, full + 1) if full % (each * data) == 0)
         more = with_batch(layout, larger)
