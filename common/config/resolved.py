@@ -10,7 +10,6 @@ from common.config.schema import (
     Count,
     Fraction,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     RunConfig,
     Section,
@@ -40,23 +39,6 @@ class ResolvedTrain(TrainConfig):
         """Return the length of a training in steps."""
         assert self.max_steps is not None
         return self.max_steps
-
-
-class ResolvedOptimizer(OptimizerConfig):
-    @property
-    def decay(self) -> int:
-        """Return where the schedule of a training ends, in its unit."""
-        end = self.decay_samples if self.schedule_unit == "samples" else self.decay_steps
-        assert end is not None
-        return end
-
-    @property
-    def warmup(self) -> float:
-        """Return the length of the warm-up. A fraction need not give a whole number, as in Megatron."""
-        if self.warmup_fraction is not None:
-            return self.warmup_fraction * self.decay
-        given = self.warmup_samples if self.schedule_unit == "samples" else self.warmup_steps
-        return given or 0
 
 
 class ResolvedValidation(ValidationConfig):

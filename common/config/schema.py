@@ -308,6 +308,21 @@ class OptimizerConfig(Section):
         return "samples" if in_samples else "steps"
 
     @property
+    def decay(self) -> int:
+        """Where the schedule of a resolved training ends, in its unit."""
+        end = self.decay_samples if self.schedule_unit == "samples" else self.decay_steps
+        assert end is not None
+        return end
+
+    @property
+    def warmup(self) -> float:
+        """Length of its warm-up. A fraction need not give a whole number, as in Megatron."""
+        if self.warmup_fraction is not None:
+            return self.warmup_fraction * self.decay
+        given = self.warmup_samples if self.schedule_unit == "samples" else self.warmup_steps
+        return given or 0
+
+    @property
     def rule(self) -> UpdateRule:
         """Facts about the update rule."""
         return RULES[self.name]

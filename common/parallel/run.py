@@ -12,7 +12,6 @@ from pydantic import Field
 from common.accelerators import Hardware
 from common.config.resolved import (
     ResolvedModel,
-    ResolvedOptimizer,
     ResolvedParallel,
     ResolvedTrain,
     ResolvedValidation,
@@ -74,7 +73,6 @@ class Run(RunConfig):
 
     model: ResolvedModel
     train: ResolvedTrain
-    optimizer: ResolvedOptimizer
     validation: ResolvedValidation
     parallel: ResolvedParallel
     hardware: Hardware | None = Field(default=None, exclude=True)
