@@ -18,7 +18,7 @@ from typing import Any
 
 from common.config.aliases import ALIASES
 from common.config.explain import BASE, SECTIONS, key_facts
-from common.config.hints import schema_keys
+from common.config.hints import schema_keys, section_of
 from common.config.schema import MAX_COUNT, RunConfig
 from common.dialects.rules import words
 from common.errors import ConfigError
@@ -70,9 +70,9 @@ def config_reference() -> str:
         lines += ["", f"## {title}", "", *([_cell(meaning), ""] if meaning else []), f"{_COLUMNS}|"]
         if not section:
             lines.append(_row("base", "base", BASE | {"default": "left out", "parallel_mode": ""}))
-        for key, is_section in schema_keys().items():
+        for key, field in schema_keys().items():
             top, dot, _ = key.partition(".")
-            if top == section if dot else not (section or is_section):
+            if top == section if dot else not (section or section_of(field)):
                 lines.append(_row(key, key.removeprefix(f"{section}."), key_facts(key)))
     lines += [
         "",

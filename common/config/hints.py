@@ -119,7 +119,7 @@ def unknown_arguments(unknown: Sequence[str], argv: Sequence[str]) -> str:
             value = behind[0] if is_value else "..."
         name = name.replace("-", "_")
         if (found := key_of_others(name)) is not None:
-            found += "" if keys.get(found, True) else f"={value}"
+            found += f"={value}" if found in keys and section_of(keys[found]) is None else ""
         elif near := nearest_keys(name):
             found = f"{near[0]}={value}"
         else:
@@ -131,24 +131,19 @@ def unknown_arguments(unknown: Sequence[str], argv: Sequence[str]) -> str:
 
 def nearest_keys(dotted: str) -> list[str]:
     """Return similar keys: in the same section, else with the same name elsewhere, else nearly equal."""
-    keys = schema_keys() | dict.fromkeys(ALIASES, False)
+    keys = [*schema_keys(), *ALIASES]
     section, _, name = dotted.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
     if near := difflib.get_close_matches(name, siblings, n=1, cutoff=_SAME_SECTION):
         return [siblings[near[0]]]
-    if same := [key for key, is_section in keys.items() if not is_section and key.rpartition(".")[2] == name]:
+    fields = {key: schema_keys().get(key) for key in keys if key.rpartition(".")[2] == name}
+    if same := [key for key, field in fields.items() if field is None or section_of(field) is None]:
         return same[:3]
     return difflib.get_close_matches(dotted, keys, n=1, cutoff=_OTHER_SECTION)
 
 
 @lru_cache(maxsize=1)
-def schema_keys() -> dict[str, bool]:
-    """Map every dotted key to whether it is a section."""
-    return {key: section_of(field) is not None for key, field in schema_fields().items()}
-
-
-@lru_cache(maxsize=1)
-def schema_fields() -> dict[str, FieldInfo]:
+def schema_keys() -> dict[str, FieldInfo]:
     """Map every dotted key to its field."""
     return dict(_fields_of(RunConfig))
 

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from common.config.aliases import Path_, Sources, merge_aliases, rename, rename_keys
-from common.config.hints import explain_all, schema_fields, types_of
+from common.config.hints import explain_all, schema_keys, types_of
 from common.config.schema import RunConfig, expand_model, expand_precision, expand_tokenizer
 from common.errors import ConfigError
 from common.files import atomic_write, reading
@@ -285,7 +285,7 @@ def _takes_text(path: Path_, text: str) -> bool:
     """
     if path in _PROSE:
         return not _LIST.fullmatch(text)
-    field = schema_fields().get(".".join(map(str, path)))
+    field = schema_keys().get(".".join(map(str, path)))
     is_text = field is not None and set(types_of(field.annotation)) <= {str, type(None)}
     is_text |= path in _FILES and text[:1] not in ("[", "{")
     return is_text and text not in ("", "null", "~")

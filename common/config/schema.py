@@ -1033,10 +1033,8 @@ class RunConfig(Section):
     runtime: RuntimeConfig = RuntimeConfig()
 
 
-def expand_model(value: Any) -> Any:
+def expand_model(value: str) -> Any:
     """Turn the value from_checkpoint into a section without sizes."""
-    if not isinstance(value, str):
-        return value
     if value != "from_checkpoint":
         raise ValueError(f"{value!r}: expected from_checkpoint, or a mapping of sizes")
     return {}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from common.config.aliases import Sources
-from common.config.hints import schema_fields
+from common.config.hints import schema_keys
 from common.config.load import flatten, read_value, read_with_bases, read_yaml
 from common.dialects.rules import ByHand, Defaults, Fixed, Ignored, MapTo, Rule, Table, is_number
 from common.errors import ConfigError
@@ -156,7 +156,7 @@ class Translation:
 
     def drop_own_defaults(self) -> None:
         """Remove what no key of theirs set and the schema takes anyway."""
-        for key, own in schema_fields().items():
+        for key, own in schema_keys().items():
             if self.origins.get(key) == "" and self.get(key) == own.default:
                 self.drop(key, "")
 

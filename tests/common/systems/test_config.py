@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from common.config.hints import schema_fields
+from common.config.hints import schema_keys
 from common.config.load import apply_overrides, build_config, dump_config, flatten
 from common.config.schema import QuantizationConfig
 from common.dialects.megatron import DEEPSPEED_DEFAULTS
@@ -428,7 +428,7 @@ def test_a_file_without_a_key_is_the_run_of_a_file_with_its_default(rows: Rows) 
 
 
 def ours_with_a_meaning_of_zero() -> Iterator[str]:
-    for key, field in schema_fields().items():
+    for key, field in schema_keys().items():
         if re.search(r"\b0 (is|are|uses|keeps|validates|saves|reads)\b", field.description or ""):
             yield key
 
