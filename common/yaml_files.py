@@ -49,6 +49,7 @@ def read_yaml_mapping(path: Path, **wishes: Any) -> dict[str, Any]:
     return require_mapping({} if found is None else found, str(path))
 
 
+_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 _SCALARS = {
     "bool": r"true|True|TRUE|false|False|FALSE",
     "null": r"~|null|Null|NULL|",
@@ -82,7 +83,8 @@ class YamlLoader(yaml.SafeLoader):
         self._composed += 1
         if self._composed > MAX_YAML_NODES:
             raise MalformedError(f"more than {MAX_YAML_NODES:,} values", *_line(event))
-        _check_depth(self._depth, event)
+        if self._depth > MAX_DEPTH:
+            raise MalformedError(_TOO_DEEP, *_line(event))
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
@@ -95,7 +97,8 @@ class YamlLoader(yaml.SafeLoader):
         self._seen += 1
         if self._seen > MAX_YAML_NODES:
             raise MalformedError(f"more than {MAX_YAML_NODES:,} values once aliases are followed", *_line(node))
-        _check_depth(depth, node)
+        if depth > MAX_DEPTH:
+            raise MalformedError(_TOO_DEEP, *_line(node))
         tag = node.tag.replace("tag:yaml.org,2002:", "!!")
         if isinstance(node, yaml.MappingNode) and tag == "!!map":
             return self._mapping(node, path, depth + 1)
@@ -120,7 +123,7 @@ class YamlLoader(yaml.SafeLoader):
                     f"the key {dotted} is given twice (first in line {own[name]}); keep one", *_line(key)
                 )
             own[name] = key.start_mark.line + 1
-            if _is_merge(key):
+            if name == "<<" and key.style is None:
                 # of several mappings the first wins
                 several = isinstance(child, yaml.SequenceNode)
                 for part in reversed(child.value) if several else [child]:
@@ -128,7 +131,7 @@ class YamlLoader(yaml.SafeLoader):
                         raise MalformedError("<<: expected a mapping, or a list of them", *_line(key))
                     found |= self.plain(part, path, depth)
         for key, child in node.value:
-            if not _is_merge(key):
+            if key.value != "<<" or key.style is not None:
                 here = (*path, key.value)
                 self._lines[here] = key.start_mark.line + 1
                 found[key.value] = self.plain(child, here, depth)
@@ -174,16 +177,6 @@ def parse_yaml(
         raise MalformedError(problem, *_line(error)) from None
     except yaml.YAMLError as error:
         raise MalformedError(str(error).partition("\n")[0]) from None
-
-
-def _check_depth(depth: int, place: yaml.Node | yaml.Event) -> None:
-    if depth > MAX_DEPTH:
-        raise MalformedError(f"nested deeper than {MAX_DEPTH} levels", *_line(place))
-
-
-def _is_merge(key: yaml.Node) -> bool:
-    """Tell whether a key is ``<<`` without quotation marks."""
-    return isinstance(key, yaml.ScalarNode) and key.value == "<<" and key.style is None
 
 
 _READERS: dict[str, Callable[[str], Any]] = {

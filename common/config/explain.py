@@ -100,7 +100,7 @@ def _explained(key: str) -> str:
         lines.append(f"also written as: {' or '.join(forms)}")
     width = max(map(len, section["properties"])) + 2
     for name, child in section["properties"].items():
-        meaning = _text(child.get("description", "")) or "A section of its own."
+        meaning = " ".join(child.get("description", "").split()) or "A section of its own."
         lines += textwrap.wrap(
             meaning, _WIDTH, initial_indent=f"  {name:<{width}}", subsequent_indent=" " * (width + 2)
         )
@@ -144,8 +144,8 @@ def _facts(node: dict[str, Any]) -> dict[str, str]:
         facts["allowed"] = "; ".join(allowed)
     if "backend" in node:
         facts["backend"] = f"{node['backend']} only"
-    section = _section_of(node) or {}
-    return facts | {"meaning": _text(node.get("description") or section.get("description", ""))}
+    meaning = node.get("description") or (_section_of(node) or {}).get("description", "")
+    return facts | {"meaning": " ".join(meaning.split())}
 
 
 _NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false", "array": "list"}
@@ -192,7 +192,3 @@ def _literal(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _text(description: str) -> str:
-    return " ".join(description.split())
