@@ -17,7 +17,8 @@ from pydantic import ValidationError
 
 from common.config.aliases import Path_, Sources, merge_aliases, rename, rename_keys
 from common.config.hints import explain_all, schema_keys, types_of
-from common.config.schema import RunConfig, expand_model, expand_precision, expand_tokenizer
+from common.config.schema import RunConfig, expand_model, expand_tokenizer
+from common.config.values import expand_precision
 from common.errors import ConfigError
 from common.files import atomic_write, reading
 from common.paths import ROOT, looked_in

@@ -13,7 +13,16 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from common.accelerators import GIB
-from common.config.values import RULES, TOKENIZER_NAMES, RuleName, TokenizerKind, UpdateRule, kind_named, parse_split
+from common.config.values import (
+    RULES,
+    TOKENIZER_NAMES,
+    RuleName,
+    TokenizerKind,
+    UpdateRule,
+    expand_precision,
+    kind_named,
+    parse_split,
+)
 from common.errors import DataError
 
 Float = Literal["float32", "bfloat16", "float16"]
@@ -44,17 +53,6 @@ def _below_one(value: float) -> float:
 Positive32 = Annotated[float, Field(gt=0.0), AfterValidator(_in_float32)]
 NonNegative32 = Annotated[float, Field(ge=0.0), AfterValidator(_in_float32)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0), AfterValidator(_in_float32), AfterValidator(_below_one)]
-
-PRECISION_PRESETS: dict[str, dict[str, str]] = {
-    "float32": dict.fromkeys(("parameters", "compute", "reduction", "softmax", "layer_norm"), "float32")
-}
-PRECISION_PRESETS["bf16"] = PRECISION_PRESETS["float32"] | {"compute": "bfloat16"}
-PRECISION_PRESETS["fp16"] = PRECISION_PRESETS["float32"] | {"compute": "float16"}
-PRECISION_PRESETS["fp8"] = PRECISION_PRESETS["bf16"] | {"float8": "tensorwise"}
-PRECISION_PRESETS["O2"] = PRECISION_PRESETS["fp16"] | {"parameters": "float16"}
-PRECISION_PRESETS["pure_fp16"] = PRECISION_PRESETS["O2"] | dict.fromkeys(("softmax", "layer_norm"), "float16")
-_PRECISION_NAMES = {"fp32": "float32", "O0": "float32", "bfloat16": "bf16", "float16": "fp16", "O1": "fp16"}
-
 
 MINDSPORE = Field(json_schema_extra={"backend": "mindspore"})
 """Mark of a key that only backend mindspore has."""
@@ -1006,7 +1004,7 @@ class RunConfig(Section):
     """Folder of the run, for checkpoints, metrics, logs and the plot."""
     precision: Annotated[
         PrecisionConfig,
-        BeforeValidator(lambda value: expand_precision(value), json_schema_input_type=str | PrecisionConfig),
+        BeforeValidator(expand_precision, json_schema_input_type=str | PrecisionConfig),
     ] = PrecisionConfig()
     """Number types: float32, bf16, fp16, O2, pure_fp16, or a mapping of types."""
     model: ModelConfig
@@ -1038,16 +1036,3 @@ def expand_model(value: str) -> Any:
     if value != "from_checkpoint":
         raise ValueError(f"{value!r}: expected from_checkpoint, or a mapping of sizes")
     return {}
-
-
-def expand_precision(value: Any) -> Any:
-    """Turn a preset's name into the mapping that it stands for."""
-    if not isinstance(value, str):
-        return value
-    name = _PRECISION_NAMES.get(value, value)
-    if name not in PRECISION_PRESETS:
-        raise ValueError(
-            f"{value!r} is not a preset; choose float32, bf16, fp16 or fp8, or give a mapping (O0,"
-            " O1, O2 and pure_fp16 are accepted too)"
-        )
-    return PRECISION_PRESETS[name]

@@ -77,8 +77,7 @@ def test_every_layout_is_suggested_or_refused() -> None:
 def test_every_suggestion_can_be_pasted(text: str, ranks: int) -> None:
     """Behind a command that has keys which other layouts cannot keep, and makes the plan shown."""
     words = ["train.micro_batch_size=4", *text.split()]
-    config = preset("run_gpt2_124m", *words, ranks=ranks)
-    fitting, _ = suggest(config, 8, A100)
+    fitting, _ = suggest(config := preset("run_gpt2_124m", *words, ranks=ranks), 8, A100)
     assert len(fitting) > 2
     for layout in fitting:
         again = written("run_gpt2_124m", *words, *pasted(config, layout, 8, A100))
@@ -103,16 +102,14 @@ def test_reasons_and_no_devices() -> None:
 
 
 def test_nothing_fits() -> None:
-    config = preset("run_gpt2_175b", "parallel.data_parallel=null")
-    found = suggest(config, 8, ASCEND)
+    found = suggest(config := preset("run_gpt2_175b", "parallel.data_parallel=null"), 8, ASCEND)
     assert found[0] == []
     text = describe_suggestions(config, found, 8, ASCEND)
     assert "\nnone fits; use more devices\n" in text, "micro batch 1, in float16"
     # 32 but for 2.4
     assert "more than the 29.6 GiB of Ascend 910A, whatever ZeRO and recomputation do" in text
     # MindFormers' preset has a limit for its own 32 GB, and an H100 has 80
-    config = preset("run_gpt2_13b")
-    text = describe_suggestions(config, suggest(config, 8, H100), 8, H100)
+    text = describe_suggestions(config := preset("run_gpt2_13b"), suggest(config, 8, H100), 8, H100)
     limit = "context.max_device_memory=31GB"
     assert text.startswith(f"Layouts for 8 x H100 (80 GiB, {limit}), by the time of a step")
     assert f"more than the 31.0 GiB of {limit}, whatever ZeRO" in text
@@ -216,8 +213,7 @@ def test_a_given_micro_batch_doubles_while_that_is_faster() -> None:
 
 
 def test_ties_are_named_and_reasons_take_a_line_each() -> None:
-    config = preset("run_gpt2_175b")
-    found = suggest(config, 384, A100_80)
+    found = suggest(config := preset("run_gpt2_175b"), 384, A100_80)
     lines = describe_suggestions(config, found, 384, A100_80).splitlines()
     [tie] = [line for line in lines if "which is a tie" in line]
     count = int(tie.split()[2])
