@@ -107,7 +107,7 @@ class Figure:
     def planned(self) -> float:
         """The same by the plan, with the factors of ``timing`` as they are now."""
         if not self.is_memory:
-            return time_of(self.plan, self.config, self.device).total
+            return time_of(self.plan, self.device).total
         how, stages, whole = self.row["unit"].partition(" by ")[2], self.plan.stages, self.device.memory
         stage = max(stages, key=lambda each: each.memory.peak)
         stage = stages[0] if how.endswith("of stage 0") else stage

@@ -7,7 +7,7 @@ imported, so that a missing path is reported within a second.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -149,8 +149,7 @@ def _paths_here(config: Run) -> dict[str, Any]:
     paths = {key: Path(getattr(settings, key) or "") for key in ("load", "resume", "init_from")}
     if settings.init_from and find_checkpoint(Path(config.output_dir)) is not None:
         del paths["init_from"]
-    here = {key: located(path) for key, path in paths.items()}
-    checkpoint = {key: str(path) for key, path in here.items() if path != paths[key]}
+    checkpoint = {key: str(here) for key, path in paths.items() if (here := located(path)) != path}
     if wish is not None and wish.folder is not None:
         folder = str(located(Path(wish.folder), weights=False))
         wish = as_section(TokenizerConfig, wish, {"folder": folder})
@@ -276,34 +275,23 @@ def run_backend(run_mode: str, config: RunConfig, process: Process) -> None:
     if inputs.program is not None:
         run_program(run_mode, run, inputs.program, inputs.corpus, inputs.tokenizer)
         return
+    work = {"predict": continue_prompts, "serve": serve_completions}.get(run_mode)
+    name = "predict" if work else _ENTRIES[run_mode]
     with ending_at_interrupts():
         import_backend(run.backend)
-        entry = _entry(run_mode, run.backend)
-    training = run_mode in ("train", "finetune")
+        module = importlib.import_module(f"{PACKAGES[run.backend]}.{name}")
     try:
-        entry(run, inputs, process)
+        if work is None:
+            getattr(module, name)(run, inputs, process)
+        else:
+            assert inputs.tokenizer is not None
+            work(run, inputs.tokenizer, partial(module.open_runner, run, inputs.device, inputs.checkpoint))
     except (MemoryError, RuntimeError, ValueError, OSError) as error:
         at = process.rank % run.topology.world_size
-        message = out_of_memory(error, run, rank=at, training=training)
+        message = out_of_memory(error, run, rank=at, training=run_mode in ("train", "finetune"))
         if message is None:
             raise
         raise RunError(message) from None
-
-
-def _entry(run_mode: str, backend: str) -> Callable[[Run, Inputs, Process], None]:
-    """Import what runs a mode."""
-    work = {"predict": continue_prompts, "serve": serve_completions}.get(run_mode)
-    name = "predict" if work else _ENTRIES[run_mode]
-    module = importlib.import_module(f"{PACKAGES[backend]}.{name}")
-    if work is None:
-        return getattr(module, name)  # type: ignore[no-any-return]
-
-    def run_with_model(run: Run, inputs: Inputs, process: Process) -> None:
-        assert inputs.tokenizer is not None
-        opener = partial(module.open_runner, run, inputs.device, inputs.checkpoint)
-        work(run, inputs.tokenizer, opener)
-
-    return run_with_model
 
 
 def serve_as_scheduler(run_mode: str, config: RunConfig) -> None:

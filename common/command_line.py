@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from dataclasses import dataclass
 from typing import Any
 
-from common.flags import Parser
+from common.flags import flag, make_parser
 
 MODES = {
     "train": ("train, or resume a stopped run", "data.train=data/own_text_document output_dir=output/own"),
@@ -39,55 +40,40 @@ class _Explain(argparse.Action):
         parser.exit()
 
 
-FLAGS: dict[str, dict[str, Any]] = {
-    "config": {
-        "short": "-c",
-        "required": True,
-        "metavar": "FILE",
-        "help": "the run's YAML, for example configs/gpt2/run_gpt2.yaml; MindFormers' and"
+@dataclass(kw_only=True)
+class Flags:
+    config: str = flag(
+        "FILE: the run's YAML, for example configs/gpt2/run_gpt2.yaml; MindFormers' and"
         " PaddleFleetX's YAML, GPT2-Chinese's model_config.json and files of Megatron's,"
         " OneFlow's or GPT2-Chinese's flags (.sh, .txt) are read too",
-    },
-    "run_mode": {"required": True, "choices": RUN_MODES, "help": "what to do: see below"},
-    "explain": {
-        "action": _Explain,
-        "nargs": "?",
-        "metavar": "KEY",
-        "help": "type, default, allowed values and meaning of a key such as"
+        *("-c", "--config"),
+        required=True,
+    )
+    run_mode: str = flag("what to do: see below", required=True, choices=RUN_MODES)
+    explain: str | None = flag(
+        "KEY: type, default, allowed values and meaning of a key such as"
         " optimizer.learning_rate, or of a section; other systems' names are understood; the"
         " sections without KEY; starts nothing",
-    },
-    "show_config": {
-        "action": "store_true",
-        "help": "print the configuration as this project's YAML, with the keys that it was written with, and stop",
-    },
-    "override": {
-        "short": "-o",
-        "action": "append",
-        "default": [],
-        "metavar": "section.key=value",
-        "help": "same as section.key=value without -o; may be repeated",
-    },
-    "all": {"action": "store_true", "help": "plan lists every rank, stage and layout, and explains its columns"},
-    "accelerator": {
-        "metavar": "NAME",
-        "help": 'plan estimates the time of a step on it, such as "Ascend 910A" or H100',
-    },
-    "devices": {"metavar": "N", "help": "plan suggests layouts for so many of --accelerator; or both in one: 8xH100"},
-    "like": {"metavar": "FOLDER", "help": "plan scales its times by what the run in this folder measured"},
-    "link": {
-        "type": float,
-        "metavar": "GB/S",
-        "help": "plan: what a device sends to the others of its server, where it differs from the table's machine",
-    },
-    "network": {
-        "type": float,
-        "metavar": "GB/S",
-        "help": "plan: what a device sends to other servers, its share of their adapters",
-    },
-    "server_devices": {"type": int, "metavar": "N", "help": "plan: devices of a server"},
-}
-"""Flags with their argparse settings."""
+        action=_Explain,
+        nargs="?",
+    )
+    show_config: bool = flag(
+        "print the configuration as this project's YAML, with the keys that it was written with, and stop"
+    )
+    override: tuple[str, ...] = flag(
+        "same as section.key=value without -o; may be repeated", "-o", "--override", metavar="section.key=value"
+    )
+    all: bool = flag("plan lists every rank, stage and layout, and explains its columns")
+    accelerator: str | None = flag('NAME: plan estimates the time of a step on it, such as "Ascend 910A" or H100')
+    devices: str | None = flag("N: plan suggests layouts for so many of --accelerator; or both in one: 8xH100")
+    like: str | None = flag("FOLDER: plan scales its times by what the run in this folder measured")
+    link: float | None = flag(
+        "GB/S: plan: what a device sends to the others of its server, where it differs from the table's machine"
+    )
+    network: float | None = flag("GB/S: plan: what a device sends to other servers, its share of their adapters")
+    server_devices: int | None = flag("N: plan: devices of a server")
+
+
 _EPILOG = """\
 run modes, each with an example to put behind --config configs/gpt2/run_gpt2_tiny.yaml:
 {modes}
@@ -110,16 +96,12 @@ def parse_arguments(
     modes = "".join(
         f"  {mode:<10}{meaning}\n{'':<12}  --run_mode {mode} {example}\n" for mode, (meaning, example) in MODES.items()
     )
-    parser = Parser(
+    parser = make_parser(
+        "Train, evaluate, generate with and export GPT-2 from one YAML.",
+        Flags,
         prog=program,
-        description="Train, evaluate, generate with and export GPT-2 from one YAML.",
         epilog=_EPILOG.format(modes=modes, more=more),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    for name, options in FLAGS.items():
-        names = [f"--{name}"] if "short" not in options else [options["short"], f"--{name}"]
-        parser.add_argument(*names, **{key: value for key, value in options.items() if key != "short"})
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override values of the file")
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
@@ -135,7 +117,7 @@ def parse_arguments(
     return arguments
 
 
-def _read_devices(parser: Parser, arguments: argparse.Namespace) -> None:
+def _read_devices(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Take --devices and --accelerator apart, where one says both, and check what was given."""
     found: dict[str, set[str]] = {"devices": set(), "accelerator": set()}
     for name in found:

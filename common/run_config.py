@@ -14,8 +14,6 @@ from common.inference.source import find_source, tokenizer_files
 from common.systems.config import ConfigFile
 from common.training.start import multiple_for
 
-_DROPOUTS = ("embedding_dropout", "attention_dropout", "hidden_dropout")
-
 
 def fill_model(tree: dict[str, Any], sources: Sources) -> None:
     """Fill in the keys of the model that ``tree`` leaves out, if it names a checkpoint.
@@ -36,7 +34,7 @@ def fill_model(tree: dict[str, Any], sources: Sources) -> None:
     if source.run:  # a run of ours without a tokenizer has trained all rows of a padded table
         section["vocab_multiple"] = multiple_for(section["vocab_size"], section["vocab_multiple"])
     if given.get("dropout") is not None:
-        section = {key: value for key, value in section.items() if key not in _DROPOUTS}
+        section = {key: value for key, value in section.items() if not key.endswith("_dropout")}
     for key in section.keys() - given.keys():
         sources[("model", key)] = str(source.path)
     tree["model"] = section | given

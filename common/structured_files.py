@@ -61,18 +61,13 @@ def read_text(path: Path, *, limit: int, error: type[UserError] = ConfigError) -
         raise error(f"{path}: byte {reason.start} is not UTF-8; convert the file to UTF-8") from None
 
 
-def read_json(path: Path, *, error: type[UserError] = ConfigError, limit: int = MAX_JSON_BYTES) -> Any:
-    """Return the content of a JSON file. Raises ``error`` with path, line and reason."""
-    text = read_text(path, limit=limit, error=error)
+def read_json_mapping(path: Path, *, error: type[UserError] = ConfigError) -> dict[str, Any]:
+    """Return the content of a JSON file with an object at its top. Raises ``error`` with path, line and reason."""
+    text = read_text(path, limit=MAX_JSON_BYTES, error=error)
     try:
-        return parse_json(text)
+        return require_mapping(parse_json(text), str(path), error=error)
     except MalformedError as reason:
         raise error(f"{path}: not valid JSON: {reason}; the file is damaged or of another kind") from None
-
-
-def read_json_mapping(path: Path, *, error: type[UserError] = ConfigError) -> dict[str, Any]:
-    """Return the content of a JSON file with an object at its top. Raises ``error``."""
-    return require_mapping(read_json(path, error=error), str(path), error=error)
 
 
 def require_mapping(value: Any, where: str, *, error: type[UserError] = ConfigError) -> dict[str, Any]:
@@ -98,14 +93,12 @@ def parse_json(text: str | bytes, *, unique: bool = True) -> Any:
     """
     if len(text) > MAX_JSON_BYTES:
         raise MalformedError(f"longer than {MAX_JSON_BYTES / 2**20:g} MiB")
-    text = _decoded(text)
     try:
+        text = text if isinstance(text, str) else text.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_unique_keys if unique else None)
         _check_depth(value)
         if "\\ud" in text.lower():
             require_text(json.dumps(value, ensure_ascii=False))
-    except MalformedError:
-        raise
     except (ValueError, RecursionError) as error:
         raise _malformed(error) from None
     return value
@@ -116,9 +109,8 @@ def parse_json_line(line: str | bytes) -> Any:
 
     For speed it accepts repeated keys and NaN.
     """
-    text = _decoded(line)
     try:
-        return _FAST.decode(text)
+        return _FAST.decode(line if isinstance(line, str) else line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise _malformed(error) from None
 
@@ -137,14 +129,11 @@ def parse_json_item(text: str, start: int = 0) -> tuple[Any, int]:
 _FAST = json.JSONDecoder()
 
 
-def _decoded(text: str | bytes) -> str:
-    try:
-        return text if isinstance(text, str) else text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise MalformedError(f"byte {error.start} is not UTF-8") from None
-
-
 def _malformed(error: Exception) -> MalformedError:
+    if isinstance(error, MalformedError):
+        return error
+    if isinstance(error, UnicodeDecodeError):
+        return MalformedError(f"byte {error.start} is not UTF-8")
     if isinstance(error, json.JSONDecodeError):
         return MalformedError(error.msg, error.lineno, error.colno)
     if isinstance(error, RecursionError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Collection, Iterable
+from itertools import groupby
 
 MAX_DIGITS = 18
 """Most digits, so that every number fits into 64 bits."""
@@ -43,12 +44,9 @@ def shortened(text: str) -> str:
 
 def spans(numbers: Iterable[int], *, least: int = 2) -> str:
     """Return numbers as text: ``0-2, 8``. least: number of neighbours that form a span."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    # neighbours differ from their places by as much
+    groups = groupby(enumerate(sorted(numbers)), key=lambda at: at[1] - at[0])
+    runs = [[number for _, number in group] for _, group in groups]
     words = [[f"{run[0]}-{run[-1]}"] if len(run) >= least else map(str, run) for run in runs]
     return ", ".join(word for run in words for word in run)
 

@@ -9,7 +9,7 @@ Limits that no honest file reaches: size, nesting (64 levels), values (100,000, 
 from __future__ import annotations
 
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,12 @@ IsText = Callable[[KeyPath, str], bool]
 """Tells whether a word without quotation marks is text there, even one such as 42 or true."""
 
 
-def read_yaml_mapping(path: Path, text: str | None = None, **wishes: Any) -> dict[str, Any]:
+def read_yaml_mapping(path: Path, **wishes: Any) -> dict[str, Any]:
     """Return the content of a YAML file with keys at its top; an empty file has none.
 
-    text: the file's, if it has been read. wishes: of ``parse_yaml``. Raises ConfigError.
+    wishes: of ``parse_yaml``. Raises ConfigError.
     """
-    text = read_text(path, limit=MAX_YAML_BYTES) if text is None else text
+    text = read_text(path, limit=MAX_YAML_BYTES)
     try:
         found = parse_yaml(text, **wishes)
     except MalformedError as reason:
@@ -49,25 +49,42 @@ def read_yaml_mapping(path: Path, text: str | None = None, **wishes: Any) -> dic
     return require_mapping({} if found is None else found, str(path))
 
 
+_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
+_SCALARS = {
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "null": r"~|null|Null|NULL|",
+    "int": r"[-+]?[0-9]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+_RESOLVERS: dict[Any, Any] = {
+    None: [(f"tag:yaml.org,2002:{name}", re.compile(f"^(?:{pattern})$")) for name, pattern in _SCALARS.items()]
+}
+"""Kinds of words without quotation marks, in PyYAML's form: of any first character."""
+
+
 class YamlLoader(yaml.SafeLoader):
     """PyYAML's safe loader with YAML 1.2 scalars: 6e-4 is a number, and yes, no, on, off are text.
 
-    It only composes nodes, and counts them and their levels: PyYAML takes 15 s for a MiB of them,
-    and how deep Python may call itself is another library's choice.
+    It composes nodes and counts them and their levels: PyYAML takes 15 s for a MiB of them, and how
+    deep Python may call itself is another library's choice. ``plain`` makes data of them.
     """
 
-    def __init__(self, text: str) -> None:
+    yaml_implicit_resolvers = _RESOLVERS
+
+    def __init__(self, text: str, lines: dict[KeyPath, int], is_text: IsText | None) -> None:
         super().__init__(text)
-        self._count = self._depth = 0
+        self._composed = self._depth = self._seen = 0
+        self._lines, self._is_text = lines, is_text
         self.aliased: list[yaml.Node] = []
         """Nodes that aliases stand for."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
-        self._count += 1
-        if self._count > MAX_YAML_NODES:
+        self._composed += 1
+        if self._composed > MAX_YAML_NODES:
             raise MalformedError(f"more than {MAX_YAML_NODES:,} values", *_line(event))
-        _check_depth(self._depth, event)
+        if self._depth > MAX_DEPTH:
+            raise MalformedError(_TOO_DEEP, *_line(event))
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
@@ -75,28 +92,56 @@ class YamlLoader(yaml.SafeLoader):
             self.aliased.append(node)
         return node
 
+    def plain(self, node: yaml.Node, path: KeyPath = (), depth: int = 0) -> Any:
+        """Return the data of a composed node. Aliases are followed, and each place gets its own copy."""
+        self._seen += 1
+        if self._seen > MAX_YAML_NODES:
+            raise MalformedError(f"more than {MAX_YAML_NODES:,} values once aliases are followed", *_line(node))
+        if depth > MAX_DEPTH:
+            raise MalformedError(_TOO_DEEP, *_line(node))
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        if isinstance(node, yaml.MappingNode) and tag == "!!map":
+            return self._mapping(node, path, depth + 1)
+        if isinstance(node, yaml.SequenceNode) and tag == "!!seq":
+            return [self.plain(child, (*path, index), depth + 1) for index, child in enumerate(node.value)]
+        if not isinstance(node, yaml.ScalarNode) or tag not in _READERS:
+            raise MalformedError(f"the tag {tag} is not supported here", *_line(node))
+        if node.style is None and self._is_text is not None and self._is_text(path, node.value):
+            tag = "!!str"
+        return _read_scalar(node, tag)
 
-YamlLoader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("null", r"~|null|Null|NULL|", "~nN"),
-    ("int", r"[-+]?[0-9]+", "-+0123456789"),
-    (
-        "float",
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        "-+.0123456789",
-    ),
-):
-    YamlLoader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), [*_first, ""] if _tag == "null" else list(_first)
-    )
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath, depth: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        own: dict[str, int] = {}
+        for key, child in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise MalformedError("a key is a list or a mapping; expected text", *_line(key))
+            name = _read_scalar(key, "!!str")
+            if name in own:
+                dotted = shown(".".join(map(str, (*path, name))))
+                raise MalformedError(
+                    f"the key {dotted} is given twice (first in line {own[name]}); keep one", *_line(key)
+                )
+            own[name] = key.start_mark.line + 1
+            if name == "<<" and key.style is None:
+                # of several mappings the first wins
+                several = isinstance(child, yaml.SequenceNode)
+                for part in reversed(child.value) if several else [child]:
+                    if not isinstance(part, yaml.MappingNode):
+                        raise MalformedError("<<: expected a mapping, or a list of them", *_line(key))
+                    found |= self.plain(part, path, depth)
+        for key, child in node.value:
+            if key.value != "<<" or key.style is not None:
+                here = (*path, key.value)
+                self._lines[here] = key.start_mark.line + 1
+                found[key.value] = self.plain(child, here, depth)
+        return found
 
 
 class YamlDumper(yaml.SafeDumper):
     """PyYAML's safe dumper, which quotes text that YamlLoader would read otherwise."""
 
-
-YamlDumper.yaml_implicit_resolvers = YamlLoader.yaml_implicit_resolvers
+    yaml_implicit_resolvers = _RESOLVERS
 
 
 def dump_yaml(value: Any) -> str:
@@ -116,91 +161,22 @@ def parse_yaml(
     if len(text) > MAX_YAML_BYTES:
         raise MalformedError(f"longer than {MAX_YAML_BYTES / 2**20:g} MiB")
     try:
-        loader = YamlLoader(text)
+        loader = YamlLoader(text, {} if lines is None else lines, is_text)
         root = loader.get_single_node()
         if carriers is not None and isinstance(root, yaml.MappingNode):
-            places = sorted(node.start_mark.index for node in loader.aliased)
+            keys = [key for key, _ in root.value]
+            starts = [key.start_mark.index for key in keys]
             carriers |= {
-                key.value
-                for key, child in root.value
-                # an alias, key or value, stands for a place before it
-                if bisect_left(places, max(key.end_mark.index, child.start_mark.index))
-                < bisect_right(places, child.end_mark.index)
+                owner.value
+                for node in loader.aliased
+                if (owner := keys[bisect_right(starts, node.start_mark.index) - 1]) is not node
             }
-        return None if root is None else _Plain(lines, is_text).value(root, ())
+        return None if root is None else loader.plain(root)
     except yaml.MarkedYAMLError as error:
         problem = (error.problem or "not YAML").replace("second occurrence", "an anchor is defined twice")
         raise MalformedError(problem, *_line(error)) from None
     except yaml.YAMLError as error:
         raise MalformedError(str(error).partition("\n")[0]) from None
-
-
-class _Plain:
-    """Plain data of composed nodes. Aliases are followed, and each place gets its own copy."""
-
-    def __init__(self, lines: dict[KeyPath, int] | None, is_text: IsText | None) -> None:
-        self._lines = {} if lines is None else lines
-        self._is_text = is_text or (lambda *_: False)
-        self._seen = self._depth = 0
-
-    def value(self, node: yaml.Node, path: KeyPath) -> Any:
-        self._seen += 1
-        if self._seen > MAX_YAML_NODES:
-            raise MalformedError(f"more than {MAX_YAML_NODES:,} values once aliases are followed", *_line(node))
-        _check_depth(self._depth, node)
-        self._depth += 1
-        found = self._content(node, path)
-        self._depth -= 1
-        return found
-
-    def _content(self, node: yaml.Node, path: KeyPath) -> Any:
-        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
-        if isinstance(node, yaml.MappingNode) and tag == "!!map":
-            return self._mapping(node, path)
-        if isinstance(node, yaml.SequenceNode) and tag == "!!seq":
-            return [self.value(child, (*path, index)) for index, child in enumerate(node.value)]
-        if not isinstance(node, yaml.ScalarNode) or tag not in _READERS:
-            raise MalformedError(f"the tag {tag} is not supported here", *_line(node))
-        if node.style is None and self._is_text(path, node.value):
-            tag = "!!str"
-        return _read_scalar(node, tag)
-
-    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        own: dict[str, int] = {}
-        for key, child in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise MalformedError("a key is a list or a mapping; expected text", *_line(key))
-            name = _read_scalar(key, "!!str")
-            if name in own:
-                dotted = shown(".".join(map(str, (*path, name))))
-                raise MalformedError(
-                    f"the key {dotted} is given twice (first in line {own[name]}); keep one", *_line(key)
-                )
-            own[name] = key.start_mark.line + 1
-            if _is_merge(key):
-                # of several mappings the first wins
-                several = isinstance(child, yaml.SequenceNode)
-                for part in reversed(child.value) if several else [child]:
-                    if not isinstance(part, yaml.MappingNode):
-                        raise MalformedError("<<: expected a mapping, or a list of them", *_line(key))
-                    found |= self.value(part, path)
-        for key, child in node.value:
-            if not _is_merge(key):
-                here = (*path, key.value)
-                self._lines[here] = key.start_mark.line + 1
-                found[key.value] = self.value(child, here)
-        return found
-
-
-def _check_depth(depth: int, place: yaml.Node | yaml.Event) -> None:
-    if depth > MAX_DEPTH:
-        raise MalformedError(f"nested deeper than {MAX_DEPTH} levels", *_line(place))
-
-
-def _is_merge(key: yaml.Node) -> bool:
-    """Tell whether a key is ``<<`` without quotation marks."""
-    return isinstance(key, yaml.ScalarNode) and key.value == "<<" and key.style is None
 
 
 _READERS: dict[str, Callable[[str], Any]] = {

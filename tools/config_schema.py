@@ -13,13 +13,12 @@ if __name__ == "__main__":
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from common.config.aliases import ALIASES
 from common.config.explain import BASE, SECTIONS, key_facts
-from common.config.hints import schema_keys
+from common.config.hints import schema_keys, section_of
 from common.config.schema import MAX_COUNT, RunConfig
 from common.dialects.rules import words
 from common.errors import ConfigError
@@ -61,30 +60,31 @@ _COLUMNS = "| key 键 | type 类型 | default 默认值 | meaning 含义 | backe
 
 def config_reference() -> str:
     """Return the page as Markdown."""
-    index = "".join(
-        f"| [{_title(name)}](#{_title(name).replace(' ', '-')}) | {english} | {chinese} |\n"
+    titles = {name: name or "top level" for name in SECTIONS}
+    lines = [
+        f"| [{titles[name]}](#{titles[name].replace(' ', '-')}) | {english} | {chinese} |"
         for name, (english, chinese) in SECTIONS.items()
-    )
-    return f"{_HEAD}{index}\n" + "\n".join(map(_section, SECTIONS)) + _aliases()
-
-
-def _title(section: str) -> str:
-    return section or "top level"
-
-
-def _section(section: str) -> str:
-    rows = [_row("base", "base", BASE | {"default": "left out"})] if not section else []
-    rows += [_row(key, key.removeprefix(f"{section}."), key_facts(key)) for key in _keys_of(section)]
-    meaning = key_facts(section)["meaning"] if section else ""
-    lines = [f"## {_title(section)}", "", *([_cell(meaning), ""] if meaning else [])]
-    return "\n".join([*lines, f"{_COLUMNS}|", *rows, ""])
-
-
-def _keys_of(section: str) -> Iterator[str]:
-    for key, is_section in schema_keys().items():
-        top, dot, _ = key.partition(".")
-        if top == section if dot else not (section or is_section):
-            yield key
+    ]
+    for section, title in titles.items():
+        meaning = key_facts(section)["meaning"] if section else ""
+        lines += ["", f"## {title}", "", *([_cell(meaning), ""] if meaning else []), f"{_COLUMNS}|"]
+        if not section:
+            lines.append(_row("base", "base", BASE | {"default": "left out", "parallel_mode": ""}))
+        for key, field in schema_keys().items():
+            top, dot, _ = key.partition(".")
+            if top == section if dot else not (section or section_of(field)):
+                lines.append(_row(key, key.removeprefix(f"{section}."), key_facts(key)))
+    lines += [
+        "",
+        "## Other names · 别名",
+        "",
+        "Keys of MindFormers that are taken as they are. 可直接使用的 MindFormers 键名。",
+        "",
+        "| name 名称 | key 键 | meaning 含义 |",
+        "| --- | --- | --- |",
+        *(f"| `{name}` | `{alias.ours}` | {_cell(alias.meaning)} |" for name, alias in ALIASES.items()),
+    ]
+    return _HEAD + "\n".join(lines) + "\n"
 
 
 def _row(key: str, name: str, facts: dict[str, str]) -> str:
@@ -97,39 +97,21 @@ def _row(key: str, name: str, facts: dict[str, str]) -> str:
         values = allowed if values == "one of a few values" else f"{values}; {allowed}"
     for number, shown in _NUMBERS.items():
         values = values.replace(number, shown)
-    default = {"left out": "—", "none: it must be given": "must be given"}.get(
-        facts["default"], f"`{facts['default']}`"
-    )
-    cells = (f"`{name}`", _cell(values), default, _cell(facts["meaning"]), _backend(key, facts))
+    if facts["parallel_mode"]:
+        backend = "MindSpore, modes 1 and 2"
+    elif facts.get("backend"):
+        backend = "MindSpore"
+    elif key in TORCH_ONLY or key.partition(".")[0] in TORCH_ONLY:
+        backend = "PyTorch"
+    else:
+        backend = "PyTorch; MindSpore in modes 1 and 2" if key in COMPILED_TOO else "both"
+    default = "—" if facts["default"] == "left out" else f"`{facts['default']}`"
+    cells = (f"`{name}`", _cell(values), default, _cell(facts["meaning"]), backend)
     return f"| {' | '.join(cells)} |"
-
-
-def _backend(key: str, facts: dict[str, str]) -> str:
-    if facts.get("parallel_mode"):
-        return "MindSpore, modes 1 and 2"
-    if facts.get("backend"):
-        return "MindSpore"
-    if key in TORCH_ONLY or key.partition(".")[0] in TORCH_ONLY:
-        return "PyTorch"
-    return "PyTorch; MindSpore in modes 1 and 2" if key in COMPILED_TOO else "both"
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
-
-
-def _aliases() -> str:
-    lines = [
-        "",
-        "## Other names · 别名",
-        "",
-        "Keys of MindFormers that are taken as they are. 可直接使用的 MindFormers 键名。",
-        "",
-        "| name 名称 | key 键 | meaning 含义 |",
-        "| --- | --- | --- |",
-        *(f"| `{name}` | `{alias.ours}` | {_cell(alias.description)} |" for name, alias in ALIASES.items()),
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def config_schema() -> str:
@@ -149,7 +131,7 @@ def config_schema() -> str:
             node = target["properties"][section]
             target = schema["$defs"][(node.get("$ref") or node["allOf"][0]["$ref"]).rpartition("/")[2]]
         choices: dict[str, Any] = {"enum": [*alias.values, None]} if alias.values else {"type": ["integer", "null"]}
-        target["properties"][key] = {"description": alias.description, **choices}
+        target["properties"][key] = {"description": alias.meaning, **choices}
     model = schema["properties"]["model"]
     model["anyOf"] = [{"const": "from_checkpoint"}, {"$ref": model.pop("$ref")}]
     for section in (schema, *schema["$defs"].values()):

@@ -47,36 +47,30 @@ class Request:
 def main(words: list[str]) -> None:
     own, flags = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     request = parse(Request, own, __doc__)
-    text = _convert(request, flags)
-    if request.output is None:
-        print(text, end="")
-    else:
-        with atomic_write(request.output, "w") as file:
-            file.write(text)
-
-
-def _convert(args: Request, flags: list[str]) -> str:
     from common.systems.config import COMMAND_LINES, open_config, open_flags
     from common.systems.flags import read_command
 
-    if args.system in COMMAND_LINES:
-        if bool(flags) == (args.file is not None):
-            raise ConfigError(f"--from {args.system}: give a file of flags, or the flags behind --")
-        return open_flags(
-            args.system,
-            flags if args.file is None else read_command(args.file)[2],
-            args.overrides,
-            str(args.file or "command line"),
-        ).yaml
-    if args.file is None or flags:
-        raise ConfigError(
-            "give the YAML file to convert; flags behind -- are for --from " + " and ".join(COMMAND_LINES)
-        )
-    opened = open_config(args.file, args.overrides)
-    if opened.system is None:
-        raise ConfigError(f"{args.file}: is in the words of this project already; --from says whose flags a file holds")
-    if args.system is not None and args.system not in opened.system.lower():
-        raise ConfigError(
-            f"{args.file}: is in {opened.system}'s words, not in those of --from {args.system}; leave --from out"
-        )
-    return opened.yaml
+    file, system = request.file, request.system
+    if system in COMMAND_LINES:
+        if bool(flags) == (file is not None):
+            raise ConfigError(f"--from {system}: give a file of flags, or the flags behind --")
+        flags = flags if file is None else read_command(file)[2]
+        text = open_flags(system, flags, request.overrides, str(file or "command line")).yaml
+    else:
+        if file is None or flags:
+            raise ConfigError(
+                "give the YAML file to convert; flags behind -- are for --from " + " and ".join(COMMAND_LINES)
+            )
+        opened = open_config(file, request.overrides)
+        if opened.system is None:
+            raise ConfigError(f"{file}: is in the words of this project already; --from says whose flags a file holds")
+        if system is not None and system not in opened.system.lower():
+            raise ConfigError(
+                f"{file}: is in {opened.system}'s words, not in those of --from {system}; leave --from out"
+            )
+        text = opened.yaml
+    if request.output is None:
+        print(text, end="")
+    else:
+        with atomic_write(request.output, "w") as out:
+            out.write(text)

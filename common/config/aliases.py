@@ -7,9 +7,7 @@ that several places give under two names.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.dialects.mindformers import PARTS, TABLE, TARGETS
 from common.dialects.rules import ByHand, Fixed, MapTo, Table, words
@@ -85,80 +83,66 @@ def rename_keys(tree: dict[str, Any], sources: Sources) -> None:
             raise ConfigError(f"{sources.get((heading, str(key)), '?')}: {heading}.{key}: unknown key; {hint}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Alias:
+class Alias(NamedTuple):
     """A key whose value is merged into one of ours and then removed."""
 
     ours: str
-    merge: Callable[[Any, Any], Any]
-    """Function of their value and ours (None if left out) that returns ours. Raises ValueError for a contradiction."""
+    meaning: str
     values: tuple[Any, ...] = ()
     """Accepted values; empty where the checks of our key apply."""
-    meaning: str = ""
-
-    @property
-    def description(self) -> str:
-        return self.meaning or f"Another name for {self.ours}."
 
 
-def _steps(theirs: Any, ours: Any) -> Any:
-    if ours not in (None, theirs):
-        raise ValueError("are two names of one number; make them equal or leave one out")
-    return theirs
-
-
-def _optimizer_is_split(theirs: bool, ours: Any) -> Any:
-    if not theirs and ours:
-        raise ValueError("contradict each other; keep one of them")
-    return max(ours or 0, int(theirs)) if _is_stage(ours) else ours
-
-
-def _gradients_are_split(theirs: bool, ours: Any) -> Any:
-    if theirs and not ours:
-        raise ValueError("contradict each other; set parallel.enable_parallel_optimizer=true, or leave the second out")
-    return max(ours, 2) if theirs and _is_stage(ours) else ours
-
-
-def _is_stage(value: Any) -> bool:
-    return value is None or type(value) is int
-
-
-def _gradients_of_the_mean(theirs: bool, ours: Any) -> Any:
-    if not theirs and ours not in (1, 2, "semi_auto_parallel", "auto_parallel"):
-        raise ValueError("contradict each other: gradients are averaged over the global batch; leave the second out")
-    return ours
-
-
-def _target(theirs: str, ours: Any) -> Any:
-    if ours not in (None, "auto", TARGETS[theirs]):
-        raise ValueError("differ; keep one of them")
-    return TARGETS[theirs]
-
-
+_SWITCH = (True, False)
 ALIASES = {
-    "parallel.micro_batch_num": Alias(ours="train.accumulation_steps", merge=_steps),
+    "parallel.micro_batch_num": Alias("train.accumulation_steps", "Another name for train.accumulation_steps."),
     "parallel.enable_parallel_optimizer": Alias(
-        ours="parallel.zero_stage",
-        merge=_optimizer_is_split,
-        values=(True, False),
-        meaning="Another name for parallel.zero_stage: true is 1 or higher, false 0.",
+        "parallel.zero_stage", "Another name for parallel.zero_stage: true is 1 or higher, false 0.", _SWITCH
     ),
     "parallel.parallel_optimizer_config.gradient_accumulation_shard": Alias(
-        ours="parallel.zero_stage",
-        merge=_gradients_are_split,
-        values=(True, False),
-        meaning="Split the accumulated gradients too: another name for parallel.zero_stage=2.",
+        "parallel.zero_stage",
+        "Split the accumulated gradients too: another name for parallel.zero_stage=2.",
+        _SWITCH,
     ),
     "parallel.gradients_mean": Alias(
-        ours="parallel.parallel_mode",
-        merge=_gradients_of_the_mean,
-        values=(True, False),
-        meaning="Gradients are averaged over the global batch. false is accepted in"
+        "parallel.parallel_mode",
+        "Gradients are averaged over the global batch. false is accepted in"
         " parallel.parallel_mode 1 and 2, where it changes nothing.",
+        _SWITCH,
     ),
-    "context.device_target": Alias(ours="device", merge=_target, values=tuple(TARGETS)),
+    "context.device_target": Alias("device", "Another name for device.", tuple(TARGETS)),
 }
 """Keys that are accepted in files and on the command line but are not in the schema."""
+
+
+def _merged(key: str, theirs: Any, ours: Any) -> Any:
+    """Return the value of our key with that of an alias, whose last part is ``key``.
+
+    ours: None where it is left out. Raises ValueError for a contradiction.
+    """
+    is_stage = ours is None or type(ours) is int
+    match key:
+        case "micro_batch_num":
+            if ours not in (None, theirs):
+                raise ValueError("are two names of one number; make them equal or leave one out")
+            return theirs
+        case "enable_parallel_optimizer":
+            if ours and not theirs:
+                raise ValueError("contradict each other; keep one of them")
+            return max(ours or 0, int(theirs)) if is_stage else ours
+        case "gradient_accumulation_shard":
+            if theirs and not ours:
+                remedy = "set parallel.enable_parallel_optimizer=true, or leave the second out"
+                raise ValueError(f"contradict each other; {remedy}")
+            return max(ours, 2) if theirs and is_stage else ours
+        case "gradients_mean":
+            if not theirs and ours not in (1, 2, "semi_auto_parallel", "auto_parallel"):
+                reason = "gradients are averaged over the global batch"
+                raise ValueError(f"contradict each other: {reason}; leave the second out")
+            return ours
+        case _:
+            if ours not in (None, "auto", TARGETS[theirs]):
+                raise ValueError("differ; keep one of them")
+            return TARGETS[theirs]
 
 
 def merge_aliases(tree: dict[str, Any], sources: Sources) -> None:
@@ -181,7 +165,7 @@ def merge_aliases(tree: dict[str, Any], sources: Sources) -> None:
             continue
         written = target.get(ours[-1])
         try:
-            merged = alias.merge(theirs, written)
+            merged = _merged(path[-1], theirs, written)
         except ValueError as fault:
             said = f"{alias.ours}={_shown(written)}" if written is not None else f"no {alias.ours}"
             raise ConfigError(f"{_places(sources, ours, path)}{said} and {name}={_shown(theirs)} {fault}") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -62,7 +61,7 @@ def explain_key(asked: str | None) -> str:
         return _explained(asked)
     alias = next((alias for key, alias in ALIASES.items() if asked in (key, key.rpartition(".")[2])), None)
     if alias is not None:
-        return f"{textwrap.fill(f'{asked}: {alias.description}', _WIDTH)}\n\n{_explained(alias.ours)}"
+        return f"{textwrap.fill(f'{asked}: {alias.meaning}', _WIDTH)}\n\n{_explained(alias.ours)}"
     if (here := key_of_others(asked)) is not None:
         found = [
             word for word in re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", re.sub(r"\(.*\)", "", here)) if word in keys
@@ -79,17 +78,10 @@ def explain_key(asked: str | None) -> str:
 def key_facts(key: str) -> dict[str, str]:
     """Return type, default, allowed values, backend and meaning of a key or section of the schema.
 
-    ``parallel_mode`` names the modes of a key that only some have.
+    ``parallel_mode`` names the modes of a key that only some have, and is empty for others.
     """
     node = _node(key)
-    facts = _facts(node)
-    if not facts["meaning"] and (section := _section_of(node)):
-        facts["meaning"] = _text(section.get("description", ""))
-    parts = key.split(".")
-    for n in range(1, len(parts) + 1):
-        marks = _node(".".join(parts[:n]))
-        facts |= {mark: marks[mark] for mark in ("backend", "parallel_mode") if mark in marks}
-    return facts
+    return _facts(node) | {"parallel_mode": node.get("parallel_mode", "")}
 
 
 @lru_cache(maxsize=1)
@@ -102,16 +94,13 @@ def _explained(key: str) -> str:
     section = _section_of(node)
     if section is None:
         return _of_key(key, _facts(node))
-    lines = [
-        f"{key} (a section)",
-        *textwrap.wrap(_text(node.get("description") or section.get("description", "")), _WIDTH),
-    ]
+    lines = [f"{key} (a section)", *textwrap.wrap(_facts(node)["meaning"], _WIDTH)]
     forms = [form for form in _types(node) if form != "section"]
     if forms:
         lines.append(f"also written as: {' or '.join(forms)}")
     width = max(map(len, section["properties"])) + 2
     for name, child in section["properties"].items():
-        meaning = _text(child.get("description", "")) or "A section of its own."
+        meaning = " ".join(child.get("description", "").split()) or "A section of its own."
         lines += textwrap.wrap(
             meaning, _WIDTH, initial_indent=f"  {name:<{width}}", subsequent_indent=" " * (width + 2)
         )
@@ -119,31 +108,25 @@ def _explained(key: str) -> str:
 
 
 def _node(key: str) -> dict[str, Any]:
-    """Return the JSON Schema of a key, with the description that stands beside it."""
-    node = _schema()
+    """Return the JSON Schema of a key, with the description that stands beside it and the marks of its section."""
+    node, marks = _schema(), dict[str, Any]()
     for part in key.split("."):
         section = _section_of(node)
         assert section is not None, key
         node = section["properties"][part]
-    return node
+        marks |= {mark: node[mark] for mark in ("backend", "parallel_mode") if mark in node}
+    return node | marks
 
 
 def _section_of(node: dict[str, Any]) -> dict[str, Any] | None:
-    for option in _options(node):
-        if "properties" in option:
-            return option
-    return None
+    return next((option for option in _options(node) if "properties" in option), None)
 
 
-def _options(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the alternatives of a value, with references resolved."""
+def _options(node: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the alternatives of a value, with references resolved."""
     if "$ref" in node:
-        yield from _options(_schema()["$defs"][node["$ref"].rpartition("/")[2]])
-    elif "anyOf" in node:
-        for option in node["anyOf"]:
-            yield from _options(option)
-    else:
-        yield node
+        return _options(_schema()["$defs"][node["$ref"].rpartition("/")[2]])
+    return [leaf for option in node["anyOf"] for leaf in _options(option)] if "anyOf" in node else [node]
 
 
 def _of_key(key: str, facts: dict[str, str]) -> str:
@@ -161,7 +144,8 @@ def _facts(node: dict[str, Any]) -> dict[str, str]:
         facts["allowed"] = "; ".join(allowed)
     if "backend" in node:
         facts["backend"] = f"{node['backend']} only"
-    return facts | {"meaning": _text(node.get("description", ""))}
+    meaning = node.get("description") or (_section_of(node) or {}).get("description", "")
+    return facts | {"meaning": " ".join(meaning.split())}
 
 
 _NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false", "array": "list"}
@@ -208,7 +192,3 @@ def _literal(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _text(description: str) -> str:
-    return " ".join(description.split())

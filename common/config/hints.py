@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import types
 import typing
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -28,41 +29,32 @@ _SAME_SECTION, _OTHER_SECTION = 0.75, 0.9
 
 
 def explain_all(faults: Sequence[Any], sources: Sources) -> list[str]:
-    """Return one line for each key with a fault. A key of several types has a fault for each."""
+    """Return one line for each key in which pydantic found a fault: where, which key, what was expected and found.
+
+    A key of several types has a fault for each.
+    """
     by_key: dict[Path_, list[Any]] = {}
     for fault in faults:
-        by_key.setdefault(_key_of(fault), []).append(fault)
-    lines = []
-    for path, found in by_key.items():
-        messages = dict.fromkeys(str(fault["msg"]) for fault in found)
-        start = "Input should be "
-        whole = " or ".join([*messages][:1] + [text.removeprefix(start) for text in [*messages][1:]])
-        lines.append(explain({**found[0], "loc": path, "msg": whole}, sources))
-    return list(dict.fromkeys(lines))
+        path: Path_ = tuple(fault["loc"])
+        if fault["type"] not in ("extra_forbidden", "missing"):  # pydantic appends the types of the key
+            known = (n for n in range(len(path), 0, -1) if ".".join(map(str, path[:n])) in schema_keys())
+            length = next(known, len(path))
+            path = (*path[:length], *(part for part in path[length:] if isinstance(part, int)))
+        by_key.setdefault(path, []).append(fault)
+    return list(dict.fromkeys(_explained(path, found, sources) for path, found in by_key.items()))
 
 
-def _key_of(fault: Any) -> Path_:
-    """Return the path of a fault without the types of its key, which pydantic appends."""
-    path: Path_ = tuple(fault["loc"])
-    if fault["type"] in ("extra_forbidden", "missing"):
-        return path
-    keys = schema_keys()
-    known = (n for n in range(len(path), 0, -1) if ".".join(map(str, path[:n])) in keys)
-    length = next(known, len(path))
-    return (*path[:length], *(part for part in path[length:] if isinstance(part, int)))
-
-
-def explain(fault: Any, sources: Sources) -> str:
-    """Return one line for a fault found by pydantic: where, which key, what was expected, what was found."""
-    path: Path_ = tuple(fault["loc"])
-    dotted = ".".join(map(str, path))
+def _explained(path: Path_, faults: Sequence[Any], sources: Sources) -> str:
+    fault, dotted = faults[0], ".".join(map(str, path))
     where = next((sources[path[:n]] for n in range(len(path), 0, -1) if path[:n] in sources), None)
     prefix = f"{where}: {dotted}" if where else dotted
     if fault["type"] == "extra_forbidden":
         return f"{prefix}: unknown key{hint(dotted)}"
     if fault["type"] == "missing":
         return f"{prefix}: required, but in no file; add it or give {dotted}=... on the command line"
-    message = str(fault["msg"]).removeprefix("Value error, ")
+    first, *others = dict.fromkeys(str(each["msg"]) for each in faults)
+    whole = " or ".join([first, *(text.removeprefix("Input should be ") for text in others)])
+    message = whole.removeprefix("Value error, ")
     if fault["type"] == "value_error":
         return f"{prefix}: {message}"
     return f"{prefix}: {message[0].lower()}{message[1:]}, found {fault['input']!r}"
@@ -111,26 +103,13 @@ def _names_of_others() -> tuple[dict[str, str], dict[str, str]]:
     return here, absent
 
 
-def key_for_flag(name: str, value: str) -> str | None:
-    """Return the override that ``--name value`` may mean, or None. Example: ``train.max_steps=5``."""
-    name = name.replace("-", "_")
-    here = key_of_others(name)
-    if here is None:
-        near = nearest_keys(name)
-        return f"{near[0]}={value}" if near else _names_of_others()[1].get(name)
-    return (
-        here
-        if "=" in here or " " in here or here.startswith("-") or schema_keys().get(here, True)
-        else f"{here}={value}"
-    )
-
-
 def unknown_arguments(unknown: Sequence[str], argv: Sequence[str]) -> str:
     """Name the unknown arguments, and for each the key that it may mean, with the given value.
 
     argparse also counts the words after an unknown option; those that are overrides are left out.
     """
-    unknown = [word for word in unknown if word.partition("=")[0] not in schema_keys()]
+    keys = schema_keys()
+    unknown = [word for word in unknown if word.partition("=")[0] not in keys]
     lines = [f"unrecognized arguments: {' '.join(unknown)}; keys of the configuration are written section.key=value"]
     for argument in unknown:
         name, equals, value = argument.lstrip("-").partition("=")
@@ -138,51 +117,55 @@ def unknown_arguments(unknown: Sequence[str], argv: Sequence[str]) -> str:
             behind = argv[argv.index(argument) + 1 :][:1] if argument in argv else []
             is_value = behind and not behind[0].startswith("-") and "=" not in behind[0]
             value = behind[0] if is_value else "..."
-        if found := key_for_flag(name, value):
+        name = name.replace("-", "_")
+        if (found := key_of_others(name)) is not None:
+            found += f"={value}" if found in keys and section_of(keys[found]) is None else ""
+        elif near := nearest_keys(name):
+            found = f"{near[0]}={value}"
+        else:
+            found = _names_of_others()[1].get(name)
+        if found:
             lines.append(f"{argument}: did you mean {found}?")
     return "\n".join(lines)
 
 
 def nearest_keys(dotted: str) -> list[str]:
     """Return similar keys: in the same section, else with the same name elsewhere, else nearly equal."""
-    keys = schema_keys() | dict.fromkeys(ALIASES, False)
+    keys = [*schema_keys(), *ALIASES]
     section, _, name = dotted.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == section}
     if near := difflib.get_close_matches(name, siblings, n=1, cutoff=_SAME_SECTION):
         return [siblings[near[0]]]
-    if same := [key for key, is_section in keys.items() if not is_section and key.rpartition(".")[2] == name]:
+    fields = {key: schema_keys().get(key) for key in keys if key.rpartition(".")[2] == name}
+    if same := [key for key, field in fields.items() if field is None or section_of(field) is None]:
         return same[:3]
     return difflib.get_close_matches(dotted, keys, n=1, cutoff=_OTHER_SECTION)
 
 
 @lru_cache(maxsize=1)
-def schema_keys() -> dict[str, bool]:
-    """Map every dotted key to whether it is a section."""
-    return {key: is_section for key, _, is_section in _fields_of(RunConfig)}
+def schema_keys() -> dict[str, FieldInfo]:
+    """Map every dotted key to its field."""
+    return dict(_fields_of(RunConfig))
 
 
-def schema_defaults() -> dict[str, Any]:
-    """Map every dotted key with a default, sections left out, to it."""
-    return {
-        key: field.default
-        for key, field, is_section in _fields_of(RunConfig)
-        if not is_section and not field.is_required()
-    }
-
-
-def _fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo, bool]]:
+def _fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
-        section = section_of(field.annotation)
-        yield f"{prefix}{name}", field, section is not None
-        if section is not None:
+        yield f"{prefix}{name}", field
+        if (section := section_of(field)) is not None:
             yield from _fields_of(section, f"{prefix}{name}.")
 
 
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section that a field with this annotation holds, even if optional or in short form."""
-    for option in (annotation, *typing.get_args(annotation)):
-        if isinstance(option, type) and issubclass(option, BaseModel):
-            return option
-        if typing.get_origin(option) is typing.Annotated and (found := section_of(typing.get_args(option)[0])):
-            return found
-    return None
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the section that a field holds, even if optional or in short form."""
+    kinds = types_of(field.annotation)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def types_of(annotation: Any) -> list[Any]:
+    """Return the alternatives of an annotation, without their limits."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return types_of(inner[0])
+    if origin in (typing.Union, types.UnionType):
+        return [kind for each in inner for kind in types_of(each)]
+    return [annotation]

@@ -9,8 +9,6 @@ import copy
 import difflib
 import os
 import re
-import types
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from common.config.aliases import Path_, Sources, merge_aliases, rename, rename_keys
-from common.config.hints import explain_all
-from common.config.schema import RunConfig, expand_model, expand_precision, expand_tokenizer
+from common.config.hints import explain_all, schema_keys, types_of
+from common.config.schema import RunConfig, expand_model, expand_tokenizer
+from common.config.values import expand_precision
 from common.errors import ConfigError
 from common.files import atomic_write, reading
 from common.paths import ROOT, looked_in
-from common.structured_files import MAX_DEPTH, MalformedError, read_text
-from common.yaml_files import MAX_YAML_BYTES, IsText, KeyPath, dump_yaml, parse_yaml, read_yaml_mapping
+from common.structured_files import MAX_DEPTH, MalformedError
+from common.yaml_files import IsText, KeyPath, dump_yaml, parse_yaml, read_yaml_mapping
 
 # Text that stands for a mapping, so that ``precision.softmax=...`` refines ``precision: bf16`` instead of replacing it.
 _SHORTHANDS: dict[Path_, Callable[[Any], Any]] = {
@@ -51,66 +50,31 @@ Fill = Callable[[dict[str, Any], Sources], None]
 _SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size")
 
 
-def read_own_config(path: Path, text: str | None = None) -> _Read:
+def read_own_config(path: Path) -> _Read:
     """Read a file with our own keys and the files of its ``base:`` list, of which it wins.
 
-    Returns the values, not yet checked, and the source of each key. text: content of ``path``, if
-    it has been read. Raises ConfigError.
+    Returns the values, not yet checked, and the source of each key. Raises ConfigError.
     """
-    tree, sources = read_with_bases(path, "base", _read_own, _merge, text)
-    _find_inputs(tree)
+
+    def read(path: Path) -> _Read:
+        own, sources = read_yaml(path, is_text=_takes_text)
+        rename_keys(own, sources)
+        return own, sources
+
+    tree, sources = read_with_bases(path, "base", read, _merge)
+    data = tree.get("data")
+    if isinstance(data, dict):
+        data |= {name: _found(data[name]) for name in ("train", "validation", "tokenizer") if name in data}
     return tree, sources
 
 
 def apply_overrides(tree: dict[str, Any], sources: Sources, words: Sequence[str]) -> None:
-    """Apply ``section.key=value`` overrides to a plain mapping. Raises ConfigError."""
+    """Apply ``section.key=value`` overrides to a plain mapping. Raises ConfigError.
+
+    A length from the command line replaces another one from a file.
+    """
     for word in words:
         _override(tree, sources, word)
-    _settle_lengths(tree, sources)
-
-
-def _find_inputs(tree: dict[str, Any]) -> None:
-    """Also look in the project's folder for data and vocabularies that files name.
-
-    The working directory comes first. A preset thus works from any directory.
-    """
-    data = tree.get("data")
-    if not isinstance(data, dict):
-        return
-    for name in ("train", "validation"):
-        entries = data.get(name)
-        if isinstance(entries, str):
-            data[name] = _found(entries)
-        elif isinstance(entries, list):
-            data[name] = [_found(entry) if isinstance(entry, str) else entry for entry in entries]
-    tokenizer = data.get("tokenizer")
-    if isinstance(tokenizer, str):
-        data["tokenizer"] = _found(tokenizer)
-    elif isinstance(tokenizer, dict):
-        for name in ("folder", "vocab_file", "merge_file"):
-            if isinstance(tokenizer.get(name), str):
-                tokenizer[name] = _found(tokenizer[name])
-
-
-def _found(name: str) -> str:
-    """Return the path in the project's folder if only that one exists, else ``name``."""
-    if not name or "\0" in name or Path(name).is_absolute() or _is_there(Path(name)):
-        return name
-    return str(ROOT / name) if _is_there(ROOT / name) else name
-
-
-def _is_there(path: Path) -> bool:
-    """Tell whether a path exists, or is the prefix of a file that does."""
-    try:
-        return path.exists() or any(
-            entry.name.startswith(f"{path.name}{mark}") for entry in path.parent.iterdir() for mark in "._"
-        )
-    except OSError:
-        return False
-
-
-def _settle_lengths(tree: dict[str, Any], sources: Sources) -> None:
-    """Let a length from the command line replace another one from a file."""
     for section, names in _LENGTHS.items():
         values = tree.get(section)
         if not isinstance(values, dict):
@@ -123,6 +87,32 @@ def _settle_lengths(tree: dict[str, Any], sources: Sources) -> None:
         counted = sources.get(("train", "num_samples")) == "command line"
         if section == "train" and values.get("max_epochs") is None and not counted:
             values.pop("num_samples", None)
+
+
+def _found(value: Any) -> Any:
+    """Return the path in the project's folder if only that one exists, else ``value``; of a list or mapping, each.
+
+    The working directory comes first. A preset thus works from any directory.
+    """
+    if isinstance(value, list):
+        return [_found(each) for each in value]
+    if isinstance(value, dict):
+        return {
+            key: _found(each) if key in ("folder", "vocab_file", "merge_file") else each for key, each in value.items()
+        }
+    if not isinstance(value, str) or not value or "\0" in value or Path(value).is_absolute() or _is_there(Path(value)):
+        return value
+    return str(ROOT / value) if _is_there(ROOT / value) else value
+
+
+def _is_there(path: Path) -> bool:
+    """Tell whether a path exists, or is the prefix of a file that does."""
+    try:
+        return path.exists() or any(
+            entry.name.startswith(f"{path.name}{mark}") for entry in path.parent.iterdir() for mark in "._"
+        )
+    except OSError:
+        return False
 
 
 def build_config(tree: Mapping[str, Any], sources: Sources | None = None, fill: Fill | None = None) -> RunConfig:
@@ -163,38 +153,20 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def parse_scalar(text: str, where: str) -> Any:
-    """Parse a YAML value from the command line.
-
-    Text that is not a number, boolean, null, list or mapping stays text.
-    """
-    if text.lstrip()[:1] not in ("[", "{") and not re.fullmatch(r"[-+.\w~]*", text):
-        return text
-    try:
-        return parse_yaml(text)
-    except MalformedError as error:
-        raise ConfigError(f"{where}: {text[:60]!r} is not valid YAML: {error.problem}") from None
-
-
 # ---- files ----
 
 
 def read_with_bases(
-    path: Path,
-    base: str,
-    read: Callable[[Path, str | None], _Read],
-    merge: Callable[[dict[str, Any], Mapping[str, Any]], None],
-    text: str | None = None,
+    path: Path, base: str, read: Callable[[Path], _Read], merge: Callable[[dict[str, Any], Mapping[str, Any]], None]
 ) -> _Read:
     """Return the values of a file merged over those of the files that its key ``base`` names, and
     the place of each key. Raises ConfigError.
 
-    read: returns the content of a file, whose text may have been read. merge: merges the second
-    mapping into the first. text: content of ``path``, if it has been read.
+    read: returns the content of a file. merge: merges the second mapping into the first.
     """
     known: dict[str, _Read] = {}
 
-    def whole(path: Path, parents: tuple[str, ...], where: str, text: str | None = None) -> _Read:
+    def whole(path: Path, parents: tuple[str, ...], where: str) -> _Read:
         real = os.path.realpath(path) if "\0" not in str(path) else str(path)  # read rejects it
         if real in parents:
             raise ConfigError(
@@ -204,7 +176,7 @@ def read_with_bases(
             return known[real]
         if len(parents) > MAX_DEPTH:
             raise ConfigError(f"{where}{path}: files are nested deeper than {MAX_DEPTH} levels; put keys into fewer")
-        own, own_sources = read(path, text)
+        own, own_sources = read(path)
         names = own.pop(base, None)
         names = [] if names in (None, "") else [names] if isinstance(names, str) else names
         where = f"{own_sources.pop((base,), path)}: {base}: "
@@ -226,33 +198,18 @@ def read_with_bases(
         known[real] = tree, sources | own_sources
         return known[real]
 
-    return whole(path, (), "", text)
+    return whole(path, (), "")
 
 
-def _read_own(path: Path, text: str | None) -> _Read:
-    own, sources = read_yaml(path, is_text=_takes_text, text=text)
-    rename_keys(own, sources)
-    return own, sources
-
-
-def read_yaml_text(path: Path) -> str:
-    """Return the content of a YAML file. Raises ConfigError."""
-    if "\0" not in str(path) and not os.path.lexists(path):
-        raise ConfigError(_absent(path))
-    return read_text(path, limit=MAX_YAML_BYTES, error=ConfigError)
-
-
-def read_yaml(
-    path: Path, carriers: set[str] | None = None, is_text: IsText | None = None, text: str | None = None
-) -> _Read:
+def read_yaml(path: Path, carriers: set[str] | None = None, is_text: IsText | None = None) -> _Read:
     """Return the keys and values of a YAML file, and ``file:line`` of every key.
 
-    carriers, is_text: as of ``parse_yaml``. text: content of the file, if it has been read. Raises
-    ConfigError, also for a key given twice.
+    carriers, is_text: as of ``parse_yaml``. Raises ConfigError, also for a key given twice.
     """
-    text = read_yaml_text(path) if text is None else text
+    if "\0" not in str(path) and not os.path.lexists(path):
+        raise ConfigError(_absent(path))
     lines: dict[KeyPath, int] = {}
-    tree = read_yaml_mapping(path, text, lines=lines, carriers=carriers, is_text=is_text)
+    tree = read_yaml_mapping(path, lines=lines, carriers=carriers, is_text=is_text)
     return tree, {key: f"{path}:{line}" for key, line in lines.items()}
 
 
@@ -310,8 +267,17 @@ def _override(tree: dict[str, Any], sources: Sources, word: str) -> None:
 
 
 def read_value(text: str, path: Path_, where: str) -> Any:
-    """Return the value of a key from the command line. Raises ConfigError."""
-    return text if _takes_text(path, text) else parse_scalar(text, where)
+    """Return the value of a key from the command line. Raises ConfigError.
+
+    It is read as YAML where the key takes more than text, and the text can be a number, boolean, null, list or mapping.
+    """
+    is_plain = text.lstrip()[:1] not in ("[", "{") and not re.fullmatch(r"[-+.\w~]*", text)
+    if is_plain or _takes_text(path, text):
+        return text
+    try:
+        return parse_yaml(text)
+    except MalformedError as error:
+        raise ConfigError(f"{where}: {text[:60]!r} is not valid YAML: {error.problem}") from None
 
 
 def _takes_text(path: Path_, text: str) -> bool:
@@ -320,21 +286,7 @@ def _takes_text(path: Path_, text: str) -> bool:
     """
     if path in _PROSE:
         return not _LIST.fullmatch(text)
-    types_ = _types(path)
-    is_text = bool(types_) and types_ <= {str, type(None)}
+    field = schema_keys().get(".".join(map(str, path)))
+    is_text = field is not None and set(types_of(field.annotation)) <= {str, type(None)}
     is_text |= path in _FILES and text[:1] not in ("[", "{")
     return is_text and text not in ("", "null", "~")
-
-
-def _types(path: Path_) -> set[Any]:
-    """Return the types that a key may have, without their limits; none of an unknown key."""
-    found: set[Any] = {RunConfig}
-    for key in path:
-        fields = [each.model_fields for each in found if hasattr(each, "model_fields")]
-        annotation = fields[0][key].annotation if fields and key in fields[0] else None
-        is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-        found = set()
-        for option in typing.get_args(annotation) if is_union else (annotation,):
-            is_limited = typing.get_origin(option) is typing.Annotated
-            found.add(typing.get_args(option)[0] if is_limited else option)
-    return found

@@ -9,9 +9,7 @@ from pydantic import Field
 from common.config.schema import (
     Count,
     Fraction,
-    LossScaleConfig,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     RunConfig,
     Section,
@@ -43,27 +41,6 @@ class ResolvedTrain(TrainConfig):
         return self.max_steps
 
 
-class ResolvedOptimizer(OptimizerConfig):
-    @property
-    def decay(self) -> int:
-        """Return where the schedule of a training ends, in its unit."""
-        end = self.decay_samples if self.schedule_unit == "samples" else self.decay_steps
-        assert end is not None
-        return end
-
-    @property
-    def warmup(self) -> float:
-        """Return the length of the warm-up. A fraction need not give a whole number, as in Megatron."""
-        if self.warmup_fraction is not None:
-            return self.warmup_fraction * self.decay
-        given = self.warmup_samples if self.schedule_unit == "samples" else self.warmup_steps
-        return given or 0
-
-
-class ResolvedLossScale(LossScaleConfig):
-    mode: Literal["dynamic", "static", "none"]
-
-
 class ResolvedValidation(ValidationConfig):
     micro_batch_size: Count
     max_batches: None = Field(default=None, exclude=True)
@@ -76,8 +53,7 @@ class ResolvedParallel(ParallelConfig):
 
 def resolve_model(model: ModelConfig) -> ResolvedModel:
     """Fill in the sizes and dropout rates that follow from others."""
-    dropouts = ("embedding_dropout", "attention_dropout", "hidden_dropout")
-    unsaid = [name for name in dropouts if getattr(model, name) is None]
+    unsaid = [name for name, value in model if name.endswith("_dropout") and value is None]
     derived = {
         "ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size,
         "max_positions": model.max_positions or model.seq_length,

@@ -13,7 +13,16 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from common.accelerators import GIB
-from common.config.values import RULES, TOKENIZER_NAMES, RuleName, TokenizerKind, UpdateRule, kind_named, parse_split
+from common.config.values import (
+    RULES,
+    TOKENIZER_NAMES,
+    RuleName,
+    TokenizerKind,
+    UpdateRule,
+    expand_precision,
+    kind_named,
+    parse_split,
+)
 from common.errors import DataError
 
 Float = Literal["float32", "bfloat16", "float16"]
@@ -44,17 +53,6 @@ def _below_one(value: float) -> float:
 Positive32 = Annotated[float, Field(gt=0.0), AfterValidator(_in_float32)]
 NonNegative32 = Annotated[float, Field(ge=0.0), AfterValidator(_in_float32)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0), AfterValidator(_in_float32), AfterValidator(_below_one)]
-
-PRECISION_PRESETS: dict[str, dict[str, str]] = {
-    "float32": dict.fromkeys(("parameters", "compute", "reduction", "softmax", "layer_norm"), "float32")
-}
-PRECISION_PRESETS["bf16"] = PRECISION_PRESETS["float32"] | {"compute": "bfloat16"}
-PRECISION_PRESETS["fp16"] = PRECISION_PRESETS["float32"] | {"compute": "float16"}
-PRECISION_PRESETS["fp8"] = PRECISION_PRESETS["bf16"] | {"float8": "tensorwise"}
-PRECISION_PRESETS["O2"] = PRECISION_PRESETS["fp16"] | {"parameters": "float16"}
-PRECISION_PRESETS["pure_fp16"] = PRECISION_PRESETS["O2"] | dict.fromkeys(("softmax", "layer_norm"), "float16")
-_PRECISION_NAMES = {"fp32": "float32", "O0": "float32", "bfloat16": "bf16", "float16": "fp16", "O1": "fp16"}
-
 
 MINDSPORE = Field(json_schema_extra={"backend": "mindspore"})
 """Mark of a key that only backend mindspore has."""
@@ -306,6 +304,21 @@ class OptimizerConfig(Section):
         """Unit of the schedule."""
         in_samples = self.warmup_samples or self.decay_samples
         return "samples" if in_samples else "steps"
+
+    @property
+    def decay(self) -> int:
+        """Where the schedule of a resolved training ends, in its unit."""
+        end = self.decay_samples if self.schedule_unit == "samples" else self.decay_steps
+        assert end is not None
+        return end
+
+    @property
+    def warmup(self) -> float:
+        """Length of its warm-up. A fraction need not give a whole number, as in Megatron."""
+        if self.warmup_fraction is not None:
+            return self.warmup_fraction * self.decay
+        given = self.warmup_samples if self.schedule_unit == "samples" else self.warmup_steps
+        return given or 0
 
     @property
     def rule(self) -> UpdateRule:
@@ -721,8 +734,21 @@ class PredictConfig(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.method == "beam_search":
-            self._check_beams()
+        beams = self.method == "beam_search"
+        if beams and self.num_sequences > self.num_beams:
+            raise ValueError(
+                f"num_sequences={self.num_sequences} is above num_beams={self.num_beams}; lower the"
+                " first or raise the second"
+            )
+        if beams and self.num_beams % self.num_beam_groups:
+            raise ValueError(
+                f"num_beam_groups={self.num_beam_groups} does not divide num_beams={self.num_beams}; choose a divisor"
+            )
+        if beams and self.diversity_rate and self.num_beam_groups == 1:
+            raise ValueError(
+                f"diversity_rate={self.diversity_rate} needs several groups of beams; set"
+                " num_beam_groups, such as num_beams"
+            )
         if self.num_sequences > 1 and self.method == "greedy":
             change = "raise temperature" if self.strategy == "sampling" else "set strategy=sampling"
             raise ValueError(f"num_sequences={self.num_sequences}: greedy gives equal continuations; {change}")
@@ -731,22 +757,6 @@ class PredictConfig(Section):
                 f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}; lower the first"
             )
         return self
-
-    def _check_beams(self) -> None:
-        if self.num_sequences > self.num_beams:
-            raise ValueError(
-                f"num_sequences={self.num_sequences} is above num_beams={self.num_beams}; lower the"
-                " first or raise the second"
-            )
-        if self.num_beams % self.num_beam_groups:
-            raise ValueError(
-                f"num_beam_groups={self.num_beam_groups} does not divide num_beams={self.num_beams}; choose a divisor"
-            )
-        if self.diversity_rate and self.num_beam_groups == 1:
-            raise ValueError(
-                f"diversity_rate={self.diversity_rate} needs several groups of beams; set"
-                " num_beam_groups, such as num_beams"
-            )
 
 
 class EvaluationConfig(Section):
@@ -994,7 +1004,7 @@ class RunConfig(Section):
     """Folder of the run, for checkpoints, metrics, logs and the plot."""
     precision: Annotated[
         PrecisionConfig,
-        BeforeValidator(lambda value: expand_precision(value), json_schema_input_type=str | PrecisionConfig),
+        BeforeValidator(expand_precision, json_schema_input_type=str | PrecisionConfig),
     ] = PrecisionConfig()
     """Number types: float32, bf16, fp16, O2, pure_fp16, or a mapping of types."""
     model: ModelConfig
@@ -1021,23 +1031,8 @@ class RunConfig(Section):
     runtime: RuntimeConfig = RuntimeConfig()
 
 
-def expand_model(value: Any) -> Any:
+def expand_model(value: str) -> Any:
     """Turn the value from_checkpoint into a section without sizes."""
-    if not isinstance(value, str):
-        return value
     if value != "from_checkpoint":
         raise ValueError(f"{value!r}: expected from_checkpoint, or a mapping of sizes")
     return {}
-
-
-def expand_precision(value: Any) -> Any:
-    """Turn a preset's name into the mapping that it stands for."""
-    if not isinstance(value, str):
-        return value
-    name = _PRECISION_NAMES.get(value, value)
-    if name not in PRECISION_PRESETS:
-        raise ValueError(
-            f"{value!r} is not a preset; choose float32, bf16, fp16 or fp8, or give a mapping (O0,"
-            " O1, O2 and pure_fp16 are accepted too)"
-        )
-    return PRECISION_PRESETS[name]

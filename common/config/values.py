@@ -1,4 +1,4 @@
-"""Values of keys that other code reads too: kinds of tokenizers, parts of a data set, update rules."""
+"""Values of keys that other code reads too: kinds of tokenizers, parts of a data set, number types, update rules."""
 
 from __future__ import annotations
 
@@ -64,6 +64,30 @@ def check_weights(weights: Sequence[float]) -> tuple[float, float, float]:
             " valid and test, like 949,50,1"
         )
     return float(weights[0]), float(weights[1]), float(weights[2])
+
+
+PRECISION_PRESETS: dict[str, dict[str, str]] = {
+    "float32": dict.fromkeys(("parameters", "compute", "reduction", "softmax", "layer_norm"), "float32")
+}
+PRECISION_PRESETS["bf16"] = PRECISION_PRESETS["float32"] | {"compute": "bfloat16"}
+PRECISION_PRESETS["fp16"] = PRECISION_PRESETS["float32"] | {"compute": "float16"}
+PRECISION_PRESETS["fp8"] = PRECISION_PRESETS["bf16"] | {"float8": "tensorwise"}
+PRECISION_PRESETS["O2"] = PRECISION_PRESETS["fp16"] | {"parameters": "float16"}
+PRECISION_PRESETS["pure_fp16"] = PRECISION_PRESETS["O2"] | dict.fromkeys(("softmax", "layer_norm"), "float16")
+_PRECISION_NAMES = {"fp32": "float32", "O0": "float32", "bfloat16": "bf16", "float16": "fp16", "O1": "fp16"}
+
+
+def expand_precision(value: Any) -> Any:
+    """Turn a preset's name into the mapping that it stands for."""
+    if not isinstance(value, str):
+        return value
+    name = _PRECISION_NAMES.get(value, value)
+    if name not in PRECISION_PRESETS:
+        raise ValueError(
+            f"{value!r} is not a preset; choose float32, bf16, fp16 or fp8, or give a mapping (O0,"
+            " O1, O2 and pure_fp16 are accepted too)"
+        )
+    return PRECISION_PRESETS[name]
 
 
 RuleName = Literal["adamw", "adam", "sgd"]

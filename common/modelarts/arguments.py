@@ -11,12 +11,12 @@ import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.cluster.environment import in_modelarts
-from common.command_line import FLAGS
+from common.command_line import Flags
 from common.errors import ConfigError
 from common.paths import ROOT
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SCHEMES = ("obs", "s3", "file")
 TOP_LEVEL = ("backend", "engine", "device", "seed", "precision")
 """Keys outside of sections, with a flag of the same name; output_dir has rules of its own."""
-_OWN = {"help": False, **{name: options.get("action") != "store_true" for name, options in FLAGS.items()}}
+_OWN = {"help": False, **{each.name: each.type != "bool" for each in fields(Flags)}}
 """Flags of run_gpt2.py, and whether they take a value."""
 _KEYS = {
     "dataset": "data.train",

@@ -11,9 +11,7 @@ from pydantic import Field
 
 from common.accelerators import Hardware
 from common.config.resolved import (
-    ResolvedLossScale,
     ResolvedModel,
-    ResolvedOptimizer,
     ResolvedParallel,
     ResolvedTrain,
     ResolvedValidation,
@@ -70,8 +68,6 @@ class Run(RunConfig):
 
     model: ResolvedModel
     train: ResolvedTrain
-    optimizer: ResolvedOptimizer
-    loss_scale: ResolvedLossScale
     validation: ResolvedValidation
     parallel: ResolvedParallel
     hardware: Hardware | None = Field(default=None, exclude=True)

@@ -12,12 +12,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from common.config.resolved import ResolvedOptimizer
-from common.config.schema import LossScaleConfig
+from common.config.schema import LossScaleConfig, OptimizerConfig
 from common.parallel.run import Run
 
 
-def learning_rate(optimizer: ResolvedOptimizer, position: int) -> float:
+def learning_rate(optimizer: OptimizerConfig, position: int) -> float:
     """Return the learning rate at a position in the schedule, in its unit.
 
     Linear warm-up begins at 0 and reaches the peak at ``warmup``. The decay reaches
@@ -39,7 +38,7 @@ def learning_rate(optimizer: ResolvedOptimizer, position: int) -> float:
     return floor + (peak - floor) * shape
 
 
-def describe_schedule(optimizer: ResolvedOptimizer) -> str:
+def describe_schedule(optimizer: OptimizerConfig) -> str:
     """Return the schedule as text. Without a known length it ends with the run."""
     unit = optimizer.schedule_unit
     parts: list[str] = [optimizer.schedule]

@@ -98,15 +98,6 @@ def _attention(config: Run) -> int:
     return kept
 
 
-def loss_bytes(config: Run) -> int:
-    """Return the bytes of gradients that the forward pass computes: hidden states, and the head in
-    float32, or where a graph keeps it in the type of the computation.
-    """
-    s = config.sizes
-    element = s.compute if has_regions(config) else 4
-    return s.region + element * s.vocabulary * s.hidden // s.tensor
-
-
 def while_in_loss(config: Run) -> int:
     """Return the peak of temporary bytes in the loss.
 

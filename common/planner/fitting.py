@@ -103,7 +103,8 @@ def check_memory(config: Run, process: Process = ALONE, *, training: bool = Fals
     memory = memory_of(config, place)
     certain = ranks * (memory.weights + (memory.optimizer if training else 0))
     likely = ranks * memory.peak + on_cpu * certain if training else certain
-    has = f"this machine has {gibibytes(there)}" if on_cpu else f"the device has {gibibytes(there)}"
+    free = psutil.virtual_memory().available if on_cpu else math.inf
+    has = f"{'this machine' if on_cpu else 'the device'} has {gibibytes(there)}"
     who = f"{ranks} ranks need" if ranks > 1 else "a rank needs"
     part = "weights and optimizer state" if training else "weights"
     by_plan = f"{who} {gibibytes(likely)} by the plan"
@@ -112,14 +113,13 @@ def check_memory(config: Run, process: Process = ALONE, *, training: bool = Fals
     elif likely > there:
         certainty = "does not" if likely > HOPELESS * there else "may not"
         said = f"the run {certainty} fit: {by_plan}, but {has};"
-    else:
-        free = psutil.virtual_memory().available
-        if not on_cpu or likely <= free:
-            return
+    elif likely > free:
         said = (
             f"memory is short: {by_plan}, and {gibibytes(free)} of this machine's"
             f" {gibibytes(there)} are free; end other programs, or"
         )
+    else:
+        return
     message = f"{said} {advice(config, training=training, place=place)}"
     if certain > there or likely > HOPELESS * there:
         raise ConfigError(message)

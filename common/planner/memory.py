@@ -10,12 +10,12 @@ each block's gradients are reduced when its backward pass ends.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from common.parallel.pipeline import gradients_at_most, held_at_most
 from common.parallel.run import BYTES, Run
-from common.parallel.sharding import local_shape, split_dim
+from common.parallel.sharding import local_shape
 from common.planner import activations
 from common.weights.names import EMBEDDING, parameter_shapes
 
@@ -51,9 +51,7 @@ class Memory:
     @property
     def parts(self) -> dict[str, int]:
         """Parts of the device's memory, by name."""
-        return {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("on_host", "shared")
-        }
+        return {name: size for name, size in vars(self).items() if name not in ("on_host", "shared")}
 
     @property
     def peak(self) -> int:
@@ -74,16 +72,6 @@ class Unit:
     def elements(self) -> int:
         """Number of elements in one of the units."""
         return self.share(1)
-
-    @cached_property
-    def replicated(self) -> int:
-        """Number of elements that every tensor-parallel rank holds."""
-        return sum(math.prod(shape) for name, shape in self.shapes if split_dim(name) is None)
-
-    @cached_property
-    def in_linear_layers(self) -> int:
-        """Number of elements of linear layers, biases included."""
-        return sum(math.prod(shape) for name, shape in self.shapes if name.startswith("h.") and ".ln_" not in name)
 
     def share(self, ranks: int) -> int:
         """Return the elements of one unit on the fullest rank, with each parameter split along its first dimension."""
@@ -143,23 +131,22 @@ def memory_of(config: Run, place: int) -> Memory:
     """Return the memory of the pipeline rank at this place."""
     topology = config.topology
     units = units_of(config, place)
-    held, ranks, zero = (BYTES[config.precision.parameters], shard_ranks(config), config.parallel.zero_stage)
+    held, ranks, zero = BYTES[config.precision.parameters], shard_ranks(config), config.parallel.zero_stage
     whole = sum(unit.elements * unit.count for unit in units)
     sharded = is_fully_sharded(config)
     cut = sum(unit.share(ranks) * unit.count for unit in units) if sharded else -(-whole // ranks)
     weights = cut * 4 if sharded else (cut if zero == 3 else whole) * held
     if config.rounds_weights_once:
-        weights += BYTES[config.precision.compute] * sum(unit.in_linear_layers * unit.count for unit in units)
+        linear = (math.prod(shape) for name, shape in units[0].shapes if ".ln_" not in name)
+        weights += BYTES[config.precision.compute] * units[0].count * sum(linear)
     tensors = sum(len(unit.shapes) * unit.count for unit in units)
     moments, counters = len(config.optimizer.state_parts), config.optimizer.rule.counts_updates
     # ZeRO, section 3.1. FSDP2's weights already are that copy; DeepSpeed copies float32 ones too.
     copy = not sharded and (held < 4 or (config.engine == "deepspeed" and zero > 0))
     optimizer = 4 * ((cut if zero else whole) * (moments + copy) + counters * tensors)
     if config.engine == "deepspeed":
-        weights, optimizer = (
-            weights * (not config.deepspeed.offload_parameters),
-            optimizer * (not config.deepspeed.offload_optimizer),
-        )
+        weights *= not config.deepspeed.offload_parameters
+        optimizer *= not config.deepspeed.offload_optimizer
     at_once = min(2, units[0].count) * units[0].elements + sum(unit.elements for unit in units[1:])
     is_whole = zero < 3 or (sharded and topology.pipeline > 1)
     gathered = (whole if is_whole else at_once) * held if ranks > 1 and (zero == 3 or sharded) else 0
@@ -283,7 +270,9 @@ def _saved_by_stage(config: Run, stage: int) -> tuple[int, int, int]:
         saved += (is_sent - is_in_block) * sizes.residual
     if stage == topology.stages - 1:
         saved += activations.norm_bytes(config)
-        loss = activations.loss_bytes(config)
+        # gradients of hidden states, and of the head in float32, or in the computation's type where a graph keeps it so
+        element = sizes.compute if activations.has_regions(config) else 4
+        loss = sizes.region + element * sizes.vocabulary * sizes.hidden // sizes.tensor
     else:
         saved += sizes.residual
     return max(0, saved), loss, in_blocks if offloads else 0

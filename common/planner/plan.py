@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import groupby, zip_longest
 
 from common.accelerators import GIB, Accelerator
@@ -35,9 +35,6 @@ class StagePlan:
     Its tensor and data-parallel ranks have equally much.
     """
 
-    stages: tuple[int, ...]
-    layers: tuple[range, ...]
-    """Layers of each stage, in the order of ``stages``."""
     parameters: int
     """Number of elements before ZeRO splits, with padding and the last stage's copy of the tied embedding."""
     memory: Memory
@@ -46,11 +43,9 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Arithmetic of a run. ``parameters`` counts the model's, without padding and each once."""
+    """Arithmetic of a run."""
 
-    topology: Topology
-    tokens_per_step: int
-    parameters: int
+    run: Run
     stages: tuple[StagePlan, ...]
     """Plans by place on the pipeline axis."""
 
@@ -60,35 +55,28 @@ class Plan:
         return max(stage.memory.peak for stage in self.stages)
 
 
-def make_plan(config: Run) -> Plan:
+def make_plan(run: Run) -> Plan:
     """Compute the plan of a run. Raises ConfigError if layers do not divide into stages."""
-    topology, layers = config.topology, config.model.num_layers
-    return Plan(
-        topology=topology,
-        tokens_per_step=config.train.global_batch_size * config.model.seq_length,
-        parameters=count_parameters(config.model),
-        stages=tuple(
-            StagePlan(
-                stages=topology.stages_of(place),
-                layers=tuple(topology.layers_of_stage(stage, layers) for stage in topology.stages_of(place)),
-                parameters=sum(unit.elements * unit.count for unit in units_of(config, place)),
-                memory=memory_of(config, place),
-                traffic=traffic_of(config, place),
-            )
-            for place in range(topology.pipeline)
-        ),
+    stages = (
+        StagePlan(
+            parameters=sum(unit.elements * unit.count for unit in units_of(run, place)),
+            memory=memory_of(run, place),
+            traffic=traffic_of(run, place),
+        )
+        for place in range(run.topology.pipeline)
     )
+    return Plan(run=run, stages=tuple(stages))
 
 
-def time_of(plan: Plan, config: Run, device: Accelerator) -> StepTime:
+def time_of(plan: Plan, device: Accelerator) -> StepTime:
     """Return the step time of the slowest rank."""
-    times = (step_time(config, device, place, stage.memory, stage.traffic) for place, stage in enumerate(plan.stages))
+    stages = enumerate(plan.stages)
+    times = (step_time(plan.run, device, place, stage.memory, stage.traffic) for place, stage in stages)
     return max(times, key=lambda time: time.total)
 
 
 def describe_plan(
     plan: Plan,
-    config: Run,
     *,
     all_ranks: bool = False,
     places: Sequence[RankPlacement] = (),
@@ -101,32 +89,35 @@ def describe_plan(
     them. places: of every rank in order, if known, to show host and device. device: the one whose
     step time to estimate. like: a measured run that scales the estimate.
     """
-    topology = plan.topology
-    lines = [_fit(plan, config, device)]
-    if device is not None:
-        lines += _time_lines(plan, config, device, like)
-    lines += [
-        *(f"warning: {warning}" for warning in _warnings(plan, config, device)),
-        *_run_lines(plan, config),
+    topology = plan.run.topology
+    traffic = [vars(stage.traffic) for stage in plan.stages]
+    sent = {axis: max(each[axis] for each in traffic) for axis in traffic[0]}
+    sizes = ", ".join(f"{axis} {three_digits(size / GIB)}" for axis, size in sent.items() if size)
+    lines = [
+        _fit(plan, device),
+        *(_time_lines(plan, device, like) if device is not None else ()),
+        *(f"warning: {warning}" for warning in _warnings(plan.run, device)),
+        *_run_lines(plan.run),
         "",
-        *_memory_lines(plan, config, all_ranks),
+        *_memory_lines(plan, all_ranks),
         "",
-        _traffic_line(plan),
+        f"A rank sends in a step at most (GiB, ring algorithms): {sizes}" if sizes else "No rank sends anything",
     ]
     if all_ranks or places:
-        lines += [
-            "",
-            *table(
-                (*_RANK, *(_PLACE if places else ()), *(f"{kind} group" for kind in _SHOWN)),
-                _rank_rows(topology, all_ranks, places),
-            ),
-        ]
+        lines += ["", *_rank_table(topology, all_ranks, places)]
     elif topology.world_size > 1:
-        lines += _rank_lines(topology)
+        axes = {"stage": topology.pipeline, "data": topology.data, "tensor": topology.tensor}
+        shown = {name: size for name, size in axes.items() if size > 1}
+        terms = [f"{name} x {math.prod([*shown.values()][number + 1 :])}" for number, name in enumerate(shown)]
+        groups = (f"{kind} {_ranks(group)}" for kind in _SHOWN[:3] if len(group := topology.group(kind, 0)) > 1)
+        lines += [
+            f"ranks: {' + '.join(terms).removesuffix(' x 1')} (--all lists them)",
+            f"groups of rank 0: {'; '.join(groups)}",
+        ]
     return "\n".join(lines) + "\n"
 
 
-def _fit(plan: Plan, config: Run, device: Accelerator | None) -> str:
+def _fit(plan: Plan, device: Accelerator | None) -> str:
     """Return what the fullest rank needs of the memory that is given, if it is known."""
     peaks = [stage.memory.peak / GIB for stage in plan.stages]
     most, least = max(peaks), min(peaks)
@@ -135,11 +126,11 @@ def _fit(plan: Plan, config: Run, device: Accelerator | None) -> str:
         if len(peaks) > 1
         else ""
     )
-    limit = memory_limit(config, device)
+    limit = memory_limit(plan.run, device)
     if limit is None:
         ask = "" if device else "; --accelerator NAME tells whether it fits, and the time of a step"
         return f"needs: {most:.1f} GiB{where}{ask}"
-    of = f"{most:.1f} of {limit / GIB:.1f} GiB{where}, {limit_name(config, device)}"
+    of = f"{most:.1f} of {limit / GIB:.1f} GiB{where}, {limit_name(plan.run, device)}"
     if plan.peak < limit:
         return f"fits: {of}"
     return (
@@ -148,19 +139,19 @@ def _fit(plan: Plan, config: Run, device: Accelerator | None) -> str:
     )
 
 
-def _warnings(plan: Plan, config: Run, device: Accelerator | None) -> Iterable[str]:
+def _warnings(config: Run, device: Accelerator | None) -> Iterable[str]:
     """Yield what the engine, the schedule or a device has against the run."""
     if config.precision.float8 != "none":
         try:
-            resolve_other(config, world_size=plan.topology.world_size)
+            resolve_other(config, world_size=config.topology.world_size)
         except ConfigError as refusal:
             yield f"a training refuses what is planned here: {refusal}"
     if config.train.max_steps is not None:
         yield from schedule_warnings(config)
     schedule = config.parallel.pipeline_schedule
-    if error := schedule_error(schedule, plan.topology, config.train.accumulation_steps):
+    if error := schedule_error(schedule, config.topology, config.train.accumulation_steps):
         yield f"{error}; change the accumulation, or set parallel.pipeline_schedule=gpipe"
-    tensor, width = plan.topology.tensor, config.sizes.hidden
+    tensor, width = config.topology.tensor, config.sizes.hidden
     if device is not None and width // tensor % TILE:
         yield (
             f"model.hidden_size {width} / tensor {tensor} = {width // tensor} is no multiple of"
@@ -184,16 +175,16 @@ TILE = 64
 """
 
 
-def _run_lines(plan: Plan, config: Run) -> Iterable[str]:
-    yield f"world: {plan.topology}"
-    train, data = config.train, config.parallel.data_parallel
+def _run_lines(config: Run) -> Iterable[str]:
+    topology, train, window, stride = config.topology, config.train, config.model.seq_length, config.data.stride
+    yield f"world: {topology}"
     yield (
-        f"batch: global batch {train.global_batch_size} = micro batch {train.micro_batch_size} x data parallel {data} x"
-        f" accumulation {train.accumulation_steps} samples; {plan.tokens_per_step:,} tokens a step"
+        f"batch: global batch {train.global_batch_size} = micro batch {train.micro_batch_size} x data parallel"
+        f" {config.parallel.data_parallel} x accumulation {train.accumulation_steps} samples;"
+        f" {train.global_batch_size * window:,} tokens a step"
     )
     if config.train.rampup_batch_size is not None:
         yield f"batch ramp: {describe_ramp(config.batch_sizes)}; all figures are of the full batch"
-    window, stride = config.model.seq_length, config.data.stride
     if stride is not None and stride < window:
         yield (
             f"windows: {window} tokens, one every {stride}: an epoch takes {window / stride:.2f}"
@@ -201,11 +192,12 @@ def _run_lines(plan: Plan, config: Run) -> Iterable[str]:
         )
     yield f"schedule: {describe_schedule(config.optimizer)}"
     yield (
-        f"model: {plan.parameters:,} parameters; vocabulary {config.model.vocab_size}, padded to {config.vocab_rows}"
+        f"model: {count_parameters(config.model):,} parameters; vocabulary {config.model.vocab_size},"
+        f" padded to {config.vocab_rows}"
     )
-    if plan.topology.pipeline > 1:
+    if topology.pipeline > 1:
         schedule, is_full = config.parallel.pipeline_schedule, config.train.recompute == "full"
-        waits = bubble(schedule, plan.topology, train.accumulation_steps, recomputes=is_full)
+        waits = bubble(schedule, topology, train.accumulation_steps, recomputes=is_full)
         yield f"pipeline: {schedule}; each stage waits {_percent(waits)} of a step for the others"
 
 
@@ -213,7 +205,8 @@ def _percent(part: float) -> str:
     return f"{part:.1%}" if part < 0.1 else f"{part:.0%}"
 
 
-def _memory_lines(plan: Plan, config: Run, all_stages: bool) -> Iterable[str]:
+def _memory_lines(plan: Plan, all_stages: bool) -> Iterable[str]:
+    config = plan.run
     train, parallel, precision = config.train, config.parallel, config.precision
     zero = f"ZeRO stage {parallel.zero_stage}" + (
         f" over {shard_ranks(config)} ranks" if shard_ranks(config) > 1 else ""
@@ -237,18 +230,10 @@ def _memory_lines(plan: Plan, config: Run, all_stages: bool) -> Iterable[str]:
             f"On the host a rank keeps {on_host / GIB:.2f} GiB of activations at most, in pinned"
             " memory (train.offload_activations)"
         )
-    if config.train.accumulation_steps == 1 and all_stages:
+    if train.accumulation_steps == 1 and all_stages:
         yield "(with one micro batch a step, gradients take the room of activations as these go)"
     if config.backend == "mindspore":
         yield ("(activations and what follows as torch would keep them; MindSpore's graph decides for itself)")
-
-
-def _traffic_line(plan: Plan) -> str:
-    sent = {field.name: max(getattr(stage.traffic, field.name) for stage in plan.stages) for field in fields(Traffic)}
-    text = ", ".join(f"{axis} {three_digits(size / GIB)}" for axis, size in sent.items() if size)
-    if not text:
-        return "No rank sends anything"
-    return f"A rank sends in a step at most (GiB, ring algorithms): {text}"
 
 
 def three_digits(value: float) -> str:
@@ -256,17 +241,17 @@ def three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _time_lines(plan: Plan, config: Run, device: Accelerator, like: Likeness | None) -> Iterable[str]:
-    time, factor = time_of(plan, config, device), like.factor if like else 1.0
+def _time_lines(plan: Plan, device: Accelerator, like: Likeness | None) -> Iterable[str]:
+    time, factor = time_of(plan, device), like.factor if like else 1.0
     seconds = time.total * factor
     *ends, count = RANGES[device.family]
     low, high = (three_digits(seconds * end) for end in ((0.9, 1.1) if like else ends))
-    speed, devices = plan.tokens_per_step / seconds, plan.topology.world_size
+    speed, used = speed_and_mfu(plan.run, device, seconds)
     yield (
         f"time: {three_digits(seconds)} s a step ({low} to {high}), {speed:,.0f} tokens/s,"
-        f" {three_digits(speed / devices)} a device, MFU {mfu(plan, config, device, seconds):.1%}, on {device.name}"
+        f" {three_digits(speed / plan.run.topology.world_size)} a device, MFU {used:.1%}, on {device.name}"
     )
-    parts = sorted(((getattr(time, field.name) / time.total, field.name) for field in fields(StepTime)), reverse=True)
+    parts = sorted(((part / time.total, name) for name, part in vars(time).items()), reverse=True)
     yield "limited by: " + ", ".join(f"{name} {_percent(part)}" for part, name in parts if part)
     yield (
         f"(scaled by {factor:.2f}: {like.folder} took {three_digits(like.seconds)} s a step)"
@@ -276,11 +261,11 @@ def _time_lines(plan: Plan, config: Run, device: Accelerator, like: Likeness | N
     )
 
 
-def mfu(plan: Plan, config: Run, device: Accelerator, seconds: float) -> float:
-    """Return the part of the devices' peak rate that a step of this time uses."""
-    peak = device.single_flops if config.precision.compute == "float32" else device.half_flops
-    operations = plan.tokens_per_step * flops_per_token(config.model)
-    return operations / seconds / peak / plan.topology.world_size
+def speed_and_mfu(run: Run, device: Accelerator, seconds: float) -> tuple[float, float]:
+    """Return tokens per second, and the part of the devices' peak rate that a step of this time uses."""
+    peak = device.single_flops if run.precision.compute == "float32" else device.half_flops
+    speed = run.train.global_batch_size * run.model.seq_length / seconds
+    return speed, speed * flops_per_token(run.model) / peak / run.topology.world_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,8 +279,6 @@ class Likeness:
     """Measured by planned seconds."""
 
 
-_RANK = ("rank", "stage", "data", "tensor")
-_PLACE = ("host", "device")
 _SHOWN = (GroupKind.TENSOR, GroupKind.DATA, GroupKind.PIPELINE, GroupKind.EMBEDDING)
 
 
@@ -305,46 +288,34 @@ def _stage_table(plan: Plan, all_stages: bool) -> list[str]:
     Unless all are asked for, neighbours with as many parameters share a line, as a range where they
     differ, and columns that are 0.00 everywhere are left out.
     """
-    size = plan.topology.data * plan.topology.tensor
-    places = range(plan.topology.pipeline)
-    groups = groupby(places, None if all_stages else lambda at: plan.stages[at].parameters)
+    topology, layers = plan.run.topology, plan.run.model.num_layers
+    size = topology.data * topology.tensor
     parts = [
         name
         for name in plan.stages[0].memory.parts
         if all_stages or any(stage.memory.parts[name] / GIB >= 0.005 for stage in plan.stages)
     ]
-
-    def between(first: str, last: str) -> str:
-        return first if first == last else f"{first} .. {last}"
-
-    def row(places: list[int]) -> tuple[str, ...]:
-        first, last = (plan.stages[place] for place in (places[0], places[-1]))
-        stages, layers = (
-            between(*(" ".join(words) for words in ends))
-            for ends in (
-                [map(str, end.stages) for end in (first, last)],
-                [map(_ranks, end.layers) for end in (first, last)],
+    places = range(topology.pipeline)
+    rows = []
+    for _, group in groupby(places, None if all_stages else lambda at: plan.stages[at].parameters):
+        here, ends = [*group], []
+        for place in (here[0], here[-1]):
+            stages, plan_here = topology.stages_of(place), plan.stages[place]
+            memory = [*(plan_here.memory.parts[name] for name in parts), plan_here.memory.peak]
+            ends.append(
+                (
+                    " ".join(map(str, stages)),
+                    _ranks(range(here[0] * size, (here[-1] + 1) * size)),
+                    " ".join(_ranks(topology.layers_of_stage(stage, layers)) for stage in stages),
+                    f"{plan_here.parameters:,}",
+                    *(f"{part / GIB:.2f}" for part in memory),
+                )
             )
-        )
-        values = (between(*(f"{end.memory.parts[name] / GIB:.2f}" for end in (first, last))) for name in parts)
-        total = between(*(f"{end.memory.peak / GIB:.2f}" for end in (first, last)))
-        ranks = _ranks(range(places[0] * size, (places[-1] + 1) * size))
-        return stages, ranks, layers, f"{first.parameters:,}", *values, total
-
-    return table(("stage", "ranks", "layers", "parameters", *parts, "GiB"), (row([*places]) for _, places in groups))
+        rows.append(tuple(one if one == other else f"{one} .. {other}" for one, other in zip(*ends, strict=True)))
+    return table(("stage", "ranks", "layers", "parameters", *parts, "GiB"), rows)
 
 
-def _rank_lines(topology: Topology) -> Iterable[str]:
-    """Yield how a rank follows from its place on the axes, and the first groups of each."""
-    axes = {"stage": topology.pipeline, "data": topology.data, "tensor": topology.tensor}
-    shown = {name: size for name, size in axes.items() if size > 1}
-    terms = [f"{name} x {math.prod([*shown.values()][number + 1 :])}" for number, name in enumerate(shown)]
-    yield f"ranks: {' + '.join(terms).removesuffix(' x 1')} (--all lists them)"
-    groups = (f"{kind} {_ranks(group)}" for kind in _SHOWN[:3] if len(group := topology.group(kind, 0)) > 1)
-    yield f"groups of rank 0: {'; '.join(groups)}"
-
-
-def _rank_rows(topology: Topology, all_ranks: bool, places: Sequence[RankPlacement]) -> Iterable[tuple[str, ...]]:
+def _rank_table(topology: Topology, all_ranks: bool, places: Sequence[RankPlacement]) -> list[str]:
     rows: list[tuple[str, ...]] = []
     for rank in range(topology.world_size):
         at = topology.coordinates(rank)
@@ -353,7 +324,8 @@ def _rank_rows(topology: Topology, all_ranks: bool, places: Sequence[RankPlaceme
         rows.append((str(rank), str(at.pipeline), str(at.data), str(at.tensor), *where, *groups))
     if len(rows) > _LISTED and not all_ranks:
         rows[_LISTED // 2 : -_LISTED // 2] = [("...",)]
-    return rows
+    where = ("host", "device") if places else ()
+    return table(("rank", "stage", "data", "tensor", *where, *(f"{kind} group" for kind in _SHOWN)), rows)
 
 
 def _ranks(numbers: Sequence[int]) -> str:

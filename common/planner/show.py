@@ -60,7 +60,7 @@ def plan_text(
         is_auto = written.train.micro_batch_size == "auto"
         config = resolve_config(written, world_size=ranks)
         found = suggest(config, devices, device, is_auto=is_auto)
-        return describe_suggestions(found, devices, device, likeness, all_layouts=all)
+        return describe_suggestions(config, found, devices, device, likeness, all_layouts=all)
     config = resolve_on(written, device, world_size=ranks)
     if environ.get("RANK_TABLE_FILE"):
         path = Path(environ["RANK_TABLE_FILE"]).absolute()
@@ -78,11 +78,11 @@ def plan_text(
             like=likeness,
         )
     plan = make_plan(config)
-    text = describe_plan(plan, config, all_ranks=all, device=device, like=likeness)
+    text = describe_plan(plan, all_ranks=all, device=device, like=likeness)
     if device is None and (here := fits_machine(config, plan.peak)):
         return f"{here}\n{text}"
     if device is not None and 1 < ranks <= MAX_RANKS:
-        text += describe_next(config, plan, device, likeness)
+        text += describe_next(plan, device, likeness)
     return text
 
 
@@ -109,7 +109,7 @@ def _likeness(
             f" known rates, found {seconds} s a step on {name} ({kind}); name another run{other}"
         )
     config = resolve_on(written, own, world_size=written_ranks(written))
-    planned = time_of(make_plan(config), config, own).total
+    planned = time_of(make_plan(config), own).total
     like = Likeness(folder=str(folder), seconds=seconds, factor=seconds / planned)
     return like, device or own
 
@@ -132,7 +132,7 @@ def describe_cluster(
     command of the first rank of each host, or of every rank. device, like: those of describe_plan.
     """
     plan = make_plan(config)
-    text = describe_plan(plan, config, all_ranks=all_ranks, places=places.all, device=device, like=like)
+    text = describe_plan(plan, all_ranks=all_ranks, places=places.all, device=device, like=like)
     lines = [text, "Checks of the cluster:"]
     if table is not None:
         lines.append(
@@ -142,7 +142,7 @@ def describe_cluster(
     counts = sorted({len(places.of_host(host)) for host in places.hosts})
     hosts = "1 host" if len(places.hosts) == 1 else f"{len(places.hosts)} hosts"
     lines.append(f"  {hosts}, {' or '.join(map(str, counts))} ranks each")
-    found = [*layout_warnings(places, plan.topology), *(table_warnings(table[1]) if table else ())]
+    found = [*layout_warnings(places, config.topology), *(table_warnings(table[1]) if table else ())]
     lines += [f"  warning: {remark}" for remark in dict.fromkeys(found)]
     port = given_port(environ) or DEFAULT_PORT
     for host in places.hosts:

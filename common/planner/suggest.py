@@ -10,10 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.accelerators import GIB, Accelerator
 from common.config.resolved import as_run
@@ -24,7 +22,7 @@ from common.parallel.pipeline import schedule_error
 from common.parallel.run import Run
 from common.parallel.topology import Topology
 from common.planner.fitting import RECOMPUTATIONS, Fitting, limit_name
-from common.planner.plan import Likeness, Plan, make_plan, mfu, table, three_digits, time_of
+from common.planner.plan import Likeness, Plan, make_plan, speed_and_mfu, table, three_digits, time_of
 from common.planner.timing import RANGES
 
 _SHOWN = 10
@@ -32,26 +30,15 @@ EQUAL = 1e-9
 """Part of a time by which sums of equal parts may differ."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """A layout that fits."""
+class Layout(NamedTuple):
+    """A layout that fits, and the time of its step."""
 
     config: Run
     seconds: float
 
-    @cached_property
-    def plan(self) -> Plan:
-        return make_plan(self.config)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Suggestions:
-    fitting: tuple[Layout, ...]
-    """Layouts that fit, best first; the fastest for each data x tensor x pipeline."""
-    refused: dict[str, list[Topology]]
-    """Reason -> layouts that it excludes."""
-    config: Run
-    """The run whose layout is sought."""
+Suggestions = tuple[list[Layout], dict[str, list[Topology]]]
+"""Layouts that fit, best first, the fastest for each data x tensor x pipeline; and reasons that exclude others."""
 
 
 def suggest(config: Run, devices: int, device: Accelerator, *, is_auto: bool = False) -> Suggestions:
@@ -72,9 +59,7 @@ def suggest(config: Run, devices: int, device: Accelerator, *, is_auto: bool = F
             fitting.append(found if is_auto else with_larger_batches(found, device))
         else:
             refused.setdefault(found, []).append(topology)
-    return Suggestions(
-        fitting=tuple(sorted(fitting, key=lambda layout: layout.seconds)), refused=refused, config=config
-    )
+    return sorted(fitting, key=lambda layout: layout.seconds), refused
 
 
 def _best(config: Run, topology: Topology, device: Accelerator, *, is_auto: bool) -> Layout | str:
@@ -86,59 +71,45 @@ def _best(config: Run, topology: Topology, device: Accelerator, *, is_auto: bool
     if topology.tensor > device.server_devices:
         return f"tensor parallel would leave a server of {device.server_devices} devices"
     best: Layout | None = None
-    reason = ""
-    is_run = False
+    refused = too_large = ""
     settled: set[tuple[int, bool]] = set()
     stages = 2 if config.backend == "mindspore" else 4
     zeros: Iterable[int] = range(stages) if topology.data > 1 else (0,)
     sequences = (False, True) if topology.tensor > 1 and config.backend == "torch" else (False,)
+    same = topology.pipeline == config.parallel.pipeline_stage
     for zero, recompute, sequence in product(zeros, RECOMPUTATIONS, sequences):
         if (zero, sequence) in settled:
             continue
-        other = _other(config, topology, zero, recompute, sequence, is_auto=is_auto)
+        parallel = {
+            "data_parallel": topology.data,
+            "model_parallel": topology.tensor,
+            "pipeline_stage": topology.pipeline,
+            "zero_stage": zero,
+            "shard_size": None,
+            "sequence_parallel": sequence,
+            "stage_layers": config.parallel.stage_layers if same else None,
+        }
+        train: dict[str, Any] = {"accumulation_steps": None, "recompute": recompute}
+        train |= {"recompute_layers": None} if recompute == "none" else {}
+        train |= {"recompute_slice_activation": False} if topology.tensor == 1 else {}
+        train |= {"micro_batch_size": "auto"} if is_auto else {}
+        other = as_run(RunConfig, config, parallel=parallel, train=train, device="auto")
         question = Fitting.on(device, other, topology.world_size)
         try:
             candidate = _possible(question.resolve())
             if is_auto:
                 candidate = _possible(question.largest())
         except ConfigError as refusal:
-            reason = reason or str(refusal).partition(";")[0]
+            refused = refused or str(refusal).partition(";")[0]
             continue
-        is_run = True
+        limit = f"{(question.limit or 0) / GIB:.1f} GiB of {limit_name(config, device)}"
+        too_large = f"more than the {limit}, whatever ZeRO and recomputation do"
         seconds = question.seconds(candidate, device)
         if seconds < math.inf:
             settled.add((zero, sequence))  # more recomputation changes nothing or is slower
         if seconds < (best.seconds * (1 - EQUAL) if best else math.inf):
             best = Layout(config=candidate, seconds=seconds)
-    if best is not None:
-        return best
-    if not is_run:
-        return reason
-    limit = (question.limit or 0) / GIB
-    source = limit_name(config, device)
-    return f"more than the {limit:.1f} GiB of {source}, whatever ZeRO and recomputation do"
-
-
-def _other(config: Run, topology: Topology, zero: int, recompute: str, sequence: bool, *, is_auto: bool) -> RunConfig:
-    """Return the configuration with this layout."""
-    same = topology.pipeline == config.parallel.pipeline_stage
-    parallel: dict[str, Any] = {
-        "data_parallel": topology.data,
-        "model_parallel": topology.tensor,
-        "pipeline_stage": topology.pipeline,
-        "zero_stage": zero,
-        "shard_size": None,
-        "sequence_parallel": sequence,
-        "stage_layers": config.parallel.stage_layers if same else None,
-    }
-    train: dict[str, Any] = {"accumulation_steps": None, "recompute": recompute}
-    if recompute == "none":
-        train["recompute_layers"] = None
-    if topology.tensor == 1:
-        train["recompute_slice_activation"] = False
-    if is_auto:
-        train["micro_batch_size"] = "auto"
-    return as_run(RunConfig, config, parallel=parallel, train=train, device="auto")
+    return best or too_large or refused
 
 
 def _possible(config: Run) -> Run:
@@ -165,23 +136,31 @@ def with_larger_batches(layout: Layout, device: Accelerator) -> Layout:
 
 
 def describe_suggestions(
-    found: Suggestions, devices: int, device: Accelerator, like: Likeness | None = None, *, all_layouts: bool = False
+    config: Run,
+    found: Suggestions,
+    devices: int,
+    device: Accelerator,
+    like: Likeness | None = None,
+    *,
+    all_layouts: bool = False,
 ) -> str:
     """Return a table of the best layouts, the overrides for the first one, and reasons against others.
 
-    Layouts within TIE of the best are equal for all that the plan knows, and sorted by their free memory.
+    config: the run whose layout is sought. Layouts within TIE of the best are equal for all that the plan knows, and
+    sorted by their free memory.
     """
+    fitting, refused = found
     source = f"scaled by {like.folder}" if like else "calculated, not measured"
-    given = limit_name(found.config, device)
+    given = limit_name(config, device)
     limit = "" if given == device.name else f", {given}"
     lines = [
         f"Layouts for {devices} x {device.name} ({device.memory // GIB} GiB{limit}), by the time of a step ({source}):"
     ]
-    if found.fitting:
-        most = found.fitting[0].seconds * (1 + TIE)
-        ties = [layout for layout in found.fitting if layout.seconds <= most]
-        others = found.fitting[len(ties) :]
-        ties.sort(key=lambda layout: layout.plan.peak)
+    if fitting:
+        most = fitting[0].seconds * (1 + TIE)
+        ties = [layout for layout in fitting if layout.seconds <= most]
+        others = fitting[len(ties) :]
+        ties.sort(key=lambda layout: make_plan(layout.config).peak)
         shown = [*ties, *others][: None if all_layouts else max(_SHOWN, len(ties))]
         lines += _table(shown, device, like)
         if len(ties) > 1:
@@ -189,7 +168,7 @@ def describe_suggestions(
                 f"The first {len(ties)} are within {TIE:.0%} of the best, which is a tie; they are"
                 " sorted by free memory"
             )
-        if more := len(found.fitting) - len(shown):
+        if more := len(fitting) - len(shown):
             lines.append(f"and {more} slower ones (--all lists them)")
         if not like:
             low, high, count = RANGES[device.family]
@@ -197,16 +176,16 @@ def describe_suggestions(
                 f"Eight of ten of {count} published steps on {device.family} took {low:.2f} to"
                 f" {high:.2f} times as long as planned"
             )
-        lines += ["", f"The first: {' '.join(_words(ties[0].config, found.config))}"]
+        lines += ["", f"The first: {' '.join(_words(ties[0].config, config))}"]
     else:
         wishes = {
             "use more devices": True,
-            "a smaller train.micro_batch_size": found.config.train.micro_batch_size > 1,
-            "precision.parameters below float32": found.config.precision.parameters == "float32",
+            "a smaller train.micro_batch_size": config.train.micro_batch_size > 1,
+            "precision.parameters below float32": config.precision.parameters == "float32",
         }
         lines.append(f"none fits; {' or '.join(wish for wish, helps in wishes.items() if helps)}")
-    if found.refused:
-        lines += ["", "Not possible:", *_refusals(found.refused, all_layouts)]
+    if refused:
+        lines += ["", "Not possible:", *_refusals(refused, all_layouts)]
     return "\n".join(lines) + "\n"
 
 
@@ -214,15 +193,11 @@ TIE = 0.03
 """Part of a time within which the plan cannot tell which layout is faster."""
 
 
-def describe_next(config: Run, plan: Plan, device: Accelerator, like: Likeness | None) -> str:
+def describe_next(plan: Plan, device: Accelerator, like: Likeness | None) -> str:
     """Return the three fastest other layouts of as many devices, and whether they are faster."""
-    own = time_of(plan, config, device).total
-    named = _row(Layout(config=config, seconds=own), device, like)[:_KEYS]
-    others = [
-        layout
-        for layout in suggest(config, plan.topology.world_size, device).fitting
-        if _row(layout, device, like)[:_KEYS] != named
-    ][:3]
+    own = time_of(plan, device).total
+    fitting, _ = suggest(plan.run, plan.run.topology.world_size, device)
+    others = [layout for layout in fitting if _names(layout.config) != _names(plan.run)][:3]
     if not others:
         return ""
     gain = own / others[0].seconds - 1
@@ -266,30 +241,27 @@ _HEAD = (
     *("data", "tensor", "pipeline", "ZeRO", "sequence", "recompute", "micro batch"),
     *("GiB", "s a step", "tokens/s", "MFU"),
 )
-_KEYS = 7
-"""Columns that name a layout, before its figures."""
+
+
+def _names(run: Run) -> tuple[str, ...]:
+    """Return the columns that name a layout, before its figures."""
+    topology = run.topology
+    return (
+        *map(str, (topology.data, topology.tensor, topology.pipeline, run.parallel.zero_stage)),
+        "yes" if run.parallel.sequence_parallel else "no",
+        run.train.recompute,
+        str(run.train.micro_batch_size),
+    )
 
 
 def _table(layouts: Sequence[Layout], device: Accelerator, like: Likeness | None) -> list[str]:
-    return table(_HEAD, [_row(layout, device, like) for layout in layouts])
-
-
-def _row(layout: Layout, device: Accelerator, like: Likeness | None) -> tuple[str, ...]:
-    parallel, train, plan = layout.config.parallel, layout.config.train, layout.plan
-    seconds = layout.seconds * (like.factor if like else 1.0)
-    return (
-        str(plan.topology.data),
-        str(plan.topology.tensor),
-        str(plan.topology.pipeline),
-        str(parallel.zero_stage),
-        "yes" if parallel.sequence_parallel else "no",
-        train.recompute,
-        str(train.micro_batch_size),
-        f"{plan.peak / GIB:.1f}",
-        three_digits(seconds),
-        f"{plan.tokens_per_step / seconds:,.0f}",
-        f"{mfu(plan, layout.config, device, seconds):.1%}",
-    )
+    rows = []
+    for run, planned in layouts:
+        seconds = planned * (like.factor if like else 1.0)
+        speed, used = speed_and_mfu(run, device, seconds)
+        peak = f"{make_plan(run).peak / GIB:.1f}"
+        rows.append((*_names(run), peak, three_digits(seconds), f"{speed:,.0f}", f"{used:.1%}"))
+    return table(_HEAD, rows)
 
 
 def _words(config: Run, run: Run) -> Iterator[str]:

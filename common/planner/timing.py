@@ -7,12 +7,14 @@ Messages go along rings (Patarasuk and Yuan, "Bandwidth optimal all-reduce algor
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass
 
 from common.accelerators import Accelerator, Hardware
 from common.parallel.kernels import is_compiled, keeps_no_scores
 from common.parallel.pipeline import bubble
 from common.parallel.run import BYTES, Run
+from common.parallel.sharding import split_dim
 from common.parallel.topology import GroupKind, Topology
 from common.planner import activations
 from common.planner.memory import Memory, is_fully_sharded, keeps_whole_gradients, shard_ranks, units_of
@@ -63,7 +65,12 @@ def traffic_of(config: Run, place: int) -> Traffic:
         embedding /= owners
     # once a step, gradients of parameters that every tensor-parallel rank holds: each of them has
     # seen only a part of the sequence
-    replicated = sum(unit.replicated * unit.count for unit in units_of(config, place))
+    replicated = sum(
+        unit.count * math.prod(shape)
+        for unit in units_of(config, place)
+        for name, shape in unit.shapes
+        if split_dim(name) is None
+    )
     replicated_bytes = all_reduce(4 * replicated, topology.tensor) / owners
     shared = config.parallel.sequence_parallel and topology.tensor > 1
     return Traffic(
@@ -186,7 +193,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return float(sum(getattr(self, field.name) for field in fields(self)))
+        return float(sum(vars(self).values()))
 
 
 def step_time(config: Run, device: Accelerator, place: int, memory: Memory, traffic: Traffic) -> StepTime:

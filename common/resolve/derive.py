@@ -23,7 +23,7 @@ from common.parallel.batch import (
     plan_data_parallel,
 )
 from common.parallel.run import Run, topology_of
-from common.resolve.engine_checks import check_engine
+from common.resolve.engine_checks import check_engine, unmet
 
 ONE_DEVICE_MODES = ("eval", "predict", "serve", "export")
 """Run modes that use only the device of rank 0, except for a validation on torch."""
@@ -137,13 +137,9 @@ def written_ranks(config: RunConfig) -> int:
 
 def uses_one_device(config: RunConfig, run_mode: str, world_size: int) -> bool:
     """Tell whether only rank 0 has something to do in a run mode."""
-    return run_mode in ONE_DEVICE_MODES and not _is_shared(config, run_mode, world_size)
-
-
-def _is_shared(config: RunConfig, run_mode: str, world_size: int) -> bool:
-    return (
-        run_mode == "eval" and config.evaluation.task == "validation" and config.backend == "torch" and world_size > 1
-    )
+    validates = run_mode == "eval" and config.evaluation.task == "validation"
+    is_shared = validates and config.backend == "torch" and world_size > 1
+    return run_mode in ONE_DEVICE_MODES and not is_shared
 
 
 def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Run:
@@ -155,10 +151,9 @@ def resolve_mode(config: RunConfig, run_mode: str, *, world_size: int) -> Run:
         return resolve_config(config, world_size=world_size)
     if run_mode == "export":
         _check_window(config)
-    parallel, micro = config.parallel, config.train.micro_batch_size or 1
-    if micro == "auto":
-        micro = 1
-    shared = _is_shared(config, run_mode, world_size)
+    parallel, given = config.parallel, config.train.micro_batch_size
+    micro = given if isinstance(given, int) else 1
+    shared = not uses_one_device(config, run_mode, world_size)
     plain = dict(ParallelConfig())
     if shared:
         one_stage = parallel.pipeline_schedule in ("gpipe", "1f1b") and (parallel.virtual_stages or 1) == 1
@@ -430,53 +425,35 @@ def _check_recompute(config: RunConfig) -> None:
 
 
 def _check_precision(config: RunConfig) -> None:
-    held, reduction = config.precision.parameters, config.precision.reduction
+    """Also refuse runs whose linear layers or head cannot be multiplied in float8."""
+    model, precision = config.model, config.precision
+    held, reduction = precision.parameters, precision.reduction
     refuse_first(
         held != "float32"
         and reduction not in ("float32", held)
         and f"precision.reduction={reduction} is neither float32 nor precision.parameters={held}; choose one of these"
     )
-
-
-def _check_float8(config: RunConfig) -> None:
-    """Refuse runs whose linear layers or head cannot be multiplied in float8."""
-    model, parallel = config.model, config.parallel
+    wanted = {"engine": ("native",), "precision.compute": ("bfloat16",), "parallel.model_parallel": (1,)}
     sizes = {"model.hidden_size": model.hidden_size, "model.seq_length": model.seq_length}
-    if config.precision.float8 != "none":
-        strategy, stage = parallel.strategy, parallel.zero_stage
-        needs = [
-            (f"parallel.strategy={strategy}", "parallel.strategy=ddp", strategy == "ddp"),
-            (f"parallel.zero_stage={stage}", "parallel.zero_stage=0", not stage),
-        ]
-        layer = sizes | {"model.ffn_hidden_size": model.ffn_hidden_size or 0}
-        _check_float8_part(config, f"precision.float8={config.precision.float8}", needs, layer)
-    if config.precision.float8_head:
-        rows = pad_vocabulary(model.vocab_size, model.vocab_multiple, parallel.model_parallel)
-        sizes |= {"the padded vocabulary": rows, "train.loss_rows": config.train.loss_rows or 0}
-        _check_float8_part(config, "precision.float8_head=true", [], sizes)
-
-
-def _check_float8_part(config: RunConfig, key: str, needs: list[tuple[str, str, bool]], sizes: dict[str, int]) -> None:
-    """Refuse what layers and head both lack. needs: what was found, what is needed and whether it
-    holds. sizes: multiples of 16.
-    """
-    compute, tensor = config.precision.compute, config.parallel.model_parallel
-    wrong = ", ".join(f"{name}={size}" for name, size in sizes.items() if size % 16)
-    all_needs = (
-        (f"engine={config.engine}", "engine=native", config.engine == "native"),
-        (f"precision.compute={compute}", "precision.compute=bfloat16", compute == "bfloat16"),
-        (f"parallel.model_parallel={tensor}", "parallel.model_parallel=1", tensor == 1),
-        *needs,
-        ("quantization", "no section quantization", config.quantization is None),
-        (wrong, "multiples of 16", not wrong),
-    )
-    refuse_first(
-        config.backend != "torch" and f"{key} is for backend torch; set precision=bf16 with backend={config.backend}",
-        *(
-            not holds and f"{key} needs {needed}, not {found}; set that, or precision=bf16"
-            for found, needed, holds in all_needs
-        ),
-    )
+    parts = {}
+    if precision.float8 != "none":
+        wanted_too = {"parallel.strategy": ("ddp",), "parallel.zero_stage": (0,)}
+        layer = {"model.ffn_hidden_size": model.ffn_hidden_size or 0}
+        parts[f"precision.float8={precision.float8}"] = wanted | wanted_too, sizes | layer
+    if precision.float8_head:
+        rows = pad_vocabulary(model.vocab_size, model.vocab_multiple, config.parallel.model_parallel)
+        head = {"the padded vocabulary": rows, "train.loss_rows": config.train.loss_rows or 0}
+        parts["precision.float8_head=true"] = wanted, sizes | head
+    for key, (needs, multiples) in parts.items():
+        wrong = ", ".join(f"{name}={size}" for name, size in multiples.items() if size % 16)
+        refuse_first(
+            config.backend != "torch"
+            and f"{key} is for backend torch; set precision=bf16 with backend={config.backend}",
+            *unmet(config, key, needs, "precision=bf16"),
+            config.quantization is not None
+            and f"{key} needs no section quantization, not quantization; set that, or precision=bf16",
+            wrong and f"{key} needs multiples of 16, not {wrong}; set that, or precision=bf16",
+        )
 
 
 def _check_length(config: RunConfig) -> None:
@@ -511,7 +488,6 @@ _CHECKS = (
     _check_optimizer,
     _check_length,
     _check_precision,
-    _check_float8,
     _check_recompute,
     _check_export,
     lambda config: check_device_id(config, config.device),

@@ -6,11 +6,13 @@ They run before any process starts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from common.config.resolved import ResolvedParallel
-from common.config.schema import DeepSpeedConfig
+from common.config.schema import DeepSpeedConfig, RunConfig
 from common.device import check_device_id, naming_auto, sees_ascend
 from common.errors import ConfigError, refuse_first
 from common.parallel.batch import check_divides
@@ -49,7 +51,7 @@ def check_engine(config: Run) -> None:
 
     Raises ConfigError naming the values that contradict each other, and a fix.
     """
-    train, own, reason = config.train, config.deepspeed, compile_error(config)
+    train, parallel, reason = config.train, config.parallel, compile_error(config)
     if config.engine == "deepspeed":
         _check_deepspeed(config)
     else:
@@ -59,16 +61,40 @@ def check_engine(config: Run) -> None:
             check_mindspore(config, config.device)
         refuse_first(
             *(
-                getattr(own, name) != field.default
-                and f"deepspeed.{name}={getattr(own, name)} needs engine=deepspeed; set it, or leave the key out"
-                for name, field in DeepSpeedConfig.model_fields.items()
+                value != DeepSpeedConfig.model_fields[name].default
+                and f"deepspeed.{name}={value} needs engine=deepspeed; set it, or leave the key out"
+                for name, value in config.deepspeed
             )
         )
-    if config.parallel.strategy != "ddp":
-        _check_strategy(config)
+        if parallel.shard_size is not None:
+            check_divides("parallel.shard_size", parallel.shard_size, "parallel.data_parallel", parallel.data_parallel)
+    if parallel.strategy != "ddp":
+        named = f"parallel.strategy={parallel.strategy}"
+        refuse_first(config.backend != "torch" and f"{named} is for backend torch, not {config.backend}; leave it out")
+        _refuse_with(
+            NATIVE_MATRIX,
+            *(
+                getattr(parallel, key) != plain
+                and f"{named} is data parallelism only, but parallel.{key}={getattr(parallel, key)};"
+                f" set {plain}, or strategy=ddp"
+                for key, plain in (("model_parallel", 1), ("pipeline_stage", 1), ("zero_stage", 0))
+            ),
+        )
     refuse_first(train.compile is True and reason and f"train.compile=true {reason}")
-    if config.parallel.async_tensor_parallel:
-        _check_async_tensor_parallel(config)
+    if parallel.async_tensor_parallel:
+        key, remedy = "parallel.async_tensor_parallel=true", "leave the key out"
+        wanted = {
+            "engine": ("native",),
+            "parallel.sequence_parallel": (True,),
+            "train.compile": (True, "auto"),
+            "train.compile_mode": ("default",),
+        }
+        refuse_first(
+            *unmet(config, key, wanted, remedy),
+            reason and f"{key} needs a compiled model, not a layout {reason}; set that, or {remedy}",
+            config.quantization is not None
+            and f"{key} needs no section quantization, not quantization; set that, or {remedy}",
+        )
     refuse_first(
         train.compile_mode == "reduce-overhead"
         and train.accumulation_steps > 1
@@ -78,35 +104,28 @@ def check_engine(config: Run) -> None:
     )
     if config.quantization is not None:
         quantized_layers(config.quantization, config.model.num_layers)
-        plain: dict[str, tuple[str, str]] = {"engine": (config.engine, "native")}
-        plain["parallel.strategy"] = (config.parallel.strategy, "ddp")
         refuse_first(
             *(
                 value != wanted
                 and f"{name}={value} does not go with quantization-aware training; set {wanted},"
                 " or take the section quantization out"
-                for name, (value, wanted) in plain.items()
+                for name, value, wanted in (
+                    ("engine", config.engine, "native"),
+                    ("parallel.strategy", parallel.strategy, "ddp"),
+                )
             )
         )
 
 
-def _check_async_tensor_parallel(config: Run) -> None:
-    parallel, train, reason = config.parallel, config.train, compile_error(config)
-    needs = (
-        (f"engine={config.engine}", "engine=native", config.engine == "native"),
-        ("parallel.sequence_parallel=false", "parallel.sequence_parallel=true", parallel.sequence_parallel),
-        ("train.compile=false", "train.compile=true or auto", train.compile is not False),
-        (f"train.compile_mode={train.compile_mode}", "train.compile_mode=default", train.compile_mode == "default"),
-        (f"a layout {reason}", "a compiled model", reason is None),
-        ("quantization", "no section quantization", config.quantization is None),
-    )
-    refuse_first(
-        *(
-            not holds
-            and f"parallel.async_tensor_parallel=true needs {needed}, not {found}; set that, or leave the key out"
-            for found, needed, holds in needs
+def unmet(config: RunConfig, key: str, wanted: Mapping[str, tuple[object, ...]], remedy: str) -> Iterator[object]:
+    """Yield a fault for each name in ``wanted`` whose value is none of those that ``key`` needs."""
+    for name, values in wanted.items():
+        found = reduce(getattr, name.split("."), config)
+        needed = " or ".join(map(str, values)).lower()
+        yield (
+            found not in values
+            and f"{key} needs {name}={needed}, not {name}={str(found).lower()}; set that, or {remedy}"
         )
-    )
 
 
 def read_deepspeed_file(config: Run) -> dict[str, Any]:
@@ -171,25 +190,25 @@ def check_mindspore(config: Run, kind: str) -> None:
 
     With auto the number of Ascends is not known yet; the check runs again once it is.
     """
-    parallel = config.parallel
-    check_parallel_mode(config, kind)
+    parallel, mode = config.parallel, config.parallel.parallel_mode
+    refuse_first(
+        mode in COMPILED
+        and kind in ("cpu", "cuda")
+        and f"parallel.parallel_mode={mode}: MindSpore's compiler splits graphs for Ascend, but this run has"
+        f" device={kind}; set parallel.parallel_mode=3 (hybrid_parallel), whose own collectives"
+        " run here in the same layouts"
+    )
     if compiled_mode(config, kind):
-        wanted = wanted_keys(config.data)
-        graphs = "does not go with graphs that MindSpore's compiler splits"
-        graphs += f" (parallel.parallel_mode={parallel.parallel_mode})"
-        refuse_first(
-            config.quantization is not None and f"quantization {graphs}; set parallel_mode=0, or take the section out",
-            wanted
-            and f"{wanted[0]} {graphs}, whose plan has one mask for all windows; set"
-            " parallel_mode=0, or leave the key out",
-        )
+        _check_compiled(config)
         return
+    is_open = kind == "auto" and mode is None
+    if not is_open:
+        _check_explicit(config)
     of_torch = {
         f"shard_size={parallel.shard_size}": (parallel.shard_size, "leave it out"),
         "sequence_parallel=true": (parallel.sequence_parallel, "leave it out"),
         f"zero_stage={parallel.zero_stage}": (parallel.zero_stage > 1, "set 1"),
     }
-    is_open = kind == "auto" and parallel.parallel_mode is None
     _refuse_with(
         MINDSPORE_MATRIX,
         *unmet_needs(parallel)[:2],
@@ -217,34 +236,15 @@ def check_here(config: Run, root: Path = Path("/")) -> str:
 
 
 def _check_native(config: Run) -> None:
-    parallel, shard, data = (config.parallel, config.parallel.shard_size, config.parallel.data_parallel)
-    _refuse_with(NATIVE_MATRIX, *unmet_needs(parallel))
-    if shard is not None:
-        check_divides("parallel.shard_size", shard, "parallel.data_parallel", data)
-    if parallel.pipeline_schedule != "1f1b":  # with few micro batches it equals gpipe
-        part = config.train.micro_batch_size * data
-        reasons = (
-            schedule_error(parallel.pipeline_schedule, config.topology, size // part) for size in config.batch_sizes.all
-        )
+    schedule = config.parallel.pipeline_schedule
+    _refuse_with(NATIVE_MATRIX, *unmet_needs(config.parallel))
+    if schedule != "1f1b":  # with few micro batches it equals gpipe
+        part = config.train.micro_batch_size * config.parallel.data_parallel
+        reasons = (schedule_error(schedule, config.topology, size // part) for size in config.batch_sizes.all)
         remedy = "change train.accumulation_steps or the schedule"
         _refuse_with(
             NATIVE_MATRIX, *(reason and f"parallel.pipeline_schedule: {reason}; {remedy}" for reason in reasons)
         )
-
-
-def _check_strategy(config: Run) -> None:
-    parallel = config.parallel
-    named = f"parallel.strategy={parallel.strategy}"
-    refuse_first(config.backend != "torch" and f"{named} is for backend torch, not {config.backend}; leave it out")
-    _refuse_with(
-        NATIVE_MATRIX,
-        *(
-            getattr(parallel, key) != plain
-            and f"{named} is data parallelism only, but parallel.{key}={getattr(parallel, key)};"
-            f" set {plain}, or strategy=ddp"
-            for key, plain in (("model_parallel", 1), ("pipeline_stage", 1), ("zero_stage", 0))
-        ),
-    )
 
 
 def _refuse_with(matrix: str, *faults: object) -> None:
@@ -258,53 +258,17 @@ COMPILED = ("semi_auto_parallel", "auto_parallel")
 
 def compiled_mode(config: Run, kind: str) -> bool:
     """Tell whether MindSpore's compiler splits the graph of this run on a device of this kind."""
-    parallel = config.parallel
-    if config.backend != "mindspore":
-        return False
-    return (
-        parallel.parallel_mode in COMPILED
-        if parallel.parallel_mode
-        else kind == "npu" and config.topology.world_size > 1
-    )
-
-
-def check_parallel_mode(config: Run, kind: str) -> None:
-    """Check a run on MindSpore. kind: of the device; auto if not known yet.
-
-    Raises ConfigError naming the settings that contradict each other, and a fix.
-    """
-    mode, ramp = config.parallel.parallel_mode, config.train.rampup_batch_size
-    named = f"parallel.parallel_mode={mode}"
-    refuse_first(
-        mode in COMPILED
-        and kind in ("cpu", "cuda")
-        and f"{named}: MindSpore's compiler splits graphs for Ascend, but this run has"
-        f" device={kind}; set parallel.parallel_mode=3 (hybrid_parallel), whose own collectives"
-        " run here in the same layouts"
-    )
-    if kind == "auto" and mode is None:
-        return  # checked again when the device is open
-    if not compiled_mode(config, kind):
-        _check_explicit(config)
-        return
-    _check_compiled(config)
-    refuse_first(
-        ramp is not None
-        and f"train.rampup_batch_size={ramp} with"
-        f" parallel.parallel_mode={mode or 'semi_auto_parallel'}: the graph of a step holds"
-        " a fixed number of micro batches; set parallel.parallel_mode=3 (hybrid_parallel),"
-        " or leave the key out"
-    )
+    mode, several = config.parallel.parallel_mode, config.topology.world_size > 1
+    return config.backend == "mindspore" and (mode in COMPILED if mode else kind == "npu" and several)
 
 
 def _check_explicit(config: Run) -> None:
-    parallel, train = config.parallel, config.train
-    given = parallel.changed("parallel_mode")
-    if parallel.full_batch is False:  # hybrid_parallel always reads so
-        given.remove("full_batch")
+    parallel = config.parallel
     words = ", ".join(
-        [f"parallel.{name}={getattr(parallel, name)}" for name in given]
-        + [f"train.{name}={getattr(train, name)}" for name in train.changed("parallel_mode")]
+        f"{section}.{name}={getattr(values, name)}"
+        for section, values in (("parallel", parallel), ("train", config.train))
+        for name in values.changed("parallel_mode")
+        if name != "full_batch" or parallel.full_batch  # hybrid_parallel always reads as with false
     )
     mode = f" with parallel_mode={parallel.parallel_mode}" if parallel.parallel_mode else ""
     refuse_first(
@@ -339,7 +303,7 @@ def unmet_needs(parallel: ResolvedParallel) -> tuple[object, ...]:
 def _check_compiled(config: Run) -> None:
     parallel, train, reduction = config.parallel, config.train, config.precision.reduction
     named = f"parallel.parallel_mode={parallel.parallel_mode or 'semi_auto_parallel'}"
-    data, tensor, stages = parallel.data_parallel, parallel.model_parallel, parallel.pipeline_stage
+    tensor, stages = parallel.model_parallel, parallel.pipeline_stage
     interleave, accumulation = parallel.micro_batch_interleave_num, train.accumulation_steps
     split, load = parallel.parallel_optimizer_config, parallel.strategy_ckpt_config.load_file
     of_search = {"search_mode": parallel.search_mode, "strategy_ckpt_config.load_file": load}
@@ -372,7 +336,16 @@ def _check_compiled(config: Run) -> None:
             for key, value in of_search.items()
         ),
     )
-    if parallel.shard_size is not None:
-        check_divides("parallel.shard_size", parallel.shard_size, "parallel.data_parallel", data)
-    name = "parallel.micro_batch_interleave_num"
-    check_divides(name, interleave, "train.micro_batch_size", train.micro_batch_size)
+    check_divides("parallel.micro_batch_interleave_num", interleave, "train.micro_batch_size", train.micro_batch_size)
+    wanted = wanted_keys(config.data)
+    graphs = "does not go with graphs that MindSpore's compiler splits"
+    graphs += f" (parallel.parallel_mode={parallel.parallel_mode})"
+    refuse_first(
+        train.rampup_batch_size is not None
+        and f"train.rampup_batch_size={train.rampup_batch_size} with {named}: the graph of a step holds"
+        " a fixed number of micro batches; set parallel.parallel_mode=3 (hybrid_parallel),"
+        " or leave the key out",
+        config.quantization is not None and f"quantization {graphs}; set parallel_mode=0, or take the section out",
+        wanted
+        and f"{wanted[0]} {graphs}, whose plan has one mask for all windows; set parallel_mode=0, or leave the key out",
+    )

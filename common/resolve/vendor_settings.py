@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any, assert_never
 
 from common.config.schema import OptimizerConfig
+from common.dialects.megatron import DEEPSPEED
+from common.dialects.rules import MapTo
 from common.errors import ConfigError
 from common.parallel.run import Run
 
@@ -82,12 +84,7 @@ def strategy_file(config: Run, rank: int) -> str:
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
-_OURS = {
-    "train_batch_size": "train.global_batch_size",
-    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
-    "gradient_accumulation_steps": "train.accumulation_steps",
-    "gradient_clipping": "optimizer.clip_grad",
-    "zero_optimization.stage": "parallel.zero_stage",
+_OURS = {key: rule.key for key, rule in DEEPSPEED.items() if isinstance(rule, MapTo)} | {
     "zero_optimization.offload_optimizer": "deepspeed.offload_optimizer",
     "zero_optimization.offload_param": "deepspeed.offload_parameters",
     "communication_data_type": "precision.reduction",
@@ -96,9 +93,6 @@ _OURS = {
     "fp16.enabled": "precision.parameters",
     "fp16.loss_scale": "loss_scale.mode and loss_scale.initial (0 is mode=dynamic)",
     "fp16.initial_scale_power": "loss_scale.initial (2 to this power)",
-    "fp16.loss_scale_window": "loss_scale.window",
-    "fp16.hysteresis": "loss_scale.hysteresis",
-    "fp16.min_loss_scale": "loss_scale.minimum",
     "bf16": "",
     "bf16.enabled": "precision.parameters",
     "zero_force_ds_cpu_optimizer": "deepspeed.build_kernels",

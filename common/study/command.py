@@ -222,12 +222,12 @@ def predict(planned: PlannedCell, device: Accelerator | None = None) -> Predicti
         plan = make_plan(config)
     except ConfigError as error:
         return Prediction(reason=" ".join(str(error).split()))
-    topology = plan.topology
+    topology = config.topology
     of_ranks = [plan.stages[topology.coordinates(rank).pipeline].memory for rank in range(topology.world_size)]
     return Prediction(
         memory=[{name: round(size) for name, size in each.parts.items()} for each in of_ranks],
         peak=[round(each.peak) for each in of_ranks],
-        step_seconds=None if device is None else time_of(plan, config, device).total,
+        step_seconds=None if device is None else time_of(plan, device).total,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.aliases import Sources
-from common.config.hints import schema_defaults, schema_keys
+from common.config.hints import schema_keys
 from common.config.load import (
     Fill,
     apply_overrides,
@@ -18,7 +18,6 @@ from common.config.load import (
     dump_config,
     read_own_config,
     read_yaml,
-    read_yaml_text,
 )
 from common.config.schema import RunConfig
 from common.dialects.mindformers import PARTS
@@ -137,13 +136,12 @@ class ConfigFile:
             where, program, flags = read_command(path)
             return cls.of_flags(find_command_line(flags, program), flags, where, path, fill)
         fleetx.require_checkout(path)
-        text = read_yaml_text(path)
-        own, places = read_yaml(path, text=text)
+        own, places = read_yaml(path)
         dialect = find_dialect(path, own, places)
         if dialect is None:
-            tree, sources = read_own_config(path, text)
+            tree, sources = read_own_config(path)
         else:
-            tree, sources = read_foreign(path, dialect.base, _sections(dialect), text)
+            tree, sources = read_foreign(path, dialect.base, _sections(dialect))
         return cls(
             path=path,
             fill=fill,
@@ -198,8 +196,8 @@ class ConfigFile:
             ours.drop(rate, "")  # their default: model.dropout=0 of a command line is for all parts
         apply_overrides(ours.tree, ours.sources, own)
         dialect.settle(ours)
-        for key, value in schema_defaults().items():  # what no key of theirs set, and ours are anyway
-            if ours.origins.get(key) == "" and ours.get(key) == value:
+        for key, field in schema_keys().items():  # what no key of theirs set, and ours are anyway
+            if ours.origins.get(key) == "" and ours.get(key) == field.default:
                 ours.drop(key, "")
         config = build_config(ours.tree, ours.sources, self.fill)
         ours.without_effect |= self.replaced

@@ -30,25 +30,22 @@ _LIKE_SECTION = 0.75
 """Least likeness of a key at the top to a misspelled section."""
 
 
-def read_foreign(
-    path: Path, base: str, sections: Collection[str] = (), text: str | None = None
-) -> tuple[dict[str, Any], Sources]:
+def read_foreign(path: Path, base: str, sections: Collection[str] = ()) -> tuple[dict[str, Any], Sources]:
     """Return a file of another system merged over the files that its key ``base`` names, section
     by section. Raises ConfigError.
 
-    sections: keys at the top that the system has. Another one is left out if aliases use its
-    anchors. text: content of the file, if it has been read.
+    sections: keys at the top that the system has. Another one is left out if aliases use its anchors.
     """
 
-    def read(path: Path, text: str | None) -> tuple[dict[str, Any], Sources]:
+    def read(path: Path) -> tuple[dict[str, Any], Sources]:
         carriers: set[str] = set()
-        own, sources = read_yaml(path, carriers, text=text)
+        own, sources = read_yaml(path, carriers)
         for name in carriers if sections else ():
             if not difflib.get_close_matches(name, sections, n=1, cutoff=_LIKE_SECTION):
                 own.pop(name, None)
         return own, sources
 
-    return read_with_bases(path, base, read, _merge, text)
+    return read_with_bases(path, base, read, _merge)
 
 
 def _merge(target: dict[str, Any], other: Mapping[str, Any]) -> None:

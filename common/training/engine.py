@@ -18,8 +18,7 @@ import numpy as np
 
 from common.checkpoint.snapshot import TrainState
 from common.checkpoint.writer import Snapshot
-from common.config.resolved import ResolvedOptimizer
-from common.config.schema import LoggingConfig
+from common.config.schema import LoggingConfig, OptimizerConfig
 from common.dataset.sampler import Batch, Tokens
 from common.log import LOG
 from common.parallel.run import Run
@@ -102,7 +101,7 @@ def _limit(values: list[float], deviations: float) -> float:
 class Schedule:
     """Schedule that moves with the updates that are made, and not with steps that are skipped."""
 
-    def __init__(self, optimizer: ResolvedOptimizer, state: TrainState) -> None:
+    def __init__(self, optimizer: OptimizerConfig, state: TrainState) -> None:
         self._optimizer, self._by_samples = optimizer, optimizer.schedule_unit == "samples"
         self._position = optimizer.schedule_start + (
             state.updated_samples if self._by_samples else state.step - state.skipped_steps

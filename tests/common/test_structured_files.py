@@ -13,8 +13,8 @@ from common.structured_files import (
     parse_json,
     parse_json_item,
     parse_json_line,
-    read_json,
     read_json_mapping,
+    read_text,
 )
 from common.yaml_files import dump_yaml, parse_yaml
 
@@ -115,12 +115,12 @@ def test_files_that_cannot_be_read_are_the_callers_error(tmp_path: Path) -> None
         "latin.json": "byte 1 is not UTF-8",
     }.items():
         with pytest.raises(DataError, match=problem):
-            read_json(tmp_path / name, error=DataError)
+            read_json_mapping(tmp_path / name, error=DataError)
     with pytest.raises(ConfigError, match="expected keys and values, found a list"):
         read_json_mapping(tmp_path / "list.json")
     with pytest.raises(ConfigError, match="larger than"):
-        read_json(tmp_path / "list.json", limit=2)
-    assert read_json(tmp_path / "mark.json") == {}, "a byte order mark is not a fault"
+        read_text(tmp_path / "list.json", limit=2)
+    assert read_json_mapping(tmp_path / "mark.json") == {}, "a byte order mark is not a fault"
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def use(folder: Path, words: list[str], run_mode: str, ranks: int | None, all_ra
     config = open_config(folder / "config.yaml", words).config  # without the checkpoint that a preset names
     resolved = resolve_mode(config, run_mode, world_size=ranks or written_ranks(config))
     if run_mode == "plan":
-        describe_plan(make_plan(resolved), resolved, all_ranks=all_ranks)
+        describe_plan(make_plan(resolved), all_ranks=all_ranks)
     save_config(config, folder / "again.yaml")
     assert open_config(folder / "again.yaml").config == config
     return config

@@ -14,7 +14,7 @@ from common.device import naming_auto
 from common.errors import ConfigError, DeviceError
 from common.parallel.run import Run
 from common.resolve.derive import resolve_config, resolve_mode
-from common.resolve.engine_checks import check_here, check_parallel_mode, compiled_mode, read_deepspeed_file
+from common.resolve.engine_checks import check_here, check_mindspore, compiled_mode, read_deepspeed_file
 from common.resolve.vendor_settings import deepspeed_settings, semi_auto_settings
 from common.run_config import load_config
 from tests.common.resolve.test_refusals import FILES, small_tree
@@ -171,9 +171,9 @@ def test_the_mode_decides_the_splitter() -> None:
 
 def test_an_unknown_device_is_asked_again() -> None:
     config = resolved(device="auto", parallel__enable_alltoall=True)
-    check_parallel_mode(config, "npu")
+    check_mindspore(config, "npu")
     with pytest.raises(ConfigError, match=r"parallel.enable_alltoall=True"):
-        check_parallel_mode(config, "cpu")
+        check_mindspore(config, "cpu")
 
 
 def test_a_host_without_an_ascend_is_told_so_before_any_framework(tmp_path: Path) -> None:

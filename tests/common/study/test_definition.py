@@ -215,7 +215,7 @@ def test_the_prediction_is_the_plan_of_the_same_run() -> None:
     assert [sum(parts.values()) for parts in found.memory] == [
         each.memory.peak + each.memory.shared for each in plan.stages
     ]
-    assert found.step_seconds == time_of(plan, config, device).total
+    assert found.step_seconds == time_of(plan, device).total
 
 
 def test_the_table_names_every_cell_and_starts_nothing() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.run_folder import LOCK
-from common.structured_files import read_json
+from common.structured_files import read_json_mapping
 from common.study.command import StudyRequest, run_study
 from common.study.report import write_outcome
 from common.study.results import State, Study, read_study, write_study
@@ -102,6 +102,6 @@ def test_a_damaged_study_is_one_clear_error(folder: Path, tmp_path: Path) -> Non
     (tmp_path / "study.json").write_text(text.replace('"finished"', '"done"'), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"study\.json: .*cells\.0\.repeats\.0\.state: .*"):
         read_study(tmp_path)
-    assert read_json(folder / "study.json")  # JSON that any reader takes, with NaN
+    assert read_json_mapping(folder / "study.json")  # JSON that any reader takes, with NaN
     found = read_study(folder).cell("nan").repeats[0].measured
     assert found is not None and math.isnan(found.loss[-1]) and not math.isnan(found.loss[0])
