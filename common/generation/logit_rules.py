@@ -141,4 +141,4 @@ def known_ids(ids: Iterable[int], name: str, tokenizer: Tokenizer) -> tuple[int,
             raise ConfigError(
                 f"{name}: id {shown(each)} is outside the vocabulary; expected 0 to {tokenizer.vocab_size - 1}"
             )
-    return ids
+    return tuple(map(int, ids))

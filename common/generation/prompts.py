@@ -125,7 +125,7 @@ def _encode(given: Given, where: str, config: Run, tokenizer: Tokenizer) -> Prom
     if isinstance(given, str):
         text, ids = given, encode_prompt(tokenizer, given).tolist()  # special tokens, too
     else:
-        ids = [*known_ids(map(int, given), where, tokenizer)]
+        ids = [*known_ids(given, where, tokenizer)]
         text = whole_text(tokenizer, ids)
     if not ids:
         raise ConfigError(f"{where} is empty; give at least one token of text")

@@ -25,7 +25,7 @@ from common.dialects.rules import Table, has_rule
 from common.errors import ConfigError
 from common.systems import gpt2_chinese
 from common.systems.dialect import Dialect, Translation, read_foreign, read_word
-from common.systems.flags import COMMAND_LINE, read_command, read_flags
+from common.systems.flags import COMMAND_LINE, check_value, read_command, read_flags
 from common.systems.fleetx import config as fleetx
 from common.systems.megatron import flags as megatron
 from common.systems.mindformers import config as mindformers
@@ -168,6 +168,8 @@ class ConfigFile:
                     f"{sources[alien[0],]} is {other.system}'s, and"
                     f" {'other flags are' if own else 'the flags here are'} {dialect.system}'s; keep one system's flags"
                 )
+        for key, value in tree.items():
+            check_value(value, dialect.table.get(key), sources[key,])
         return cls(path=path, fill=fill, where=where, dialect=dialect, tree=tree, sources=sources, replaced=replaced)
 
     def open(self, overrides: Sequence[str] = ()) -> Opened:
@@ -196,8 +198,8 @@ class ConfigFile:
             ours.drop(rate, "")  # their default: model.dropout=0 of a command line is for all parts
         apply_overrides(ours.tree, ours.sources, own)
         dialect.settle(ours)
-        for key, field in schema_keys().items():  # what no key of theirs set, and ours are anyway
-            if ours.origins.get(key) == "" and ours.get(key) == field.default:
+        for key, known in schema_keys().items():  # what no key of theirs set, and ours are anyway
+            if ours.origins.get(key) == "" and ours.get(key) == known.default:
                 ours.drop(key, "")
         config = build_config(ours.tree, ours.sources, self.fill)
         ours.without_effect |= self.replaced

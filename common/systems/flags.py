@@ -27,8 +27,7 @@ def read_flags(
     """Return the value and the place of each flag, and a remark on each that a later one replaces. A flag without a
     value is true; several values become a list. As in argparse, the last of two equal flags counts.
 
-    where: the file, or "command line". Raises ConfigError for a word without a flag, a flag without its value, and a
-    switch with one.
+    where: the file, or "command line". Raises ConfigError for a word without a flag.
     """
     tree: dict[str, Any] = {}
     sources: dict[tuple[str | int, ...], str] = {}
@@ -52,7 +51,6 @@ def read_flags(
         else:
             scalars = [read_word(each, rule, place) for each in values]
             value = scalars[0] if len(scalars) == 1 else scalars or True
-        _check_value(value, rule, place)
         if key in tree and tree[key] != value:
             replaced[f"--{name} {tree[key]}"] = f"{place} {value} is given later and counts"
         tree[key] = value
@@ -60,7 +58,8 @@ def read_flags(
     return tree, sources, replaced
 
 
-def _check_value(value: Any, rule: Rule | None, place: str) -> None:
+def check_value(value: Any, rule: Rule | None, place: str) -> None:
+    """Check that a flag has its value and a switch has none. Raises ConfigError."""
     match rule:
         case MapTo(change=change):
             takes = not isinstance(change, Switch)

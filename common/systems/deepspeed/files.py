@@ -86,10 +86,12 @@ def find_folder(path: Path) -> Path | None:
     where several folders could be meant.
     """
     if path.is_file():
-        return path.parent if path.name.endswith("model_states.pt") else None
-    if any(path.glob("*_states.pt")):
+        return path.parent if _MODEL.fullmatch(path.name) or _LAYER.fullmatch(path.name) else None
+    states = (*path.glob("*_states.pt"), *path.glob("*/*_states.pt"))
+    kinds = (_MODEL, _LAYER, _OPTIMIZER)
+    folders = sorted({file.parent for file in states if any(kind.fullmatch(file.name) for kind in kinds)})
+    if path in folders:
         return path
-    folders = sorted({file.parent for file in path.glob("*/*_states.pt")})
     if not folders:
         return None
     for tracker, prefix in ((path / _LATEST, ""), (path / _MEGATRONS, "global_step")):
