@@ -81,7 +81,9 @@ def test_every_suggestion_can_be_pasted(text: str, ranks: int) -> None:
     assert len(fitting) > 2
     for layout in fitting:
         again = written("run_gpt2_124m", *words, *pasted(config, layout, 8, A100))
-        assert make_plan(resolve_on(again, A100, world_size=8)).stages == make_plan(layout.config).stages
+        run = resolve_on(again, A100, world_size=8)
+        assert (run.topology, run.train) == (layout.config.topology, layout.config.train)
+        assert make_plan(run).stages == make_plan(layout.config).stages
 
 
 def test_reasons_and_no_devices() -> None:
