@@ -43,7 +43,7 @@ class Engine(BaseEngine):
         self.quantization = Quantization(config, self.model, self.world) if config.quantization else None
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         several = self.world.size > 1
-        self._gradient_sync = GradientSync(config, self.world, shapes, has_loss=self._has_loss) if several else None
+        self._gradient_sync = GradientSync(config, self.world, shapes) if several else None
         replicas = self._gradient_sync.data_parallel if self._gradient_sync is not None else None
         self.master = MasterWeights(parameters, replicas if replicas is not None and replicas.splits else None)
         self._frozen = frozen_parameters(config)
@@ -74,12 +74,7 @@ class Engine(BaseEngine):
         self._update = device.compile(self.optimizer)
 
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        return sum_losses(self._loss_sum, batches, self.world, has_loss=self._has_loss, packing=self.config.packing)
-
-    @property
-    def _has_loss(self) -> bool:
-        """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks have the same."""
-        return self.world.at.tensor == 0 and self.world.topology.holds_head(self.world.rank)
+        return sum_losses(self._loss_sum, batches, self.world, packing=self.config.packing)
 
     @property
     def is_sharded(self) -> bool:
@@ -170,14 +165,11 @@ def sum_losses(
     loss_sum: Callable[[Tensor, Tensor], Tensor],
     batches: Iterable[Tokens],
     world: World,
-    *,
-    has_loss: bool = True,
     packing: Packing | None = None,
 ) -> tuple[float, int]:
     """Return the sum of the losses over all predicted tokens of all ranks, and their number.
 
-    has_loss: whether this rank's losses count; others may have the same, or none. packing: the
-    model's, which may leave out tokens.
+    packing: the model's, which may leave out tokens.
     """
     total, tokens = 0.0, 0
     for batch in batches:
@@ -186,5 +178,5 @@ def sum_losses(
         ids, targets = inputs_and_targets(batch, packing)
         total += float(loss_sum(ids, targets).asnumpy())
         tokens += targets.size if packing is None else packing.counted(batch)
-    total, all_tokens = world.sum(total, tokens) if has_loss else world.sum(0.0, 0.0)
+    total, all_tokens = world.sum(total, tokens) if world.has_loss else world.sum(0.0, 0.0)
     return total, int(all_tokens)

@@ -13,17 +13,6 @@ from torch_gpt2.optimizer import local_shard
 from torch_gpt2.private_api import foreach_adam, foreach_momentum, foreach_multiply, fused_adam
 
 
-def takes_adam_kernel(config: OptimizerConfig) -> bool:
-    """Tell whether ``TorchDevice.adam_kernel`` computes the rule."""
-    match config.name:
-        case "adamw" | "adam":
-            return True
-        case "sgd":
-            return False
-        case _:
-            assert_never(config.name)
-
-
 class DeviceStep:
     """Steps of an optimizer that ``build_optimizer`` made, whose state it reads and writes.
 
@@ -92,7 +81,15 @@ class DeviceStep:
             skipped = ~applied
             for gradient in gradients:
                 gradient.masked_fill_(skipped, 0.0)  # 0 times what is not finite would not be 0
-        moments = [self._moments(parameters, name) for name in config.state_parts]
+        moments = []
+        for name in config.state_parts:  # zeros at first
+            for parameter in parameters:
+                state = self._optimizer.state[parameter]
+                if state.get(name) is None:
+                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                if self._updates is not None:
+                    state["step"] = self._updates
+            moments.append([local_shard(self._optimizer.state[each][name]) for each in parameters])
         match config.name:
             case "sgd":
                 [buffers] = moments or [gradients]
@@ -125,13 +122,3 @@ class DeviceStep:
             rate=rate * made / first_part,
             decay=1.0 - rate * decay * made if decay else None,
         )
-
-    def _moments(self, parameters: list[Tensor], name: str) -> list[Tensor]:
-        """Return this rank's part of the moments of these parameters, zeros at first."""
-        for parameter in parameters:
-            state = self._optimizer.state[parameter]
-            if state.get(name) is None:
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            if self._updates is not None:
-                state["step"] = self._updates
-        return [local_shard(self._optimizer.state[each][name]) for each in parameters]

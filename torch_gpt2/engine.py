@@ -36,7 +36,7 @@ from torch_gpt2.checkpoint import (
 from torch_gpt2.compilation import compile_model, in_graphs, is_compiled
 from torch_gpt2.data import inputs_and_targets, pin_batch, split, to_device
 from torch_gpt2.device import DTYPES, TorchDevice
-from torch_gpt2.device_step import DeviceStep, takes_adam_kernel
+from torch_gpt2.device_step import DeviceStep
 from torch_gpt2.model import GPT2, round_linear_layers
 from torch_gpt2.optimizer import (
     DeviceLossScale,
@@ -81,7 +81,7 @@ class Engine(BaseEngine):
             self.master.tensors, config.optimizer, fused=device.fused_optimizer, frozen=self._frozen
         )
         # replicas stay equal only if all round alike
-        self.adam_kernel = takes_adam_kernel(config.optimizer) and (
+        self.adam_kernel = config.optimizer.name in ("adamw", "adam") and (
             self.world.sum(float(device.adam_kernel))[0] == self.world.size
         )
         self._step_on_device = DeviceStep(self.optimizer, config.optimizer, adam_kernel=self.adam_kernel)
@@ -122,15 +122,9 @@ class Engine(BaseEngine):
             batches,
             self.device,
             self.world,
-            has_loss=self._has_loss,
             rows=self.config.validation.micro_batch_size,
             packing=self.config.packing,
         )
-
-    @property
-    def _has_loss(self) -> bool:
-        """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks have the same."""
-        return self.world.at.tensor == 0 and (self._pipeline is None or self._pipeline.has_loss)
 
     def local_weights(self) -> dict[str, Tensor]:
         """Return what this rank holds of the weights that the optimizer updates."""
@@ -260,9 +254,9 @@ class Engine(BaseEngine):
         self._device_scale.update(finite)
         began, self._began = self._began, self.device.moment() if self.device.runs_ahead else None
         ended = self._began
-        numbers = self.device.fetch(torch.stack([loss, norm, applied.to(norm.dtype)]))
+        numbers = self.device.to_host(torch.stack([loss, norm, applied.to(norm.dtype)]))
         self._under_way = lambda: replace(
-            self._result(numbers(), rate, batch.samples),
+            self._result(numbers().tolist(), rate, batch.samples),
             seconds=began.elapsed_time(ended) / 1000 if began is not None else None,
         )
         return results
@@ -316,7 +310,7 @@ class Engine(BaseEngine):
                     loss = self._data_parallel.loss_sum(ids, targets) / predicted
                     (loss * factor).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
-        return self.world.total(total if self._has_loss else torch.zeros_like(total))
+        return self.world.total(total if self.world.has_loss else torch.zeros_like(total))
 
 
 @torch.no_grad()
@@ -327,28 +321,27 @@ def sum_losses(
     device: TorchDevice,
     world: World,
     *,
-    has_loss: bool,
     rows: int | None = None,
     packing: Packing | None = None,
 ) -> tuple[float, int]:
     """Return the sum of the losses over all predicted tokens of all ranks, and their number.
 
-    has_loss: whether this rank's losses count; others may have the same, or none. rows: those of a full batch, if a
-    graph of the model is made for it. packing: the model's, which may leave out tokens.
+    rows: those of a full batch, if a graph of the model is made for it. packing: the model's, which may leave out
+    tokens.
     """
     for part in parts:
         part.eval()
     total, tokens = 0.0, 0
-    before: Callable[[], list[float]] = list  # the loss of the batch before, read while one runs
+    before: Callable[[], Any] = float  # the loss of the batch before, read while one runs
     for batch in batches:
         # a rank without a batch goes through the model for the ranks that need its part
         windows = batch if len(batch) else np.zeros((1, batch.shape[1]), np.int32)
         ids, targets = inputs_and_targets(windows, device, packing)
         with in_graphs(len(windows), rows or len(windows)):
-            loss = device.fetch(loss_sum(ids, targets).reshape(1))
-        total += sum(before())
-        before = loss if len(batch) else list
+            loss = device.to_host(loss_sum(ids, targets))
+        total += float(before())
+        before = loss if len(batch) else float
         tokens += batch[:, 1:].size if packing is None else packing.counted(batch)
-    total += sum(before())
-    total, all_tokens = world.sum(total, tokens) if has_loss else world.sum(0.0, 0.0)
+    total += float(before())
+    total, all_tokens = world.sum(total, tokens) if world.has_loss else world.sum(0.0, 0.0)
     return total, int(all_tokens)

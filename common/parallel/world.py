@@ -61,6 +61,11 @@ class WorldBase(ABC):
         return self.topology.coordinates(self.rank)
 
     @property
+    def has_loss(self) -> bool:
+        """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks have the same."""
+        return self.at.tensor == 0 and self.topology.holds_head(self.rank)
+
+    @property
     def replicas(self) -> dict[int, int]:
         """Map each rank to the first of those that hold the same part of the model."""
         return {rank: self.topology.group(GroupKind.DATA, rank)[0] for rank in range(self.size)}

@@ -107,9 +107,7 @@ class DeepSpeedEngine(BaseEngine):
                 total += loss * predicted if predicted else 0.0
                 packing = config.packing
                 tokens += predicted if packing is None else packing.counted(batch)
-        if self.world.at.tensor:  # the first rank of the group has the same
-            total, tokens = 0.0, 0
-        total, all_tokens = self.world.sum(total, tokens)
+        total, all_tokens = self.world.sum(total, tokens) if self.world.has_loss else self.world.sum(0.0, 0.0)
         return total, int(all_tokens)
 
     def snapshot(self, state: TrainState) -> Snapshot | None:

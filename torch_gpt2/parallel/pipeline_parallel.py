@@ -60,7 +60,7 @@ class Pipeline:
         self._group, self._device = world.groups[GroupKind.PIPELINE], device.torch_device
         self._ranks = list(world.topology.group(GroupKind.PIPELINE, world.rank))
         self._config = config
-        self.has_loss = self._count - 1 in self._parts
+        self._has_loss = self._count - 1 in self._parts
         self._micro_batches = config.train.accumulation_steps
         self._schedule = self._make_schedule(self._micro_batches)
         self._finish: Callable[[Tensor], Tensor] = lambda loss: loss
@@ -102,7 +102,7 @@ class Pipeline:
         self._finish = finish
         losses: list[Tensor] = []
         inputs, more = (ids,) if 0 in self._parts else (), self._tokens(ids)
-        if self.has_loss:
+        if self._has_loss:
             self._schedule.step(*inputs, target=targets, losses=losses, return_outputs=False, **more)
             return torch.stack([loss.detach() for loss in losses]).sum()
         self._schedule.step(*inputs, **more)
@@ -122,7 +122,7 @@ class Pipeline:
             if index < self._count - 1 and index + 1 not in self._parts:
                 dist.send(x.contiguous(), self._rank_of(index + 1), group=self._group)
         return (
-            self._parts[self._count - 1].loss_of(x, targets) if self.has_loss else torch.zeros((), device=self._device)
+            self._parts[self._count - 1].loss_of(x, targets) if self._has_loss else torch.zeros((), device=self._device)
         )
 
     def _tokens(self, ids: Tensor) -> dict[str, Tensor]:

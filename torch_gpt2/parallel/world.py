@@ -76,7 +76,7 @@ class World(WorldBase):
         assert self.device is not None
         largest = torch.full((1,), value, dtype=torch.int32, device=self.device.torch_device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._everyone)
-        wait = self.device.fetch(largest)
+        wait = self.device.to_host(largest)
         return lambda: int(wait()[0])
 
     @property
