@@ -53,6 +53,19 @@ class Layers:
     def read(self, logits: Tensor) -> Logits:
         return np.ascontiguousarray(self.device.to_host(logits)().numpy())
 
+    def step(self, rows: Sequence[int], tokens: Sequence[int], columns: Sequence[int]) -> Logits:
+        """Put a token into each of these rows, at its column; return their logits (B, vocab_size).
+
+        All rows from the first to the last one are computed. Those in between write into the column ``unread``.
+        """
+        first, last, end = min(rows), max(rows), max(columns) + 1
+        places = torch.tensor(rows) - first
+        inputs = torch.zeros(2, last + 1 - first, dtype=torch.long)
+        inputs[1] = self.unread
+        inputs[:, places] = torch.tensor([tokens, columns])
+        masked = len(rows) <= last - first or min(columns) + 1 < end
+        return self.read_logits(self.hidden(inputs, end, first=first, masked=masked)[places, -1])
+
     def hidden(self, inputs: Tensor, keys: int, *, first: int = 0, masked: bool = True) -> Tensor:
         """Put a token into each of some rows, at its column; return the hidden states (R, 1, C).
 
@@ -91,10 +104,7 @@ class DecodeStep:
         self._memory = self._device.graph_memory()
 
     def __call__(self, rows: Sequence[int], tokens: Sequence[int], columns: Sequence[int]) -> Logits:
-        """Put a token into each of these rows, at its column; return their logits (B, vocab_size).
-
-        Columns from ``unread`` on are that one. Other rows stay as they are.
-        """
+        """Step as ``Layers.step``. Columns from ``unread`` on are that one. Other rows stay as they are."""
         unread = self._layers.unread
         inputs = torch.zeros(self._inputs.shape, dtype=torch.long)
         inputs[1] = unread

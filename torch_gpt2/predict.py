@@ -79,11 +79,7 @@ class Decoder:
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> Logits:
         lengths, self._lengths = self._lengths, [length + 1 for length in self._lengths]
-        if self._step is not None:
-            return self._step(range(len(tokens)), tokens, lengths)
-        end = max(lengths) + 1
-        x = self._layers.hidden(torch.tensor([tokens, lengths]), end, masked=min(lengths) + 1 < end)
-        return self._layers.read_logits(x[:, -1])
+        return (self._step or self._layers.step)(range(len(tokens)), tokens, lengths)
 
     @torch.inference_mode()
     def reorder(self, parents: Sequence[int]) -> None:
@@ -101,8 +97,7 @@ class Decoder:
 class Slots:
     """Implementation of ``common.serving.engine.Slots``.
 
-    Each row writes at its own column, and a mask hides later columns from it. A step computes all rows from the first
-    to the last requested one. Rows in between write into an extra column, which nothing reads.
+    Each row writes at its own column, and a mask hides later columns from it.
     """
 
     takes_prompts = True
@@ -137,16 +132,7 @@ class Slots:
 
     @torch.inference_mode()
     def step(self, slots: Sequence[int], tokens: Sequence[int], places: Sequence[int]) -> Logits:
-        if self._fixed:
-            return self._step(slots, tokens, places)
-        first, last, end = min(slots), max(slots), max(places) + 1
-        rows = torch.tensor(slots) - first
-        inputs = torch.zeros(2, last + 1 - first, dtype=torch.long)
-        inputs[1] = self._layers.unread
-        inputs[:, rows] = torch.tensor([tokens, places])
-        masked = len(rows) <= last - first or min(places) + 1 < end
-        x = self._layers.hidden(inputs, end, first=first, masked=masked)
-        return self._layers.read_logits(x[rows, -1])
+        return (self._step if self._fixed else self._layers.step)(slots, tokens, places)
 
     @torch.inference_mode()
     def copy(self, source: int, slot: int, length: int) -> None:
