@@ -11,8 +11,8 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, ops
 
-from common.checkpoint.snapshot import EngineState, TrainState, make_snapshot, true_slice
-from common.checkpoint.writer import Part, Snapshot
+from common.checkpoint.snapshot import EngineState, TrainState, make_snapshot, owned_pieces, part_of
+from common.checkpoint.writer import Snapshot
 from common.dataset.sampler import Batch, Tokens
 from common.parallel.run import Run
 from common.parallel.sharding import initial_values
@@ -20,7 +20,7 @@ from common.systems.mindformers.write import epoch_and_step, write_rank_file
 from common.training import engine
 from common.training.engine import NO_LIMITS, Limits, StepResult
 from common.training.start import Start
-from common.weights.pieces import TensorSlice, to_rectangle
+from common.weights.pieces import TensorSlice
 from mindformers_gpt2.checkpoint import fill_moments, fill_weights, moments_on_host, weights_on_host
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.model import takes_fused_attention
@@ -161,11 +161,7 @@ class BaseEngine(engine.Engine):
 
     def owned_pieces(self) -> dict[str, TensorSlice]:
         """Return the pieces of parameters that this rank writes, without padded vocabulary."""
-        pieces = {
-            name: true_slice(name, self.pieces[name], self.config.model)
-            for name in self.master.tensors
-            if self.owns(name)
-        }
+        pieces = owned_pieces(self.pieces, self.owns, self.config.model)
         return {name: piece for name, piece in pieces.items() if piece.rows[0] < piece.rows[1]}
 
     def snapshot(self, state: TrainState) -> Snapshot | None:
@@ -177,8 +173,6 @@ class BaseEngine(engine.Engine):
         weights = weights_on_host(self.master.tensors, pieces)
         steps = int(self.optimizer.steps.asnumpy())
         moments = moments_on_host(self.optimizer, pieces) if steps else {}
-        rectangles = {name: to_rectangle(piece) for name, piece in pieces.items()}
-        part = Part(rank=rank, ranks=self.world.size, rectangles=rectangles)
         snapshot = make_snapshot(
             config,
             state,
@@ -192,7 +186,7 @@ class BaseEngine(engine.Engine):
             ),
             versions={"backend": "mindspore", "mindspore": ms.__version__},
             extra=self.manifest_extra,
-            part=part if self.is_sharded else None,
+            part=part_of(self.world, pieces) if self.is_sharded else None,
         )
         if config.checkpoint.ckpt_prefix is None:
             return snapshot

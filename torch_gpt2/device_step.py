@@ -13,6 +13,17 @@ from torch_gpt2.optimizer import local_shard
 from torch_gpt2.private_api import foreach_adam, foreach_momentum, foreach_multiply, fused_adam
 
 
+def takes_adam_kernel(config: OptimizerConfig) -> bool:
+    """Tell whether ``TorchDevice.adam_kernel`` computes the rule."""
+    match config.name:
+        case "adamw" | "adam":
+            return True
+        case "sgd":
+            return False
+        case _:
+            assert_never(config.name)
+
+
 class DeviceStep:
     """Steps of an optimizer that ``build_optimizer`` made, whose state it reads and writes.
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.checkpoint.snapshot import TrainState, true_slice
-from common.checkpoint.writer import Part, Snapshot
+from common.checkpoint.snapshot import TrainState, owned_pieces, part_of
+from common.checkpoint.writer import Snapshot
 from common.cluster.environment import Process
 from common.dataset.sampler import Batch, Tokens
 from common.parallel.packing import Packing
@@ -22,7 +22,6 @@ from common.quantization import frozen_parameters
 from common.training.engine import NO_LIMITS, Limits, StepResult
 from common.training.opened_checkpoint import Checkpoint
 from common.training.start import Start
-from common.weights.pieces import TensorSlice, to_rectangle
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.checkpoint import (
     Recorder,
@@ -36,7 +35,7 @@ from torch_gpt2.checkpoint import (
 from torch_gpt2.compilation import compile_model, in_graphs, is_compiled
 from torch_gpt2.data import inputs_and_targets, pin_batch, split, to_device
 from torch_gpt2.device import DTYPES, TorchDevice
-from torch_gpt2.device_step import DeviceStep
+from torch_gpt2.device_step import DeviceStep, takes_adam_kernel
 from torch_gpt2.model import GPT2, round_linear_layers
 from torch_gpt2.optimizer import (
     DeviceLossScale,
@@ -81,7 +80,7 @@ class Engine(BaseEngine):
             self.master.tensors, config.optimizer, fused=device.fused_optimizer, frozen=self._frozen
         )
         # replicas stay equal only if all round alike
-        self.adam_kernel = config.optimizer.name in ("adamw", "adam") and (
+        self.adam_kernel = takes_adam_kernel(config.optimizer) and (
             self.world.sum(float(device.adam_kernel))[0] == self.world.size
         )
         self._step_on_device = DeviceStep(self.optimizer, config.optimizer, adam_kernel=self.adam_kernel)
@@ -140,12 +139,10 @@ class Engine(BaseEngine):
         is_sharded = not self._gradient_sync.alone  # so that each rank writes its own part
         if self.world.rank and not is_sharded:
             return None
-        owned = self._owned_pieces()
+        owned = owned_pieces(self.pieces, self._gradient_sync.owns, self.config.model)
         parts = self.config.optimizer.state_parts
         copy = copy_at_once if self._staging is None else self._staging.copy
         moments, steps = moments_on_host(self.master.tensors, self.optimizer, parts, owned, copy)
-        rectangles = {name: to_rectangle(piece) for name, piece in owned.items()}
-        part = Part(rank=self.world.rank, ranks=self.world.size, rectangles=rectangles)
         snapshot = self._make_snapshot(
             state,
             weights_on_host(self.master.tensors, owned, copy),
@@ -153,17 +150,9 @@ class Engine(BaseEngine):
             optimizer_steps=steps,
             generators=generators,
             versions={},
-            part=part if is_sharded else None,
+            part=part_of(self.world, owned) if is_sharded else None,
         )
         return replace(snapshot, ready=self.device.mark())
-
-    def _owned_pieces(self) -> dict[str, TensorSlice]:
-        """Return the pieces of parameters that this rank writes, without padded vocabulary."""
-        return {
-            name: true_slice(name, self.pieces[name], self.config.model)
-            for name in self.master.tensors
-            if self._gradient_sync.owns(name)
-        }
 
     def _optimizer_kernel(self) -> str:
         name = type(self.optimizer).__name__
@@ -240,7 +229,8 @@ class Engine(BaseEngine):
         self._data_parallel.sum_gradients(list(gradients.values()))
         self._gradient_sync.complete(gradients)
         if recorder is not None:
-            recorder.end(loss, self.master.tensors, gradients, self._owned_pieces())
+            owned = owned_pieces(self.pieces, self._gradient_sync.owns, self.config.model)
+            recorder.end(loss, self.master.tensors, gradients, owned)
         if self._gradient_sync.alone:
             norm = self._data_parallel.norm(global_norm(list(gradients.values()))) / scale
         else:

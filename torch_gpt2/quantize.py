@@ -121,7 +121,6 @@ class Quantization(QuantizedModel):
         self._parts = parts
         self.quantizers: dict[str, LinearQuantizer] = {}
         """Quantizers by layer, for the layers of this rank."""
-        self._modules: dict[str, Linear] = {}
         group = world.groups.get(GroupKind.TENSOR)
         by_tensor = self.settings.weights == "abs_max"
         for part in parts:
@@ -129,7 +128,6 @@ class Quantization(QuantizedModel):
                 if name not in self.scales.layers:
                     continue
                 assert isinstance(module, Linear)
-                self._modules[name] = module
                 is_row = role_of(f"{name}.weight") is Role.ROW
                 module.quantizer = self.quantizers[name] = LinearQuantizer(
                     self.settings,

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.checkpoint.snapshot import TrainState
-from common.checkpoint.writer import Part, Snapshot
+from common.checkpoint.snapshot import TrainState, part_of
+from common.checkpoint.writer import Snapshot
 from common.cluster.environment import Process, torch_variables
 from common.dataset.sampler import Batch, Tokens
 from common.errors import ConfigError
@@ -35,7 +35,6 @@ from common.resolve.engine_checks import read_deepspeed_file
 from common.resolve.vendor_settings import deepspeed_settings
 from common.training.engine import NO_LIMITS, Limits, StepResult
 from common.training.opened_checkpoint import Checkpoint
-from common.weights.pieces import to_rectangle
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.compilation import compile_model, is_compiled
 from torch_gpt2.data import inputs_and_targets
@@ -43,7 +42,7 @@ from torch_gpt2.deepspeed.pipeline import build_pipeline, give_tokens, grid_of, 
 from torch_gpt2.deepspeed.private_api import allow_float16, forget_groups, leave_out_shared_memory
 from torch_gpt2.deepspeed.state import DeepSpeedState, WholeState, ZeroState
 from torch_gpt2.device import TorchDevice, wide_type
-from torch_gpt2.optimizer import build_optimizer, parameter_groups
+from torch_gpt2.optimizer import build_optimizer, global_norm, held_bytes, parameter_groups
 from torch_gpt2.parallel.data_parallel import LossModule
 from torch_gpt2.parallel.layout import build_parts
 
@@ -116,8 +115,6 @@ class DeepSpeedEngine(BaseEngine):
         split = self._state.is_split
         if self.world.rank and not split:
             return None
-        rectangles = {name: to_rectangle(piece) for name, piece in self._state.owned().items()}
-        part = Part(rank=self.world.rank, ranks=self.world.size, rectangles=rectangles)
         return self._make_snapshot(
             state,
             weights,
@@ -125,7 +122,7 @@ class DeepSpeedEngine(BaseEngine):
             optimizer_steps=self.updates,
             generators=generators,
             versions={"deepspeed": self._deepspeed.__version__},
-            part=part if split else None,
+            part=part_of(self.world, self._state.owned) if split else None,
         )
 
     def identity(self) -> dict[str, Any]:
@@ -137,13 +134,21 @@ class DeepSpeedEngine(BaseEngine):
         return name if inner is None else f"{type(inner).__name__} within {name}"
 
     def norm_of_weights(self) -> float:
-        return self._state.norm_of_weights()
+        return global_norm([tensor.detach() for tensor in self._state.tensors.values()]).item()
 
     def norm_of_moments(self) -> float:
-        return self._state.norm_of_moments()
+        states = (self._state.basic_optimizer.state.get(tensor, {}) for tensor in self._state.tensors.values())
+        parts = self.config.optimizer.state_parts
+        found = [state[part] for state in states for part in parts if state.get(part) is not None]
+        return global_norm(found).item() if found else 0.0
 
     def state_bytes(self) -> int:
-        return self._state.state_bytes()
+        states, groups = self._state.basic_optimizer.state, self._state.basic_optimizer.param_groups
+        found = [value for state in states.values() for value in state.values() if torch.is_tensor(value)]
+        # in stage 3 the groups are empty between steps
+        copies = [*states, *(each for group in groups for each in group["params"])]
+        weights = [getattr(each, "ds_tensor", each) for each in self._parameters.values()]
+        return held_bytes([*weights, *copies, *found])
 
     def _fill_weights(self, reader: Checkpoint | None) -> None:
         """Give DeepSpeed the filled parameters, which it may cut up, and the float32 copies."""
