@@ -76,11 +76,8 @@ class BaseEngine(engine.Engine):
         """Whether this rank writes a parameter. Among ranks that hold the same part, one does."""
 
     @abstractmethod
-    def _set_limits(self, limits: Tensor) -> None:
-        """Set the largest loss and gradient norm of the next steps, float32 (2,)."""
-
-    @abstractmethod
-    def _train_step(self, tokens: Tokens) -> QueuedStep: ...
+    def _train_step(self, tokens: Tokens, limits: Tensor) -> QueuedStep:
+        """Start a step. limits: the largest loss and gradient norm, float32 (2,)."""
 
     def begin(self, start: Start) -> TrainState:
         reader = start.checkpoint
@@ -133,7 +130,7 @@ class BaseEngine(engine.Engine):
         makes. By samples they suppose batches of one size, so results are read where it changes.
         """
         self.world.meet()
-        self._set_limits(Tensor((limits.loss, limits.grad_norm), ms.float32))
+        most = Tensor((limits.loss, limits.grad_norm), ms.float32)
         results: list[StepResult] = []
         queued: list[QueuedStep] = []
         samples = 0
@@ -143,7 +140,7 @@ class BaseEngine(engine.Engine):
                 results += [self._wait(samples, *step) for step in queued]
                 queued, samples = [], batch.samples
                 self.optimizer.set_rates(self.schedule.rates(self.steps_per_run, samples))
-            queued.append(self._train_step(batch.tokens))
+            queued.append(self._train_step(batch.tokens, most))
         return results + [self._wait(samples, *step) for step in queued]
 
     def _wait(self, samples: int, loss: Tensor, norm: Tensor, applied: Tensor, scale: Tensor) -> StepResult:
@@ -181,7 +178,7 @@ class BaseEngine(engine.Engine):
             engine=EngineState(
                 optimizer_steps=steps,
                 loss_scale=self.loss_scale.read().state(),
-                rng={"mindspore": self.device.rng_state()},
+                rng={"mindspore": {}},  # dropout masks follow from the seed, the step and the place
                 quantization=self.quantization.scales.state() if self.quantization else {},
             ),
             versions={"backend": "mindspore", "mindspore": ms.__version__},

@@ -59,7 +59,6 @@ class Engine(BaseEngine):
         self._has_met = False
         model = config.model
         self._drops = any((model.embedding_dropout, model.attention_dropout, model.hidden_dropout))
-        self._limits: Tensor = None
         self._pipeline = (
             Pipeline(self.model, config, self.world, device, self.loss_scale)
             if self.world.topology.pipeline > 1
@@ -84,10 +83,7 @@ class Engine(BaseEngine):
     def owns(self, name: str) -> bool:
         return self._gradient_sync is None or self._gradient_sync.owns(name)
 
-    def _set_limits(self, limits: Tensor) -> None:
-        self._limits = limits
-
-    def _train_step(self, tokens: Tokens) -> QueuedStep:
+    def _train_step(self, tokens: Tokens, limits: Tensor) -> QueuedStep:
         self.step += 1
         if self.quantization is not None:
             micro = self.config.train.micro_batch_size
@@ -112,7 +108,7 @@ class Engine(BaseEngine):
                 whole, _, summed = self._gradient_sync(loss, summed)
             named = dict(zip(self.master.tensors, summed, strict=True))
             recorder.end(whole, self.master.tensors, named, self.owned_pieces())
-        result: QueuedStep = self._update(self._limits, loss, *gradients)
+        result: QueuedStep = self._update(limits, loss, *gradients)
         if self.quantization is not None and bool(result[2].asnumpy()):
             self.quantization.end_step()
         return result

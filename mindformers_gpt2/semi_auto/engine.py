@@ -83,11 +83,9 @@ class SemiAutoEngine(BaseEngine):
     def owns(self, name: str) -> bool:
         return owns(name, self.config, self.world.at)
 
-    def _set_limits(self, limits: Tensor) -> None:
-        ops.assign(self._step.limits, limits)
-
-    def _train_step(self, tokens: Tokens) -> QueuedStep:
+    def _train_step(self, tokens: Tokens, limits: Tensor) -> QueuedStep:
         self.step += 1
+        ops.assign(self._step.limits, limits)
         self._step.set_train()
         result: QueuedStep = self._step(*inputs_and_targets(tokens))
         return result

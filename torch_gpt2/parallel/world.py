@@ -40,7 +40,6 @@ class World(WorldBase):
     """Device of this rank. An accelerator sends numbers over its own network."""
 
     def sum(self, *values: float) -> list[float]:
-        """Return sums over all ranks in float64, with the same bits on each."""
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -89,7 +88,6 @@ class World(WorldBase):
         return next((group for group in self.groups.values() if group.size() == self.size), None)
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
