@@ -36,12 +36,12 @@ IsText = Callable[[KeyPath, str], bool]
 """Tells whether a word without quotation marks is text there, even one such as 42 or true."""
 
 
-def read_yaml_mapping(path: Path, **wishes: Any) -> dict[str, Any]:
+def read_yaml_mapping(path: Path, text: str | None = None, **wishes: Any) -> dict[str, Any]:
     """Return the content of a YAML file with keys at its top; an empty file has none.
 
-    wishes: of ``parse_yaml``. Raises ConfigError.
+    text: the file's, if it has been read. wishes: of ``parse_yaml``. Raises ConfigError.
     """
-    text = read_text(path, limit=MAX_YAML_BYTES)
+    text = read_text(path, limit=MAX_YAML_BYTES) if text is None else text
     try:
         found = parse_yaml(text, **wishes)
     except MalformedError as reason:

@@ -35,7 +35,7 @@ def device(kind: str, backend: str) -> None:
         from torch_gpt2.device import select_device
 
         found: Any = select_device(kind)
-        count = found.count
+        count = 1 if kind == "cpu" else int(found.module.device_count())
     else:
         from common.cluster.hccn import npu_numbers
         from mindformers_gpt2.device import select_device as select_mindspore_device

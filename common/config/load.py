@@ -22,8 +22,8 @@ from common.config.values import expand_precision
 from common.errors import ConfigError
 from common.files import atomic_write, reading
 from common.paths import ROOT, looked_in
-from common.structured_files import MAX_DEPTH, MalformedError
-from common.yaml_files import IsText, KeyPath, dump_yaml, parse_yaml, read_yaml_mapping
+from common.structured_files import MAX_DEPTH, MalformedError, read_text
+from common.yaml_files import MAX_YAML_BYTES, IsText, KeyPath, dump_yaml, parse_yaml, read_yaml_mapping
 
 # Text that stands for a mapping, so that ``precision.softmax=...`` refines ``precision: bf16`` instead of replacing it.
 _SHORTHANDS: dict[Path_, Callable[[Any], Any]] = {
@@ -50,14 +50,15 @@ Fill = Callable[[dict[str, Any], Sources], None]
 _SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size")
 
 
-def read_own_config(path: Path) -> _Read:
+def read_own_config(path: Path, text: str | None = None) -> _Read:
     """Read a file with our own keys and the files of its ``base:`` list, of which it wins.
 
-    Returns the values, not yet checked, and the source of each key. Raises ConfigError.
+    Returns the values, not yet checked, and the source of each key. text: content of ``path``, if it has been read.
+    Raises ConfigError.
     """
 
-    def read(path: Path) -> _Read:
-        own, sources = read_yaml(path, is_text=_takes_text)
+    def read(file: Path) -> _Read:
+        own, sources = read_yaml(file, is_text=_takes_text, text=text if file is path else None)
         rename_keys(own, sources)
         return own, sources
 
@@ -201,15 +202,24 @@ def read_with_bases(
     return whole(path, (), "")
 
 
-def read_yaml(path: Path, carriers: set[str] | None = None, is_text: IsText | None = None) -> _Read:
-    """Return the keys and values of a YAML file, and ``file:line`` of every key.
-
-    carriers, is_text: as of ``parse_yaml``. Raises ConfigError, also for a key given twice.
-    """
+def read_yaml_text(path: Path) -> str:
+    """Return the content of a YAML file. Raises ConfigError."""
     if "\0" not in str(path) and not os.path.lexists(path):
         raise ConfigError(_absent(path))
+    return read_text(path, limit=MAX_YAML_BYTES)
+
+
+def read_yaml(
+    path: Path, carriers: set[str] | None = None, is_text: IsText | None = None, text: str | None = None
+) -> _Read:
+    """Return the keys and values of a YAML file, and ``file:line`` of every key.
+
+    carriers, is_text: as of ``parse_yaml``. text: content of the file, if it has been read. Raises ConfigError, also
+    for a key given twice.
+    """
+    text = read_yaml_text(path) if text is None else text
     lines: dict[KeyPath, int] = {}
-    tree = read_yaml_mapping(path, lines=lines, carriers=carriers, is_text=is_text)
+    tree = read_yaml_mapping(path, text, lines=lines, carriers=carriers, is_text=is_text)
     return tree, {key: f"{path}:{line}" for key, line in lines.items()}
 
 

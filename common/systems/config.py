@@ -18,6 +18,7 @@ from common.config.load import (
     dump_config,
     read_own_config,
     read_yaml,
+    read_yaml_text,
 )
 from common.config.schema import RunConfig
 from common.dialects.mindformers import PARTS
@@ -136,12 +137,13 @@ class ConfigFile:
             where, program, flags = read_command(path)
             return cls.of_flags(find_command_line(flags, program), flags, where, path, fill)
         fleetx.require_checkout(path)
-        own, places = read_yaml(path)
+        text = read_yaml_text(path)
+        own, places = read_yaml(path, text=text)
         dialect = find_dialect(path, own, places)
         if dialect is None:
-            tree, sources = read_own_config(path)
+            tree, sources = read_own_config(path, text)
         else:
-            tree, sources = read_foreign(path, dialect.base, _sections(dialect))
+            tree, sources = read_foreign(path, dialect.base, _sections(dialect), text)
         return cls(
             path=path,
             fill=fill,

@@ -30,16 +30,19 @@ _LIKE_SECTION = 0.75
 """Least likeness of a key at the top to a misspelled section."""
 
 
-def read_foreign(path: Path, base: str, sections: Collection[str] = ()) -> tuple[dict[str, Any], Sources]:
+def read_foreign(
+    path: Path, base: str, sections: Collection[str] = (), text: str | None = None
+) -> tuple[dict[str, Any], Sources]:
     """Return a file of another system merged over the files that its key ``base`` names, section
     by section. Raises ConfigError.
 
-    sections: keys at the top that the system has. Another one is left out if aliases use its anchors.
+    sections: keys at the top that the system has. Another one is left out if aliases use its anchors. text: content of
+    ``path``, if it has been read.
     """
 
-    def read(path: Path) -> tuple[dict[str, Any], Sources]:
+    def read(file: Path) -> tuple[dict[str, Any], Sources]:
         carriers: set[str] = set()
-        own, sources = read_yaml(path, carriers)
+        own, sources = read_yaml(file, carriers, text=text if file is path else None)
         for name in carriers if sections else ():
             if not difflib.get_close_matches(name, sections, n=1, cutoff=_LIKE_SECTION):
                 own.pop(name, None)
