@@ -9,7 +9,6 @@ while the first ones go backward. Blocks that keep their activations on the host
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -60,11 +59,3 @@ def compile_model(parts: Sequence[GPT2], config: Run) -> LossSum:
         part.begin = torch.compile(part.begin, **options)  # type: ignore[method-assign]
         part.loss_of = torch.compile(part.loss_of, **options)  # type: ignore[method-assign]
     return model.loss_sum
-
-
-def in_graphs(rows: int, full: int) -> AbstractContextManager[Any]:
-    """Return the context of a pass over a batch of ``rows``, where ``full`` have a graph.
-
-    Other batches, such as the last one of a validation, run operator by operator.
-    """
-    return nullcontext() if rows == full else torch.compiler.set_stance("force_eager")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +33,7 @@ from torch_gpt2.checkpoint import (
     moments_on_host,
     weights_on_host,
 )
-from torch_gpt2.compilation import compile_model, in_graphs, is_compiled
+from torch_gpt2.compilation import compile_model, is_compiled
 from torch_gpt2.data import inputs_and_targets, pin_batch, split, to_device
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.device_step import DeviceStep, takes_adam_kernel
@@ -245,9 +246,8 @@ class Engine(BaseEngine):
         began, self._began = self._began, self.device.moment() if self.device.runs_ahead else None
         ended = self._began
         numbers = self.device.to_host(torch.stack([loss, norm, applied.to(norm.dtype)]))
-        self._under_way = lambda: replace(
-            self._result(numbers().tolist(), rate, batch.samples),
-            seconds=began.elapsed_time(ended) / 1000 if began is not None else None,
+        self._under_way = lambda: self._result(
+            numbers().tolist(), rate, batch.samples, began and began.elapsed_time(ended) / 1000
         )
         return results
 
@@ -266,14 +266,16 @@ class Engine(BaseEngine):
         if self.quantization is not None and applied:  # which waits
             self.quantization.end_step()
 
-    def _result(self, numbers: list[float], rate: float, samples: int) -> StepResult:
+    def _result(self, numbers: list[float], rate: float, samples: int, seconds: float | None) -> StepResult:
         """Return the result of a step, and move schedule and loss scale as the device has done."""
         loss, norm, applied = numbers
         if applied:
             self.schedule.advance(samples)
         scale = self.loss_scale.value
         self.loss_scale.update(math.isfinite(norm) and math.isfinite(loss))
-        return StepResult(loss=loss, grad_norm=norm, learning_rate=rate, loss_scale=scale, skipped=not applied)
+        return StepResult(
+            loss=loss, grad_norm=norm, learning_rate=rate, loss_scale=scale, skipped=not applied, seconds=seconds
+        )
 
     def _accumulate_gradients(self, tokens: Tokens, scale: Tensor) -> Tensor:
         """Return the mean loss of the global batch, of ``wide_type``. Its gradient, times
@@ -327,7 +329,8 @@ def sum_losses(
         # a rank without a batch goes through the model for the ranks that need its part
         windows = batch if len(batch) else np.zeros((1, batch.shape[1]), np.int32)
         ids, targets = inputs_and_targets(windows, device, packing)
-        with in_graphs(len(windows), rows or len(windows)):
+        # other batches, such as the last one of a validation, run operator by operator
+        with nullcontext() if rows in (None, len(windows)) else torch.compiler.set_stance("force_eager"):
             loss = device.to_host(loss_sum(ids, targets))
         total += float(before())
         before = loss if len(batch) else float

@@ -113,10 +113,12 @@ class Pipeline:
 
     def evaluate(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the losses of one batch of any size, 0 without the head."""
-        x = ids
+        x, parallel = ids, self._config.parallel
         for index, part in sorted(self._parts.items()):
             if index > 0 and index - 1 not in self._parts:
-                x = torch.empty(self._shape(ids), dtype=part.compute_dtype, device=self._device)
+                width = ids.shape[1] // (parallel.model_parallel if parallel.sequence_parallel else 1)
+                shape = len(ids), width, self._config.model.hidden_size
+                x = torch.empty(shape, dtype=part.compute_dtype, device=self._device)
                 dist.recv(x, self._rank_of(index - 1), group=self._group)
             x = part(x, **self._tokens(ids))
             if index < self._count - 1 and index + 1 not in self._parts:
@@ -129,11 +131,6 @@ class Pipeline:
         """Return what each stage gets beside its input, to keep documents apart."""
         packing = self._config.packing
         return {"tokens": ids} if packing is not None and packing.separates else {}
-
-    def _shape(self, ids: Tensor) -> tuple[int, int, int]:
-        parallel = self._config.parallel
-        width = ids.shape[1] // (parallel.model_parallel if parallel.sequence_parallel else 1)
-        return ids.shape[0], width, self._config.model.hidden_size
 
     def _rank_of(self, stage: int) -> int:
         return self._ranks[self._topology.place_of_stage(stage)]
