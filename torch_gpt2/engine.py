@@ -36,10 +36,10 @@ from torch_gpt2.checkpoint import (
 from torch_gpt2.compilation import compile_model, is_compiled
 from torch_gpt2.data import inputs_and_targets, pin_batch, split, to_device
 from torch_gpt2.device import DTYPES, TorchDevice
-from torch_gpt2.device_step import DeviceStep, takes_adam_kernel
 from torch_gpt2.model import GPT2, round_linear_layers
 from torch_gpt2.optimizer import (
     DeviceLossScale,
+    DeviceStep,
     MasterWeights,
     build_optimizer,
     clip_factor,
@@ -47,6 +47,7 @@ from torch_gpt2.optimizer import (
     held_bytes,
     local_shard,
     scale_gradients,
+    takes_adam_kernel,
 )
 from torch_gpt2.parallel.data_parallel import LossSum
 from torch_gpt2.parallel.layout import GradientSync, build_parts

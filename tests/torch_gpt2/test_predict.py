@@ -23,7 +23,7 @@ from common.generation.prompts import Prompt
 from tests.mixed_load import prompts as mixed_prompts, run
 from tests.reference import hugging_face_model
 from tests.twins import random_model
-from torch_gpt2 import decode_step
+from torch_gpt2 import predict
 from torch_gpt2.device import TorchDevice, select_device
 from torch_gpt2.model import GPT2
 from torch_gpt2.predict import Decoder, Slots
@@ -51,7 +51,7 @@ on_both = pytest.mark.parametrize("device", [CPU, ACCELERATOR], ids=["cpu", "acc
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> GPT2:
-    monkeypatch.setattr(decode_step, "_MIN_KEYS", 8)
+    monkeypatch.setattr(predict, "_MIN_KEYS", 8)
     captured.clear()
     return random_model()
 
