@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -219,9 +218,27 @@ def _check(
 
     Raises RunError if it is above the tolerance.
     """
-    loaded = nn.GraphCell(ms.load(str(file)))
-    pairs = _logits_pairs(loaded, model, batches) if cell is Logits else _decode_pairs(loaded, model, device, batches)
-    difference = float(np.max([_distance(found, wanted) for found, wanted in pairs]))  # keeps a NaN
+    loaded, sizes, random = nn.GraphCell(ms.load(str(file))), model.config, np.random.default_rng(0)
+    positions, distances = sizes.max_positions, []
+    if cell is Logits:
+        live: Any = Logits(model)
+        # for GPT-2 124M on a CPU, 1024 positions would take 45 s and 8 GB more; 128 take under 10 s
+        for batch, length in zip(batches, (128, 7), strict=False):
+            length = max(1, min(length, positions, 256 // batch))
+            ids = _int32(random.integers(0, sizes.vocab_size, (batch, length)))
+            distances.append(_distance(loaded(ids), live(ids)))
+    else:
+        live = device.compile(model.decode)
+        for batch in batches:
+            found = wanted = new_caches(sizes, batch, model.compute_dtype)
+            for position in sorted({0, positions // 2, positions - 1}):
+                token = _int32(random.integers(0, sizes.vocab_size, (batch, 1)))
+                at = _int32((position + np.arange(batch)) % positions)  # rows stand at different places
+                logits, *found = loaded(token, at, *found)
+                wanted_logits, *wanted = live(token, at, *wanted)
+                both = zip((logits, *found), (wanted_logits, *wanted), strict=True)
+                distances += [_distance(*each) for each in both]
+    difference = float(np.max(distances))  # keeps a NaN
     if not difference <= TOLERANCE:
         raise RunError(
             f"{file.name}: what MindSpore {ms.__version__} loads again differs from the model by"
@@ -229,29 +246,6 @@ def _check(
             " untouched; try precision=float32, or another version of MindSpore"
         )
     return difference
-
-
-def _logits_pairs(loaded: Any, model: GPT2, batches: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-    live, random, positions = Logits(model), np.random.default_rng(0), model.config.max_positions
-    # for GPT-2 124M on a CPU, 1024 positions would take 45 s and 8 GB more; 128 take under 10 s
-    for batch, length in zip(batches, (128, 7), strict=False):
-        length = max(1, min(length, positions, 256 // batch))
-        ids = _int32(random.integers(0, model.config.vocab_size, (batch, length)))
-        yield loaded(ids), live(ids)
-
-
-def _decode_pairs(
-    loaded: Any, model: GPT2, device: MindSporeDevice, batches: tuple[int, ...]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    live, random, positions = (device.compile(model.decode), np.random.default_rng(0), model.config.max_positions)
-    for batch in batches:
-        found = wanted = new_caches(model.config, batch, model.compute_dtype)
-        for position in sorted({0, positions // 2, positions - 1}):
-            token = _int32(random.integers(0, model.config.vocab_size, (batch, 1)))
-            at = _int32((position + np.arange(batch)) % positions)  # rows stand at different places
-            logits, *found = loaded(token, at, *found)
-            wanted_logits, *wanted = live(token, at, *wanted)
-            yield from zip((logits, *found), (wanted_logits, *wanted), strict=True)
 
 
 def _distance(found: Tensor, wanted: Tensor) -> float:

@@ -60,7 +60,12 @@ class Decoder:
 
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Logits:
         if room == 0:
-            return self._after(prompts)
+            self._width = max(self._width, *map(len, prompts))  # another shape needs a compilation
+            ids, ends = np.zeros((self.rows, self._width), np.int32), np.zeros(self.rows, np.int32)
+            for row, prompt in enumerate(prompts):
+                ids[row, : len(prompt)], ends[row] = prompt, row * self._width + len(prompt) - 1
+            result: Logits = self._follow(Tensor(ids), Tensor(ends)).asnumpy()[: len(prompts)]
+            return result
         self._slots = self._new_slots()
         last = np.array([len(prompt) - 1 for prompt in prompts])
         # A row at the end of its prompt takes its last token again at the same position, which changes nothing.
@@ -79,15 +84,6 @@ class Decoder:
             return
         self._slots.gather(range(len(parents)), parents)
         self._positions = self._positions[list(parents)]
-
-    def _after(self, prompts: Sequence[Sequence[int]]) -> Logits:
-        """Return logits (B, vocab_size) after whole prompts."""
-        self._width = max(self._width, *map(len, prompts))  # another shape needs a compilation
-        ids, last = np.zeros((self.rows, self._width), np.int32), np.zeros(self.rows, np.int32)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)], last[row] = prompt, row * self._width + len(prompt) - 1
-        result: Logits = self._follow(Tensor(ids), Tensor(last)).asnumpy()[: len(prompts)]
-        return result
 
 
 def make_decoder(model: GPT2, device: MindSporeDevice, rows: int) -> Decoder:
