@@ -22,6 +22,8 @@ class WorldBase(ABC):
     rank: int = 0
     size: int = 1
     topology: Topology = field(default_factory=Topology)
+    groups: Mapping[GroupKind, Any] = field(default_factory=dict)
+    """The framework's groups of several ranks that this rank belongs to, by kind."""
 
     @abstractmethod
     def gather(self, value: T) -> list[T]:

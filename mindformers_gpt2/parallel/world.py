@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -38,8 +38,6 @@ _RANK_TABLE = re.compile("rank_table_file", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class World(WorldBase):
-    groups: Mapping[GroupKind, Group] = field(default_factory=dict)
-    """Groups of several ranks that this rank belongs to, by kind."""
     everyone: Group | None = None
     barrier: TcpBarrier | None = None
     """Barrier of all ranks, for devices whose messages time out."""

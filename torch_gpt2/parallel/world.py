@@ -5,9 +5,9 @@ from __future__ import annotations
 import datetime
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -34,8 +34,6 @@ gather_parts: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 @dataclass(frozen=True, kw_only=True)
 class World(WorldBase):
-    groups: Mapping[GroupKind, dist.ProcessGroup] = field(default_factory=dict)
-    """Groups of several ranks that this rank belongs to, by kind."""
     device: TorchDevice | None = None
     """Device of this rank. An accelerator sends numbers over its own network."""
 
