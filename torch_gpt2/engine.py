@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,16 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.checkpoint.snapshot import TrainState, owned_pieces, part_of
-from common.checkpoint.writer import Snapshot
+from common.checkpoint.snapshot import TrainState, owned_pieces
 from common.cluster.environment import Process
 from common.dataset.sampler import Batch, Tokens
 from common.parallel.packing import Packing
 from common.parallel.sharding import initial_values, slices_of_rank
 from common.quantization import frozen_parameters
+from common.tensor_files.safetensors_file import Tensors
 from common.training.engine import NO_LIMITS, Limits, StepResult
 from common.training.opened_checkpoint import Checkpoint
 from common.training.start import Start
+from common.weights.pieces import TensorSlice
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.checkpoint import (
     Recorder,
@@ -97,7 +97,6 @@ class Engine(BaseEngine):
         self._data_parallel = replicate(self.parts, self._loss_sum, config, self.world, device, self.master.tensors)
         self._gradient_sync = GradientSync(config, self.world)
         self.pieces = slices_of_rank(config, self.world.topology, self.world.at, parameters)
-        """Part of each parameter that this rank holds."""
         is_piped = self.world.topology.pipeline > 1
         self._pipeline = Pipeline(self.parts, config, self.world, device) if is_piped else None
         self.recorder: Recorder | None = None
@@ -131,30 +130,11 @@ class Engine(BaseEngine):
         """Return what this rank holds of the weights that the optimizer updates."""
         return {name: local_shard(tensor.detach()) for name, tensor in self.master.tensors.items()}
 
-    def snapshot(self, state: TrainState) -> Snapshot | None:
-        """Copy what this rank writes to the host.
-
-        A device copies before it starts the next step. The writer waits for it, not the training.
-        No earlier snapshot may be under way.
-        """
-        generators = self.world.gather(self.device.rng_state())
-        is_sharded = not self._gradient_sync.alone  # so that each rank writes its own part
-        if self.world.rank and not is_sharded:
-            return None
-        owned = owned_pieces(self.pieces, self._gradient_sync.owns, self.config.model)
-        parts = self.config.optimizer.state_parts
+    def _on_host(self, owned: dict[str, TensorSlice]) -> tuple[Tensors, Tensors, int]:
         copy = copy_at_once if self._staging is None else self._staging.copy
-        moments, steps = moments_on_host(self.master.tensors, self.optimizer, parts, owned, copy)
-        snapshot = self._make_snapshot(
-            state,
-            weights_on_host(self.master.tensors, owned, copy),
-            moments,
-            optimizer_steps=steps,
-            generators=generators,
-            versions={},
-            part=part_of(self.world, owned) if is_sharded else None,
-        )
-        return replace(snapshot, ready=self.device.mark())
+        parts, tensors = self.config.optimizer.state_parts, self.master.tensors
+        moments, steps = moments_on_host(tensors, self.optimizer, parts, owned, copy)
+        return weights_on_host(tensors, owned, copy), moments, steps
 
     def _optimizer_kernel(self) -> str:
         name = type(self.optimizer).__name__

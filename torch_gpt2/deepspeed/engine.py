@@ -25,8 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.checkpoint.snapshot import TrainState, part_of
-from common.checkpoint.writer import Snapshot
 from common.cluster.environment import Process, torch_variables
 from common.dataset.sampler import Batch, Tokens
 from common.errors import ConfigError
@@ -36,8 +34,10 @@ from common.parallel.topology import GroupKind, Topology
 from common.paths import install
 from common.resolve.engine_checks import read_deepspeed_file
 from common.resolve.vendor_settings import deepspeed_settings
+from common.tensor_files.safetensors_file import Tensors
 from common.training.engine import NO_LIMITS, Limits, StepResult
 from common.training.opened_checkpoint import Checkpoint
+from common.weights.pieces import TensorSlice
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.compilation import compile_model, is_compiled
 from torch_gpt2.data import inputs_and_targets
@@ -62,6 +62,7 @@ class DeepSpeedEngine(BaseEngine):
         self._ranks = config.parallel.data_parallel
         self._pipeline = config.parallel.pipeline_stage > 1
         self._deepspeed = open_deepspeed(config, device, process)
+        self.versions = {"deepspeed": self._deepspeed.__version__}
         layout = config.whole
         self._model = build_parts(layout, device, self.world)[0]
         self._parameters = dict(self._model.named_parameters())
@@ -71,6 +72,7 @@ class DeepSpeedEngine(BaseEngine):
         """Ids of the next micro batches of a pipeline, if their documents are kept apart."""
         state = ZeroState if config.parallel.zero_stage else WholeState
         self._state: DeepSpeedState = state(self._parameters, layout, self.world)
+        self.pieces, self._gradient_sync = self._state.pieces, self._state.sync
         mark_split(self._model, layout, self.world)
         loss_sum = compile_model([self._model], config) if is_compiled(config, device) else self._model.loss_sum
         self._module = (
@@ -113,21 +115,9 @@ class DeepSpeedEngine(BaseEngine):
         total, all_tokens = self.world.sum(total, tokens) if self.world.has_loss else self.world.sum(0.0, 0.0)
         return total, int(all_tokens)
 
-    def snapshot(self, state: TrainState) -> Snapshot | None:
-        generators = self.world.gather(self.device.rng_state())
-        weights, moments = self._state.weights(), self._state.moments() if self.updates else {}
-        split = self._state.is_split
-        if self.world.rank and not split:
-            return None
-        return self._make_snapshot(
-            state,
-            weights,
-            moments,
-            optimizer_steps=self.updates,
-            generators=generators,
-            versions={"deepspeed": self._deepspeed.__version__},
-            part=part_of(self.world, self._state.owned) if split else None,
-        )
+    def _on_host(self, owned: dict[str, TensorSlice]) -> tuple[Tensors, Tensors, int]:
+        moments = self._state.moments(owned) if self.updates else {}
+        return self._state.weights(owned), moments, self.updates
 
     def identity(self) -> dict[str, Any]:
         return {"DeepSpeed's settings": self.settings}
@@ -174,7 +164,7 @@ class DeepSpeedEngine(BaseEngine):
             self._deepspeed.zero.register_external_parameter(self._module, self._model.wte.weight)
 
     def _fill_moments(self, reader: Checkpoint, optimizer_steps: int) -> None:
-        moments = reader.moments(self.config, optimizer_steps, self._state.pieces)
+        moments = reader.moments(self.config, optimizer_steps, self.pieces)
         first = next(moments, None)
         if first is not None:
             # DeepSpeed has no place for moments before the first step: make one that changes no weight

@@ -17,11 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from common.checkpoint.snapshot import owned_pieces, padded_rows
+from common.checkpoint.snapshot import padded_rows
 from common.parallel.run import Run
 from common.parallel.sharding import initial_values, slices_of_rank
 from common.parallel.updates import clip_factor
 from common.training.opened_checkpoint import Checkpoint
+from common.weights.pieces import TensorSlice
 from torch_gpt2.deepspeed.private_api import link_moments
 from torch_gpt2.device import DTYPES
 from torch_gpt2.optimizer import MasterWeights, scale_gradients, sum_in_float32
@@ -43,10 +44,7 @@ class DeepSpeedState(ABC):
         """The tensors that the optimizer is given."""
         self.config = layout
         self.pieces = slices_of_rank(layout, world.topology, world.at, parameters)
-        self._sync = GradientSync(layout, world)
-        self.is_split = not self._sync.alone
-        """Whether ranks hold different parts of the weights, so that each writes its own."""
-        self.owned = owned_pieces(self.pieces, self._sync.owns, layout.model)
+        self.sync = GradientSync(layout, world)
 
     def attach(self, engine: Any, reader: Checkpoint | None) -> None:
         """Attach DeepSpeed's engine. reader: as in ``fill``, for the float32 copies."""
@@ -90,17 +88,19 @@ class DeepSpeedState(ABC):
             elif "step" in holder:
                 holder["step"] = updates
 
-    def weights(self) -> dict[str, Array]:
-        """Return copies of the owned pieces. All ranks must call: DeepSpeed gathers."""
-        return self._copied({name: (name, None) for name in self.tensors})
+    def weights(self, owned: Mapping[str, TensorSlice]) -> dict[str, Array]:
+        """Return copies of pieces. All ranks must call: DeepSpeed gathers."""
+        return self._copied(owned, {name: (name, None) for name in self.tensors})
 
-    def moments(self) -> dict[str, Array]:
-        """Return copies of the owned pieces by NAME.PART. All ranks must call."""
+    def moments(self, owned: Mapping[str, TensorSlice]) -> dict[str, Array]:
+        """Return copies of pieces by NAME.PART. All ranks must call."""
         parts = self.config.optimizer.state_parts
-        return self._copied({f"{name}.{part}": (name, part) for part in parts for name in self.tensors})
+        return self._copied(owned, {f"{name}.{part}": (name, part) for part in parts for name in self.tensors})
 
-    def _copied(self, wanted: Mapping[str, tuple[str, str | None]]) -> dict[str, Array]:
-        owned, found = self.owned, {}
+    def _copied(
+        self, owned: Mapping[str, TensorSlice], wanted: Mapping[str, tuple[str, str | None]]
+    ) -> dict[str, Array]:
+        found = {}
         for key, (name, part) in wanted.items():
             whole = self._weight(name) if part is None else self._moment(name, part)
             if name in owned:
@@ -157,7 +157,7 @@ class WholeState(DeepSpeedState):
     def _unscale_and_clip(self) -> None:
         """Unscale and clip the gradients that DeepSpeed has summed. The norm counts each element once."""
         gradients = self.master.take_gradients()
-        self._norm = self._sync.norm(gradients).item() / self._scale
+        self._norm = self.sync.norm(gradients).item() / self._scale
         limit = self.config.optimizer.clip_grad
         scale_gradients(list(gradients.values()), clip_factor(self._norm, limit) / self._scale)
         if not math.isfinite(self._norm):
@@ -217,9 +217,9 @@ class ZeroState(DeepSpeedState):
     def _set_moment(self, name: str, part: str, whole: Tensor) -> None:
         self._utils.safe_set_full_optimizer_state(self.tensors[name], self._there(name, whole), part)
 
-    def moments(self) -> dict[str, Array]:
+    def moments(self, owned: Mapping[str, TensorSlice]) -> dict[str, Array]:
         link_moments(self._optimizer)
-        return super().moments()
+        return super().moments(owned)
 
     def _there(self, name: str, values: Tensor) -> Tensor:
         return values.to(self.tensors[name].device)
