@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -44,6 +44,10 @@ class BaseEngine(engine.Engine):
     pieces: dict[str, TensorSlice]
     """Part of each parameter that this rank holds."""
     quantization: Quantization | None = None
+    is_sharded: bool
+    """Whether ranks hold different parts of the weights, so that each writes its own."""
+    owns: Callable[[str], bool]
+    """Whether this rank writes a parameter. Among ranks that hold the same part, one does."""
 
     def __init__(
         self,
@@ -65,15 +69,6 @@ class BaseEngine(engine.Engine):
     @abstractmethod
     def _build(self) -> None:
         """Make the model, and what updates it."""
-
-    @property
-    @abstractmethod
-    def is_sharded(self) -> bool:
-        """Whether ranks hold different parts of the weights, so that each writes its own."""
-
-    @abstractmethod
-    def owns(self, name: str) -> bool:
-        """Whether this rank writes a parameter. Among ranks that hold the same part, one does."""
 
     @abstractmethod
     def _train_step(self, tokens: Tokens, limits: Tensor) -> QueuedStep:

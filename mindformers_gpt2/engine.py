@@ -10,7 +10,7 @@ from mindspore import Tensor, ops
 
 from common.dataset.sampler import Tokens
 from common.parallel.packing import Packing
-from common.parallel.sharding import slices_of_rank
+from common.parallel.sharding import owns, slices_of_rank
 from common.quantization import frozen_parameters
 from mindformers_gpt2.base_engine import BaseEngine, QueuedStep
 from mindformers_gpt2.checkpoint import Recorder
@@ -55,7 +55,10 @@ class Engine(BaseEngine):
             frozen=self._frozen,
             rates=self.steps_per_run,
         )
-        self.pieces = slices_of_rank(config, self.world.topology, self.world.at, parameters)
+        topology = self.world.topology
+        self.pieces = slices_of_rank(config, topology, self.world.at, parameters)
+        self.is_sharded = topology.tensor > 1 or topology.pipeline > 1 or self.master.shares is not None
+        self.owns = partial(owns, config.parallel, topology, self.world.at)
         self._has_met = False
         model = config.model
         self._drops = any((model.embedding_dropout, model.attention_dropout, model.hidden_dropout))
@@ -74,14 +77,6 @@ class Engine(BaseEngine):
 
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
         return sum_losses(self._loss_sum, batches, self.world, packing=self.config.packing)
-
-    @property
-    def is_sharded(self) -> bool:
-        topology = self.world.topology
-        return topology.tensor > 1 or topology.pipeline > 1 or self.master.shares is not None
-
-    def owns(self, name: str) -> bool:
-        return self._gradient_sync is None or self._gradient_sync.owns(name)
 
     def _train_step(self, tokens: Tokens, limits: Tensor) -> QueuedStep:
         self.step += 1

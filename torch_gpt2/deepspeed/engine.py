@@ -153,9 +153,10 @@ class DeepSpeedEngine(BaseEngine):
             if "optimizer" in self.settings  # DeepSpeed's own kernels
             else {"optimizer": build_optimizer(tensors, settings, fused=self.device.fused_optimizer)}
         )
-        if self.world.topology.tensor > 1 and not self._pipeline:
-            optimizer["mpu"] = grid_of(self.world.topology)
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints
+            if self.world.topology.tensor > 1 and not self._pipeline:  # the groups of a run without a pipeline
+                module = importlib.import_module("deepspeed.runtime.pipe.topology")
+                optimizer["mpu"] = module.PipelineParallelGrid(topology=ranks_of(self.world.topology))
             self._engine, self.optimizer, _, _ = self._deepspeed.initialize(
                 model=self._module, config=self.settings, **optimizer
             )
@@ -270,13 +271,6 @@ def ranks_of(topology: Topology) -> Any:
     """Return the three axes as DeepSpeed's topology, which numbers the ranks as Topology does."""
     module = importlib.import_module("deepspeed.runtime.pipe.topology")
     return module.PipeModelDataParallelTopology(num_pp=topology.pipeline, num_mp=topology.tensor, num_dp=topology.data)
-
-
-def grid_of(topology: Topology) -> Any:
-    """Return DeepSpeed's ``mpu``: the groups of a run without a pipeline."""
-    module = importlib.import_module("deepspeed.runtime.pipe.topology")
-    with contextlib.redirect_stdout(io.StringIO()):
-        return module.PipelineParallelGrid(topology=ranks_of(topology))
 
 
 def mark_split(stage: GPT2, config: Run, world: World) -> None:

@@ -132,12 +132,10 @@ def replicate(
 
     weights: the float32 tensors that the optimizer updates. Raises ConfigError.
     """
-    if config.parallel.strategy == "horovod":
-        return Horovod(parts, loss_sum, config, world, weights)
-    if config.parallel.strategy == "parameter_server":
-        return (
-            ParameterServer(parts, loss_sum, config, world, weights)
-            if world.size > 1
-            else SingleProcessDataParallel(parts[0], config, world, device)
-        )
-    return DataParallel(parts, loss_sum, config, world)
+    strategy = config.parallel.strategy
+    if strategy == "ddp":
+        return DataParallel(parts, loss_sum, config, world)
+    if strategy == "parameter_server" and world.size == 1:
+        return SingleProcessDataParallel(parts[0], config, world, device)
+    kind = Horovod if strategy == "horovod" else ParameterServer
+    return kind(parts, loss_sum, config, world, weights)
