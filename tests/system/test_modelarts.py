@@ -89,13 +89,8 @@ def test_one_process_per_card(start: Start, bucket: Path, tmp_path: Path, sample
 
 def test_a_stopped_job_resumes_in_another_container(start: Start, bucket: Path) -> None:
     """File and arguments as a user of MindFormers names them; one card, no table; --train_url before output_dir."""
-    words = [
-        f"--train_url=file://{bucket}/url",
-        "--run_mode=train",
-        "--use_parallel=False",
-        "--batch_size=1",
-        "--dataset_id=random",
-    ]
+    words = ["--run_mode=train", "--use_parallel=False", "--batch_size=1", "--dataset_id=random"]
+    words.append(f"--train_url=file://{bucket}/url")
     card = {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "0", "MA_NUM_GPUS": "1"}
     job = start(*words, "--epochs=4", program="run_mindformer.py", **card)
     assert job.stdout is not None
