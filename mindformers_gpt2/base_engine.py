@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, ops
 
-from common.checkpoint.snapshot import EngineState, TrainState, make_snapshot, true_slice
-from common.checkpoint.writer import Part, Snapshot
+from common.checkpoint.snapshot import EngineState, TrainState, make_snapshot, owned_pieces, part_of
+from common.checkpoint.writer import Snapshot
 from common.dataset.sampler import Batch, Tokens
 from common.parallel.run import Run
 from common.parallel.sharding import initial_values
@@ -20,7 +20,7 @@ from common.systems.mindformers.write import epoch_and_step, write_rank_file
 from common.training import engine
 from common.training.engine import NO_LIMITS, Limits, StepResult
 from common.training.start import Start
-from common.weights.pieces import TensorSlice, to_rectangle
+from common.weights.pieces import TensorSlice
 from mindformers_gpt2.checkpoint import fill_moments, fill_weights, moments_on_host, weights_on_host
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.model import takes_fused_attention
@@ -44,6 +44,10 @@ class BaseEngine(engine.Engine):
     pieces: dict[str, TensorSlice]
     """Part of each parameter that this rank holds."""
     quantization: Quantization | None = None
+    is_sharded: bool
+    """Whether ranks hold different parts of the weights, so that each writes its own."""
+    owns: Callable[[str], bool]
+    """Whether this rank writes a parameter. Among ranks that hold the same part, one does."""
 
     def __init__(
         self,
@@ -66,21 +70,9 @@ class BaseEngine(engine.Engine):
     def _build(self) -> None:
         """Make the model, and what updates it."""
 
-    @property
     @abstractmethod
-    def is_sharded(self) -> bool:
-        """Whether ranks hold different parts of the weights, so that each writes its own."""
-
-    @abstractmethod
-    def owns(self, name: str) -> bool:
-        """Whether this rank writes a parameter. Among ranks that hold the same part, one does."""
-
-    @abstractmethod
-    def _set_limits(self, limits: Tensor) -> None:
-        """Set the largest loss and gradient norm of the next steps, float32 (2,)."""
-
-    @abstractmethod
-    def _train_step(self, tokens: Tokens) -> QueuedStep: ...
+    def _train_step(self, tokens: Tokens, limits: Tensor) -> QueuedStep:
+        """Start a step. limits: the largest loss and gradient norm, float32 (2,)."""
 
     def begin(self, start: Start) -> TrainState:
         reader = start.checkpoint
@@ -133,7 +125,7 @@ class BaseEngine(engine.Engine):
         makes. By samples they suppose batches of one size, so results are read where it changes.
         """
         self.world.meet()
-        self._set_limits(Tensor((limits.loss, limits.grad_norm), ms.float32))
+        most = Tensor((limits.loss, limits.grad_norm), ms.float32)
         results: list[StepResult] = []
         queued: list[QueuedStep] = []
         samples = 0
@@ -143,7 +135,7 @@ class BaseEngine(engine.Engine):
                 results += [self._wait(samples, *step) for step in queued]
                 queued, samples = [], batch.samples
                 self.optimizer.set_rates(self.schedule.rates(self.steps_per_run, samples))
-            queued.append(self._train_step(batch.tokens))
+            queued.append(self._train_step(batch.tokens, most))
         return results + [self._wait(samples, *step) for step in queued]
 
     def _wait(self, samples: int, loss: Tensor, norm: Tensor, applied: Tensor, scale: Tensor) -> StepResult:
@@ -161,11 +153,7 @@ class BaseEngine(engine.Engine):
 
     def owned_pieces(self) -> dict[str, TensorSlice]:
         """Return the pieces of parameters that this rank writes, without padded vocabulary."""
-        pieces = {
-            name: true_slice(name, self.pieces[name], self.config.model)
-            for name in self.master.tensors
-            if self.owns(name)
-        }
+        pieces = owned_pieces(self.pieces, self.owns, self.config.model)
         return {name: piece for name, piece in pieces.items() if piece.rows[0] < piece.rows[1]}
 
     def snapshot(self, state: TrainState) -> Snapshot | None:
@@ -177,8 +165,6 @@ class BaseEngine(engine.Engine):
         weights = weights_on_host(self.master.tensors, pieces)
         steps = int(self.optimizer.steps.asnumpy())
         moments = moments_on_host(self.optimizer, pieces) if steps else {}
-        rectangles = {name: to_rectangle(piece) for name, piece in pieces.items()}
-        part = Part(rank=rank, ranks=self.world.size, rectangles=rectangles)
         snapshot = make_snapshot(
             config,
             state,
@@ -187,12 +173,12 @@ class BaseEngine(engine.Engine):
             engine=EngineState(
                 optimizer_steps=steps,
                 loss_scale=self.loss_scale.read().state(),
-                rng={"mindspore": self.device.rng_state()},
+                rng={"mindspore": {}},  # dropout masks follow from the seed, the step and the place
                 quantization=self.quantization.scales.state() if self.quantization else {},
             ),
             versions={"backend": "mindspore", "mindspore": ms.__version__},
             extra=self.manifest_extra,
-            part=part if self.is_sharded else None,
+            part=part_of(self.world, pieces) if self.is_sharded else None,
         )
         if config.checkpoint.ckpt_prefix is None:
             return snapshot

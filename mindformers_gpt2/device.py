@@ -23,7 +23,7 @@ from common.device import (
     processor_name,
 )
 from common.errors import ConfigError, DeviceError
-from common.parallel.kernels import FIRST_ASCEND, has_attention_kernel
+from common.parallel.kernels import FIRST_ASCEND
 from common.parallel.run import Run
 from common.resolve.engine_checks import check_mindspore
 from common.resolve.vendor_settings import mindspore_context
@@ -31,7 +31,6 @@ from common.resolve.vendor_settings import mindspore_context
 DTYPES = {"float32": ms.float32, "bfloat16": ms.bfloat16, "float16": ms.float16}
 
 _TARGETS = {"cpu": "CPU", "cuda": "GPU", "npu": "Ascend"}
-_COMMUNICATION = {"cpu": "mccl", "cuda": "nccl", "npu": "hccl"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +40,6 @@ class MindSporeDevice:
     kind: str
     index: int
     name: str
-
-    @property
-    def communication_backend(self) -> str:
-        return _COMMUNICATION[self.kind]
 
     def supports(self, float_name: str) -> bool:
         """MindSpore has no bfloat16 matrix product on a CPU, and the first Ascend 910 has none."""
@@ -59,11 +54,6 @@ class MindSporeDevice:
         long as its formula written out.
         """
         return self.kind == "npu"
-
-    @property
-    def fused_attention(self) -> bool:
-        """Whether there is a kernel for all of attention; the first Ascend 910 has none."""
-        return has_attention_kernel(self.kind, self.name)
 
     @property
     def native_collectives(self) -> bool:
@@ -103,13 +93,6 @@ class MindSporeDevice:
 
     def seed(self, seed: int) -> None:
         ms.set_seed(seed % 2**32)
-
-    def rng_state(self) -> dict[str, Any]:
-        """None is kept: dropout masks follow from the seed, the step and the place."""
-        return {}
-
-    def set_rng_state(self, state: dict[str, Any]) -> None:
-        pass
 
 
 def open_device(config: Run, process: Process = ALONE, *, lengths_vary: bool = False) -> MindSporeDevice:

@@ -10,7 +10,7 @@ from mindspore import Tensor, ops
 
 from common.dataset.sampler import Tokens
 from common.parallel.packing import Packing
-from common.parallel.sharding import slices_of_rank
+from common.parallel.sharding import owns, slices_of_rank
 from common.quantization import frozen_parameters
 from mindformers_gpt2.base_engine import BaseEngine, QueuedStep
 from mindformers_gpt2.checkpoint import Recorder
@@ -43,7 +43,7 @@ class Engine(BaseEngine):
         self.quantization = Quantization(config, self.model, self.world) if config.quantization else None
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         several = self.world.size > 1
-        self._gradient_sync = GradientSync(config, self.world, shapes, has_loss=self._has_loss) if several else None
+        self._gradient_sync = GradientSync(config, self.world, shapes) if several else None
         replicas = self._gradient_sync.data_parallel if self._gradient_sync is not None else None
         self.master = MasterWeights(parameters, replicas if replicas is not None and replicas.splits else None)
         self._frozen = frozen_parameters(config)
@@ -55,11 +55,13 @@ class Engine(BaseEngine):
             frozen=self._frozen,
             rates=self.steps_per_run,
         )
-        self.pieces = slices_of_rank(config, self.world.topology, self.world.at, parameters)
+        topology = self.world.topology
+        self.pieces = slices_of_rank(config, topology, self.world.at, parameters)
+        self.is_sharded = topology.tensor > 1 or topology.pipeline > 1 or self.master.shares is not None
+        self.owns = partial(owns, config.parallel, topology, self.world.at)
         self._has_met = False
         model = config.model
         self._drops = any((model.embedding_dropout, model.attention_dropout, model.hidden_dropout))
-        self._limits: Tensor = None
         self._pipeline = (
             Pipeline(self.model, config, self.world, device, self.loss_scale)
             if self.world.topology.pipeline > 1
@@ -74,25 +76,9 @@ class Engine(BaseEngine):
         self._update = device.compile(self.optimizer)
 
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
-        return sum_losses(self._loss_sum, batches, self.world, has_loss=self._has_loss, packing=self.config.packing)
+        return sum_losses(self._loss_sum, batches, self.world, packing=self.config.packing)
 
-    @property
-    def _has_loss(self) -> bool:
-        """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks have the same."""
-        return self.world.at.tensor == 0 and self.world.topology.holds_head(self.world.rank)
-
-    @property
-    def is_sharded(self) -> bool:
-        topology = self.world.topology
-        return topology.tensor > 1 or topology.pipeline > 1 or self.master.shares is not None
-
-    def owns(self, name: str) -> bool:
-        return self._gradient_sync is None or self._gradient_sync.owns(name)
-
-    def _set_limits(self, limits: Tensor) -> None:
-        self._limits = limits
-
-    def _train_step(self, tokens: Tokens) -> QueuedStep:
+    def _train_step(self, tokens: Tokens, limits: Tensor) -> QueuedStep:
         self.step += 1
         if self.quantization is not None:
             micro = self.config.train.micro_batch_size
@@ -117,7 +103,7 @@ class Engine(BaseEngine):
                 whole, _, summed = self._gradient_sync(loss, summed)
             named = dict(zip(self.master.tensors, summed, strict=True))
             recorder.end(whole, self.master.tensors, named, self.owned_pieces())
-        result: QueuedStep = self._update(self._limits, loss, *gradients)
+        result: QueuedStep = self._update(limits, loss, *gradients)
         if self.quantization is not None and bool(result[2].asnumpy()):
             self.quantization.end_step()
         return result
@@ -170,14 +156,11 @@ def sum_losses(
     loss_sum: Callable[[Tensor, Tensor], Tensor],
     batches: Iterable[Tokens],
     world: World,
-    *,
-    has_loss: bool = True,
     packing: Packing | None = None,
 ) -> tuple[float, int]:
     """Return the sum of the losses over all predicted tokens of all ranks, and their number.
 
-    has_loss: whether this rank's losses count; others may have the same, or none. packing: the
-    model's, which may leave out tokens.
+    packing: the model's, which may leave out tokens.
     """
     total, tokens = 0.0, 0
     for batch in batches:
@@ -186,5 +169,5 @@ def sum_losses(
         ids, targets = inputs_and_targets(batch, packing)
         total += float(loss_sum(ids, targets).asnumpy())
         tokens += targets.size if packing is None else packing.counted(batch)
-    total, all_tokens = world.sum(total, tokens) if has_loss else world.sum(0.0, 0.0)
+    total, all_tokens = world.sum(total, tokens) if world.has_loss else world.sum(0.0, 0.0)
     return total, int(all_tokens)

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,21 +108,18 @@ def export(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
     batches = (config.export.batch_size,) if config.export.batch_size else (1, 3)
     with run_folder.owned_folder(folder.parent), export_folder(folder) as temporary:
         graphs = {}
-        for graph in _graphs(config):
+        for name, (cell, takes, returns) in _graphs(config).items():
             try:
-                file = _write(graph, model, temporary)
-                difference = _check(graph, file, model, device, batches)
+                file = _write(name, cell(model), takes, temporary)
+                difference = _check(file, cell, model, device, batches)
             except RuntimeError as error:  # MindSpore's errors have many lines; the usual reason is memory
                 reason = str(error).strip().splitlines()[0]
                 raise RunError(
-                    f"{graph.name}.mindir: MindSpore failed ({reason}); a smaller export.batch_size needs less memory"
+                    f"{name}.mindir: MindSpore failed ({reason}); a smaller export.batch_size needs less memory"
                 ) from None
-            graphs[graph.name] = {
-                "file": file.name,
-                "inputs": _describe(graph.inputs),
-                "outputs": _describe(graph.outputs),
-                "max_abs_difference": difference,
-            }
+            graphs[name] = {
+                "file": file.name, "inputs": takes, "outputs": returns, "max_abs_difference": difference,
+            }  # fmt: skip
             LOG.info(
                 f"{file.name}: loaded again, it differs from the model by {difference:g} (batches"
                 f" of {' and '.join(map(str, batches))})"
@@ -173,67 +168,77 @@ class Decode(nn.Cell):
         return decoded
 
 
-_Tensors = dict[str, tuple[tuple[int | str, ...], str]]
-"""Shape and type by name. A size that is a word may vary from call to call."""
+_Tensors = list[dict[str, Any]]
+"""Name, shape and type of each, in the order of ``construct``. A size that is a word may vary from call to call."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Graph:
-    name: str
-    cell: type[Logits] | type[Decode]
-    inputs: _Tensors
-    """Inputs by name, in the order of ``construct``."""
-    outputs: _Tensors
-
-
-def _graphs(config: Run) -> tuple[_Graph, _Graph]:
+def _graphs(config: Run) -> dict[str, tuple[type[Logits] | type[Decode], _Tensors, _Tensors]]:
+    """Return each graph's Cell, inputs and outputs by its name."""
     model, batch = config.model, config.export.batch_size or "batch"
-    cache = (cache_shape(model, batch), config.precision.compute)
-    return (
-        _Graph(
-            name="model",
-            cell=Logits,
-            inputs={"ids": ((batch, "length"), "int32")},
-            outputs={"logits": ((batch, "length", model.vocab_size), "float32")},
+
+    def tensor(name: str, dtype: str, *shape: int | str) -> dict[str, Any]:
+        return {"name": name, "shape": list(shape), "dtype": dtype}
+
+    caches = [tensor(name, config.precision.compute, *cache_shape(model, batch)) for name in ("keys", "values")]
+    return {
+        "model": (
+            Logits,
+            [tensor("ids", "int32", batch, "length")],
+            [tensor("logits", "float32", batch, "length", model.vocab_size)],
         ),
-        _Graph(
-            name="decode",
-            cell=Decode,
-            inputs={"token": ((batch, 1), "int32"), "position": ((batch,), "int32"), "keys": cache, "values": cache},
-            outputs={"logits": ((batch, model.vocab_size), "float32"), "keys": cache, "values": cache},
+        "decode": (
+            Decode,
+            [tensor("token", "int32", batch, 1), tensor("position", "int32", batch), *caches],
+            [tensor("logits", "float32", batch, model.vocab_size), *caches],
         ),
-    )
+    }
 
 
-def _describe(tensors: _Tensors) -> list[dict[str, Any]]:
-    return [{"name": name, "shape": list(shape), "dtype": dtype} for name, (shape, dtype) in tensors.items()]
-
-
-def _write(graph: _Graph, model: GPT2, folder: Path) -> Path:
+def _write(name: str, cell: nn.Cell, inputs: _Tensors, folder: Path) -> Path:
     """Export into ``folder``; return the file to load."""
-    inputs = [
-        Tensor(shape=[None if isinstance(size, str) else size for size in shape], dtype=getattr(ms, dtype))
-        for shape, dtype in graph.inputs.values()
+    given = [
+        Tensor(
+            shape=[None if isinstance(size, str) else size for size in each["shape"]], dtype=getattr(ms, each["dtype"])
+        )
+        for each in inputs
     ]
     # MindSpore rejects paths with blanks or letters beyond ASCII, but follows links
     with tempfile.TemporaryDirectory() as plain:
         link = Path(plain) / "export"
         link.symlink_to(folder.resolve())
-        ms.export(graph.cell(model), *inputs, file_name=str(link / graph.name), file_format="MINDIR")
-    file = folder / f"{graph.name}.mindir"
-    return file if file.exists() else folder / f"{graph.name}_graph.mindir"
+        ms.export(cell, *given, file_name=str(link / name), file_format="MINDIR")
+    file = folder / f"{name}.mindir"
+    return file if file.exists() else folder / f"{name}_graph.mindir"
 
 
-def _check(graph: _Graph, file: Path, model: GPT2, device: MindSporeDevice, batches: tuple[int, ...]) -> float:
+def _check(
+    file: Path, cell: type[Logits] | type[Decode], model: GPT2, device: MindSporeDevice, batches: tuple[int, ...]
+) -> float:
     """Return the largest difference between the file and the model on random ids.
 
     Raises RunError if it is above the tolerance.
     """
-    loaded = nn.GraphCell(ms.load(str(file)))
-    pairs = (
-        _logits_pairs(loaded, model, batches) if graph.cell is Logits else _decode_pairs(loaded, model, device, batches)
-    )
-    difference = float(np.max([_distance(found, wanted) for found, wanted in pairs]))  # keeps a NaN
+    loaded, sizes, random = nn.GraphCell(ms.load(str(file))), model.config, np.random.default_rng(0)
+    positions, distances = sizes.max_positions, []
+    if cell is Logits:
+        live: Any = Logits(model)
+        # for GPT-2 124M on a CPU, 1024 positions would take 45 s and 8 GB more; 128 take under 10 s
+        for batch, length in zip(batches, (128, 7), strict=False):
+            length = max(1, min(length, positions, 256 // batch))
+            ids = _int32(random.integers(0, sizes.vocab_size, (batch, length)))
+            distances.append(_distance(loaded(ids), live(ids)))
+    else:
+        live = device.compile(model.decode)
+        for batch in batches:
+            found = wanted = new_caches(sizes, batch, model.compute_dtype)
+            for position in sorted({0, positions // 2, positions - 1}):
+                token = _int32(random.integers(0, sizes.vocab_size, (batch, 1)))
+                at = _int32((position + np.arange(batch)) % positions)  # rows stand at different places
+                logits, *found = loaded(token, at, *found)
+                wanted_logits, *wanted = live(token, at, *wanted)
+                both = zip((logits, *found), (wanted_logits, *wanted), strict=True)
+                distances += [_distance(*each) for each in both]
+    difference = float(np.max(distances))  # keeps a NaN
     if not difference <= TOLERANCE:
         raise RunError(
             f"{file.name}: what MindSpore {ms.__version__} loads again differs from the model by"
@@ -241,29 +246,6 @@ def _check(graph: _Graph, file: Path, model: GPT2, device: MindSporeDevice, batc
             " untouched; try precision=float32, or another version of MindSpore"
         )
     return difference
-
-
-def _logits_pairs(loaded: Any, model: GPT2, batches: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-    live, random, positions = Logits(model), np.random.default_rng(0), model.config.max_positions
-    # for GPT-2 124M on a CPU, 1024 positions would take 45 s and 8 GB more; 128 take under 10 s
-    for batch, length in zip(batches, (128, 7), strict=False):
-        length = max(1, min(length, positions, 256 // batch))
-        ids = _int32(random.integers(0, model.config.vocab_size, (batch, length)))
-        yield loaded(ids), live(ids)
-
-
-def _decode_pairs(
-    loaded: Any, model: GPT2, device: MindSporeDevice, batches: tuple[int, ...]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    live, random, positions = (device.compile(model.decode), np.random.default_rng(0), model.config.max_positions)
-    for batch in batches:
-        found = wanted = new_caches(model.config, batch, model.compute_dtype)
-        for position in sorted({0, positions // 2, positions - 1}):
-            token = _int32(random.integers(0, model.config.vocab_size, (batch, 1)))
-            at = _int32((position + np.arange(batch)) % positions)  # rows stand at different places
-            logits, *found = loaded(token, at, *found)
-            wanted_logits, *wanted = live(token, at, *wanted)
-            yield from zip((logits, *found), (wanted_logits, *wanted), strict=True)
 
 
 def _distance(found: Tensor, wanted: Tensor) -> float:

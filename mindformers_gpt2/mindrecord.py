@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from mindspore.mindrecord import FileWriter
@@ -24,17 +23,6 @@ _MAX_SHARDS = 1000  # FileWriter's limit
 _FORBIDDEN = set("\\:*?\"<>|`&';")  # FileWriter's
 
 
-class WrittenMindRecord(NamedTuple):
-    """A written set.
-
-    files: the shards in order. rows: number in all shards. left_over: tokens at the end of the data that fill no row.
-    """
-
-    files: tuple[Path, ...]
-    rows: int
-    left_over: int
-
-
 def check_mindrecord(target: Path, shards: int) -> None:
     """Raise ConfigError for a name or a number of files that FileWriter would reject."""
     if not 1 <= shards <= _MAX_SHARDS:
@@ -46,13 +34,13 @@ def check_mindrecord(target: Path, shards: int) -> None:
         )
 
 
-def write_mindrecord(prefix: Path, target: Path, seq_length: int, shards: int = 1) -> WrittenMindRecord:
+def write_mindrecord(prefix: Path, target: Path, seq_length: int, shards: int = 1) -> str:
     """Write the windows of a .bin/.idx pair in file order, as rows ``input_ids`` of seq_length + 1 tokens.
 
     Neighbours share one token. target: the name for FileWriter. Its folder is created if absent, and an older set of
     this name is replaced. After a failure nothing appears under it. shards: files of consecutive rows, as equal as
-    possible. Memory does not grow with the data. Raises DataError (too few tokens), ConfigError (shards, name),
-    StorageError (output).
+    possible. Memory does not grow with the data. Returns what was written, in words.
+    Raises DataError (too few tokens), ConfigError (shards, name), StorageError (output).
     """
     check_mindrecord(target, shards)
     windows = GPTDataset(prefix, split="train", split_weights=(1, 0, 0), seq_length=seq_length, seed=0, shuffle=False)
@@ -70,8 +58,9 @@ def write_mindrecord(prefix: Path, target: Path, seq_length: int, shards: int = 
             options = metadata.options | {"format": "mindrecord", "seq_length": str(seq_length)}
             metadata = replace(metadata, tokens=rows * seq_length + 1, options=options)
             write_metadata(with_extension(paths[0].with_name(target.name), METADATA_EXTENSION), metadata)
-    files = tuple(target.with_name(path.name) for path in paths)
-    return WrittenMindRecord(files=files, rows=rows, left_over=windows.token_count - rows * seq_length - 1)
+    names = str(target.with_name(paths[0].name)) + (f" ... {paths[-1].name}" if shards > 1 else "")
+    left_over = windows.token_count - rows * seq_length - 1
+    return f"{names}: {rows} rows of {seq_length + 1} tokens, {left_over} tokens left over at the end"
 
 
 def _write_file(path: Path, windows: GPTDataset, first: int, end: int) -> None:

@@ -16,7 +16,7 @@ from mindspore.ops.auto_generate import FlashAttentionScore
 
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig, TrainConfig
-from common.parallel.kernels import suits_attention_kernel
+from common.parallel.kernels import has_attention_kernel, suits_attention_kernel
 from common.parallel.run import Run
 from mindformers_gpt2.data import document_numbers, document_positions
 from mindformers_gpt2.device import DTYPES, MindSporeDevice
@@ -377,7 +377,7 @@ def set_fused_attention(model: GPT2, config: Run, device: MindSporeDevice) -> No
 
 def takes_fused_attention(config: Run, device: MindSporeDevice) -> bool:
     """Tell whether attention runs as one kernel. See FusedAttention for what it can compute."""
-    return device.fused_attention and suits_attention_kernel(config)
+    return has_attention_kernel(device.kind, device.name) and suits_attention_kernel(config)
 
 
 def set_recompute(model: GPT2, train: TrainConfig) -> None:

@@ -35,7 +35,7 @@ def open_runner(config: Run, device: MindSporeDevice, checkpoint: Checkpoint, to
     return Runner(
         decoder=partial(make_decoder, model, device),
         scorer=partial(make_scorer, model, device),
-        slots=partial(Slots, model, device),
+        slots=partial(make_slots, model, device),
         has_fixed_shapes=True,
     )
 
@@ -53,55 +53,46 @@ class Decoder:
     ) -> None:
         """Create a decoder. decode: as ``GPT2.decode``. follow: as ``_Following``. dtype: of the caches."""
         self.rows = rows
-        self._decode, self._follow = decode, follow
-        self._new_caches = partial(new_caches, model, rows, dtype)
+        self._follow = follow
+        self._new_slots = partial(Slots, decode, model, dtype, rows)
         self._last = model.max_positions - 1
         self._width = 0
 
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Logits:
         if room == 0:
-            return self._after(prompts)
-        self._keys, self._values = self._new_caches()
+            self._width = max(self._width, *map(len, prompts))  # another shape needs a compilation
+            ids, ends = np.zeros((self.rows, self._width), np.int32), np.zeros(self.rows, np.int32)
+            for row, prompt in enumerate(prompts):
+                ids[row, : len(prompt)], ends[row] = prompt, row * self._width + len(prompt) - 1
+            result: Logits = self._follow(Tensor(ids), Tensor(ends)).asnumpy()[: len(prompts)]
+            return result
+        self._slots = self._new_slots()
         last = np.array([len(prompt) - 1 for prompt in prompts])
         # A row at the end of its prompt takes its last token again at the same position, which changes nothing.
         for column in range(last.max() + 1):
             self._positions = np.minimum(last, column)
-            logits = self._add([prompt[place] for prompt, place in zip(prompts, self._positions, strict=True)])
+            tokens = [prompt[place] for prompt, place in zip(prompts, self._positions, strict=True)]
+            logits = self._slots.step(range(len(tokens)), tokens, self._positions.tolist())
         return logits
 
     def step(self, tokens: Sequence[int]) -> Logits:
         self._positions = np.minimum(self._positions + 1, self._last)
-        return self._add(tokens)
+        return self._slots.step(range(len(tokens)), tokens, self._positions.tolist())
 
     def reorder(self, parents: Sequence[int]) -> None:
         if list(parents) == list(range(len(parents))):
             return
-        rows = np.arange(self.rows, dtype=np.int32)
-        rows[: len(parents)] = parents
-        self._keys, self._values = (ops.gather(cache, Tensor(rows), 1) for cache in (self._keys, self._values))
+        self._slots.gather(range(len(parents)), parents)
         self._positions = self._positions[list(parents)]
-
-    def _after(self, prompts: Sequence[Sequence[int]]) -> Logits:
-        """Return logits (B, vocab_size) after whole prompts."""
-        self._width = max(self._width, *map(len, prompts))  # another shape needs a compilation
-        ids, last = np.zeros((self.rows, self._width), np.int32), np.zeros(self.rows, np.int32)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)], last[row] = prompt, row * self._width + len(prompt) - 1
-        result: Logits = self._follow(Tensor(ids), Tensor(last)).asnumpy()[: len(prompts)]
-        return result
-
-    def _add(self, tokens: Sequence[int]) -> Logits:
-        """Return logits (B, vocab_size) after ``tokens`` at their rows' positions."""
-        token, position = np.zeros((self.rows, 1), np.int32), np.zeros(self.rows, np.int32)
-        token[: len(tokens), 0], position[: len(tokens)] = tokens, self._positions
-        logits, self._keys, self._values = self._decode(Tensor(token), Tensor(position), self._keys, self._values)
-        result: Logits = logits.asnumpy()[: len(tokens)]
-        return result
 
 
 def make_decoder(model: GPT2, device: MindSporeDevice, rows: int) -> Decoder:
     graphs = device.compile(model.decode), device.compile(_Following(model))
     return Decoder(*graphs, model.config, model.compute_dtype, rows)
+
+
+def make_slots(model: GPT2, device: MindSporeDevice, count: int) -> Slots:
+    return Slots(device.compile(model.decode), model.config, model.compute_dtype, count)
 
 
 class Slots:
@@ -114,10 +105,11 @@ class Slots:
 
     takes_prompts = False
 
-    def __init__(self, model: GPT2, device: MindSporeDevice, count: int) -> None:
+    def __init__(self, decode: Callable[..., Any], model: ResolvedModel, dtype: ms.Type, count: int) -> None:
+        """Create slots. decode: as ``GPT2.decode``. dtype: of the caches."""
         self.count = count
-        self._decode = device.compile(model.decode)
-        self._keys, self._values = new_caches(model.config, count, model.compute_dtype)
+        self._decode = decode
+        self._keys, self._values = new_caches(model, count, dtype)
         self._tokens, self._places = np.zeros((count, 1), np.int32), np.zeros(count, np.int32)
 
     def admit(self, slot: int, ids: Sequence[int], reuse: int, observe: Callable[[int, Logits], None] | None) -> Logits:
@@ -133,10 +125,14 @@ class Slots:
         return result
 
     def copy(self, source: int, slot: int, length: int) -> None:
+        self.gather([slot], [source])
+
+    def gather(self, slots: Sequence[int], sources: Sequence[int]) -> None:
+        """Let each of these slots hold the text of another one, or of its own."""
         rows = np.arange(self.count, dtype=np.int32)
-        rows[slot] = source
+        rows[list(slots)] = sources
         self._keys, self._values = (ops.gather(cache, Tensor(rows), 1) for cache in (self._keys, self._values))
-        self._tokens[slot], self._places[slot] = self._tokens[source], self._places[source]
+        self._tokens, self._places = self._tokens[rows], self._places[rows]
 
 
 class _Following(nn.Cell):

@@ -7,8 +7,6 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from common.config.schema import QuantizationConfig
 from common.parallel.run import Run
-from common.parallel.sharding import Role, role_of
-from common.parallel.topology import GroupKind
 from common.quantization import Levels, activation_levels, weight_levels
 from common.training.engine import QuantizedModel
 from mindformers_gpt2.model import GPT2, Linear
@@ -73,6 +71,12 @@ class LinearQuantizer(nn.Cell):
         self.maximum = _state("maximum")
         """Largest absolute input of this step."""
 
+    def forget(self) -> None:
+        ops.assign(self.maximum, Tensor(0.0, ms.float32))
+
+    def set_scale(self, scale: float) -> None:
+        ops.assign(self.scale, Tensor(scale, ms.float32))
+
     def weight(self, weight: Tensor) -> Tensor:
         """Return the weight (out, in), rounded."""
         fixed = ops.stop_gradient(ops.cast(weight, ms.float32))
@@ -110,42 +114,15 @@ def forget_maxima(model: GPT2) -> None:
     """Forget the maxima of all layers, as after a pass on meaningless values."""
     for _, cell in model.cells_and_names():
         if isinstance(cell, LinearQuantizer):
-            ops.assign(cell.maximum, Tensor(0.0, ms.float32))
+            cell.forget()
 
 
 class Quantization(QuantizedModel):
-    """Quantizers of a rank's part of the model, as the section ``quantization`` says, and the scales
-    that all ranks share.
-    """
-
     def __init__(self, config: Run, model: GPT2, world: World) -> None:
-        super().__init__(config, world)
-        self._model = model
-        self.quantizers: dict[str, LinearQuantizer] = {}
-        """Quantizers by layer, for the layers of this rank."""
-        group = world.groups.get(GroupKind.TENSOR)
-        by_tensor = self.settings.weights == "abs_max"
-        for _, cell in list(model.cells_and_names()):
-            if not isinstance(cell, Linear):
-                continue
-            # the name in the whole model, of which this may be a stage
-            name = cell.weight.name.removesuffix(".weight")
-            if name in self.scales.layers:
-                is_row = role_of(f"{name}.weight") is Role.ROW
-                cell.quantizer = self.quantizers[name] = LinearQuantizer(
-                    self.settings,
-                    weight_group=group if is_row or by_tensor else None,
-                    input_group=group if is_row else None,
-                )
-                for parameter in cell.quantizer.get_parameters():  # the assignment renames it
-                    parameter.name = f"{name}.{parameter.name}"
-
-    def begin_step(self) -> None:
-        forget_maxima(self._model)
-
-    def _maximum(self, layer: str) -> float:
-        return float(self.quantizers[layer].maximum.asnumpy()) if layer in self.quantizers else 0.0
-
-    def _set_scales(self) -> None:
+        linears = [cell for _, cell in model.cells_and_names() if isinstance(cell, Linear)]
+        # the name in the whole model, of which this may be a stage
+        named = [(cell.weight.name.removesuffix(".weight"), cell) for cell in linears]
+        super().__init__(config, world, named, lambda settings, _, *of: LinearQuantizer(settings, *of))
         for name, quantizer in self.quantizers.items():
-            ops.assign(quantizer.scale, Tensor(self.scales.scale(name), ms.float32))
+            for parameter in quantizer.get_parameters():  # the assignment renames it
+                parameter.name = f"{name}.{parameter.name}"

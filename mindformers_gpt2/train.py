@@ -19,7 +19,7 @@ from common.run_folder import owned_folder
 from common.training.data import open_data
 from common.training.recording import open_recorder
 from common.training.session import agree_on_start
-from common.training.steps import Trace, compress
+from common.training.steps import compress
 from mindformers_gpt2.base_engine import BaseEngine
 from mindformers_gpt2.checkpoint import Recorder
 from mindformers_gpt2.device import MindSporeDevice
@@ -28,21 +28,12 @@ from mindformers_gpt2.parallel.world import open_world
 from mindformers_gpt2.semi_auto.engine import SemiAutoEngine
 
 
-def make_trace(config: Run, device: MindSporeDevice) -> Trace:
-    """Return a trace of operators on the host and kernels on the device.
-
-    With profile.memory it also records allocations. MindSpore's own folder of tables, for
-    MindStudio Insight, stays beside the trace. Raises ConfigError for allocations on a CPU.
-    """
-    if config.profile.memory and device.kind == "cpu":
-        raise ConfigError(
-            "profile.memory=true: MindSpore records allocations only on accelerators; leave it out on a CPU"
-        )
-    return partial(_trace, device, config.profile.memory)
-
-
 @contextmanager
-def _trace(device: MindSporeDevice, memory: bool, path: Path) -> Iterator[None]:
+def trace(device: MindSporeDevice, memory: bool, path: Path) -> Iterator[None]:
+    """Write a trace of operators on the host and kernels on the device. memory: also of allocations.
+
+    MindSpore's own folder of tables, for MindStudio Insight, stays beside the trace.
+    """
     kinds = profiler.ProfilerActivity
     activities = [kinds.CPU] + ([kinds.NPU] if device.kind == "npu" else [kinds.GPU] if device.kind == "cuda" else [])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +68,10 @@ ENGINES: dict[bool, type[BaseEngine]] = {False: Engine, True: SemiAutoEngine}
 def train(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
     device, corpus = inputs.device, inputs.corpus
     assert corpus is not None
-    trace = make_trace(config, device)
+    if config.profile.memory and device.kind == "cpu":
+        raise ConfigError(
+            "profile.memory=true: MindSpore records allocations only on accelerators; leave it out on a CPU"
+        )
     compiled = compiled_mode(config, device.kind)
     reads_all = compiled and config.parallel.full_batch is not False
     data = open_data(
@@ -98,4 +92,4 @@ def train(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
                 "parallel.parallel_mode: steps that MindSpore's compiler splits cannot be recorded;"
                 " set parallel.parallel_mode=0"
             )
-        session.train(engine, device, trace)
+        session.train(engine, device, partial(trace, device, config.profile.memory))

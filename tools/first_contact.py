@@ -71,9 +71,9 @@ class Request:
     machine: str = flag("NAME: processor to fetch for", default="x86_64")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Check:
-    """A check of checks.yaml, whose head explains the fields."""
+    """A check of checks.yaml, whose head explains the fields. ``compare`` is turned into ``run`` and ``figures``."""
 
     asks: str
     on: Sequence[str] = ("cpu", "cuda", "npu")
@@ -84,23 +84,19 @@ class Check:
     compare: Mapping[str, Any] = field(default_factory=dict)
     figures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def commands(self) -> Sequence[str]:
+    def __post_init__(self) -> None:
         if not self.compare:
-            return self.run
+            return
         of: dict[str, Any] = {"config": "tiny", "steps": 20, "options": "", "a": "", "b": "", "both": ""}
         of |= self.compare
         shared = f"backend={{backend}} device={{device}} {of['both']}"
         sides = [f"--set_{side} {word}" for side in "ab" for word in f"{shared} {of[side]}".split()]
         config, norms = f"{{out}}/{of['config']}.yaml", 10 * of["tolerance"]
         words = f"--steps {of['steps']} --tolerance {norms:g} --output {{here}}/runs"
-        return [" ".join(("tools/compare_runs.py", config, config, words, of["options"], *sides))]
-
-    def all_figures(self) -> dict[str, Mapping[str, Any]]:
-        if not self.compare:
-            return dict(self.figures)
+        self.run = [" ".join(("tools/compare_runs.py", config, config, words, of["options"], *sides))]
         found = ": largest difference ([0-9.e+-]+)"
-        loss = {"find": f"loss{found}", "expect": [0, self.compare["tolerance"]]}
-        return {"loss": loss, "gradient norm": {"find": f"norm{found}"}, **self.figures}
+        loss = {"find": f"loss{found}", "expect": [0, of["tolerance"]]}
+        self.figures = {"loss": loss, "gradient norm": {"find": f"norm{found}"}, **self.figures}
 
 
 Row = dict[str, Any]
@@ -160,7 +156,7 @@ def run_check(name: str, check: Check, place: Place, left: float) -> Row:
     shutil.rmtree(here, ignore_errors=True)
     here.mkdir()
     start = time.monotonic()
-    for words in check.commands():
+    for words in check.run:
         filled = place.fill(words, here)
         launch = Launch(command=(sys.executable, *shlex.split(filled)), environment=check.env)
         limit = min(LIMIT, left) - (time.monotonic() - start)
@@ -173,7 +169,7 @@ def run_check(name: str, check: Check, place: Place, left: float) -> Row:
     (here / LOG).write_text(log)
     for folder in list(here.rglob("checkpoints")):
         shutil.rmtree(folder)
-    figures, wrong, slow = judge_figures(check.all_figures(), text, here)
+    figures, wrong, slow = judge_figures(check.figures, text, here)
     state = FAILED if reason or wrong else SLOW if slow else PASSED
     return row_of(
         name,
@@ -182,7 +178,7 @@ def run_check(name: str, check: Check, place: Place, left: float) -> Row:
         reason or "; ".join(wrong + slow),
         seconds=round(time.monotonic() - start, 1),
         figures=figures,
-        commands=list(check.commands()),
+        commands=list(check.run),
     )
 
 

@@ -30,7 +30,7 @@ from typing import Any, get_args
 from common.dataset.blocks import DocumentRule
 from common.dataset.encode import limit_tokenizer_threads
 from common.dataset.metadata import METADATA_EXTENSION, read_metadata
-from common.dataset.options import DEFAULT_PIECES, DEFAULT_SEQ_LENGTH, PreprocessOptions
+from common.dataset.options import DEFAULT_PIECES, PreprocessOptions
 from common.dataset.preprocess import Progress, preprocess, preprocess_mindrecord
 from common.dataset.token_files import with_extension
 from common.hub import located
@@ -71,26 +71,16 @@ def main(options: PreprocessOptions) -> None:
     # nothing here makes cycles; looking for them costs 0.1 s while the vocabulary loads
     gc.disable()
     with closing(_Display(options.log_interval)) as display:
-        text = (_mindrecord if options.format == "mindrecord" else _token_files)(options, display)
+        if options.format == "mindrecord":
+            written, done = preprocess_mindrecord(options, display)
+            text = f"wrote {'; '.join(written)}; {_counts(done)}"
+        else:
+            text = _token_files(options, preprocess(options, display))
     print(text, file=sys.stderr)
 
 
-def _mindrecord(options: PreprocessOptions, display: _Display) -> str:
-    """Write MindRecord files, and return what was written."""
-    sets, progress = preprocess_mindrecord(options, display)
-    seq_length, written = options.seq_length or DEFAULT_SEQ_LENGTH, []
-    for each in sets:
-        first, *others = each.files
-        names = f"{first} ... {others[-1].name}" if others else str(first)
-        written.append(
-            f"{names}: {each.rows} rows of {seq_length + 1} tokens, {each.left_over} tokens left over at the end"
-        )
-    return f"wrote {'; '.join(written)}; {_counts(progress)}"
-
-
-def _token_files(options: PreprocessOptions, display: _Display) -> str:
-    """Write another format, and return what was written or was there."""
-    done = preprocess(options, display)
+def _token_files(options: PreprocessOptions, done: Progress) -> str:
+    """Return what was written in another format, or was there."""
     endings = "_ids.npy/_idx.npz" if options.format == "fleetx" else ".bin/.idx"
     pairs = ", ".join(f"{prefix}{endings}" for prefix in done.prefixes)
     if options.format == "pieces":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.checkpoint.snapshot import EngineState, TrainState, make_snapshot
-from common.checkpoint.writer import Part, Snapshot
+from common.checkpoint.snapshot import EngineState, TrainState, make_snapshot, owned_pieces, part_of
+from common.checkpoint.writer import Snapshot
 from common.cluster.environment import ALONE, Process
 from common.dataset.sampler import Tokens
 from common.errors import CheckpointError
@@ -20,9 +21,10 @@ from common.tensor_files.safetensors_file import Tensors
 from common.training import engine
 from common.training.opened_checkpoint import Checkpoint
 from common.training.start import Start
+from common.weights.pieces import TensorSlice
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.model import attention_kernel
-from torch_gpt2.parallel.layout import seed_offset
+from torch_gpt2.parallel.layout import GradientSync, seed_offset
 from torch_gpt2.parallel.world import World
 from torch_gpt2.quantize import Quantization
 
@@ -31,6 +33,11 @@ class BaseEngine(engine.Engine):
     """An engine of one rank."""
 
     steps_per_run = 1
+    versions: Mapping[str, str] = {}
+    """Versions of further packages that compute, for the manifest."""
+    pieces: dict[str, TensorSlice]
+    """Part of each parameter that this rank holds."""
+    _gradient_sync: GradientSync
 
     def __init__(
         self,
@@ -113,31 +120,36 @@ class BaseEngine(engine.Engine):
         copies = topology.tensor * topology.pipeline  # ranks with the same tokens
         return (self.world.total(own.float()) / copies).clamp(min=1.0).float()
 
-    def _make_snapshot(
-        self,
-        state: TrainState,
-        weights: Tensors,
-        moments: Tensors,
-        *,
-        optimizer_steps: int,
-        generators: list[dict[str, Any]],
-        versions: Mapping[str, str],
-        part: Part | None = None,
-    ) -> Snapshot:
-        """Return a snapshot of tensors and counters. generators: states of all ranks."""
-        counters = EngineState(
-            optimizer_steps=optimizer_steps,
-            loss_scale=self.loss_scale.state(),
-            rng={"torch": generators},
-            quantization=self.quantization.scales.state() if self.quantization else {},
-        )
-        return make_snapshot(
+    @abstractmethod
+    def _on_host(self, owned: dict[str, TensorSlice]) -> tuple[Tensors, Tensors, int]:
+        """Copy pieces of weights and moments to the host; return them, and the number of updates. Every rank calls."""
+
+    def snapshot(self, state: TrainState) -> Snapshot | None:
+        """Copy what this rank writes to the host.
+
+        A device copies before it starts the next step. The writer waits for it, not the training.
+        No earlier snapshot may be under way.
+        """
+        generators = self.world.gather(self.device.rng_state())
+        sync, is_sharded = self._gradient_sync, not self._gradient_sync.alone  # so that each rank writes its own part
+        writes = is_sharded or self.world.rank == 0
+        owned = owned_pieces(self.pieces, sync.owns, self.config.model) if writes else {}
+        weights, moments, steps = self._on_host(owned)
+        if not writes:
+            return None
+        snapshot = make_snapshot(
             self.config,
             state,
             weights=weights,
             moments=moments,
-            engine=counters,
-            versions={"backend": "torch", "torch": torch.__version__, **versions},
+            engine=EngineState(
+                optimizer_steps=steps,
+                loss_scale=self.loss_scale.state(),
+                rng={"torch": generators},
+                quantization=self.quantization.scales.state() if self.quantization else {},
+            ),
+            versions={"backend": "torch", "torch": torch.__version__, **self.versions},
             extra=self.manifest_extra,
-            part=part,
+            part=part_of(self.world, owned) if is_sharded else None,
         )
+        return replace(snapshot, ready=self.device.mark())

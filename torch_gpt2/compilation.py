@@ -9,7 +9,6 @@ while the first ones go backward. Blocks that keep their activations on the host
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -39,6 +38,9 @@ def compile_model(parts: Sequence[GPT2], config: Run) -> LossSum:
 
     Every graph is for one shape of batch.
     """
+    options: dict[str, Any] = {"backend": BACKEND, "dynamic": False}
+    if BACKEND == "inductor" and config.train.compile_mode != "default":
+        options["mode"] = config.train.compile_mode
     model = parts[0]
     whole = not in_regions(config)
     LOG.info(
@@ -46,33 +48,14 @@ def compile_model(parts: Sequence[GPT2], config: Run) -> LossSum:
         " first step takes longer"
     )
     if whole:
-        compiled: LossSum = _compiled(model.loss_sum, config)
+        compiled: LossSum = torch.compile(model.loss_sum, **options)
         return compiled
     keep_graphs_whole()
     overlap = {"options": ASYNC_TENSOR_PARALLEL} if config.parallel.async_tensor_parallel else {}
     for part in parts:
         for block in part.h:
-            block.compile(**_options(config), **overlap)
-        part.ln_f.compile(**_options(config))
-        part.begin = _compiled(part.begin, config)  # type: ignore[method-assign]
-        part.loss_of = _compiled(part.loss_of, config)  # type: ignore[method-assign]
+            block.compile(**options, **overlap)
+        part.ln_f.compile(**options)
+        part.begin = torch.compile(part.begin, **options)  # type: ignore[method-assign]
+        part.loss_of = torch.compile(part.loss_of, **options)  # type: ignore[method-assign]
     return model.loss_sum
-
-
-def in_graphs(rows: int, full: int) -> AbstractContextManager[Any]:
-    """Return the context of a pass over a batch of ``rows``, where ``full`` have a graph.
-
-    Other batches, such as the last one of a validation, run operator by operator.
-    """
-    return nullcontext() if rows == full else torch.compiler.set_stance("force_eager")
-
-
-def _compiled(function: Any, config: Run) -> Any:
-    return torch.compile(function, **_options(config))
-
-
-def _options(config: Run) -> dict[str, Any]:
-    options: dict[str, Any] = {"backend": BACKEND, "dynamic": False}
-    if BACKEND == "inductor" and config.train.compile_mode != "default":
-        options["mode"] = config.train.compile_mode
-    return options

@@ -126,11 +126,6 @@ class TorchDevice:
         """Return a tensor of the host on the device. The host does not wait for an accelerator."""
         return self.pin(tensor).to(self.torch_device, non_blocking=True)
 
-    def fetch(self, numbers: Tensor) -> Callable[[], list[float]]:
-        """Start to copy a tensor (n,) to the host; the function that is returned waits for it."""
-        copied = self.to_host(numbers)
-        return lambda: copied().tolist()
-
     def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start to copy a tensor to the host; the function that is returned waits for it."""
         if self.kind == "cpu":
@@ -291,8 +286,15 @@ def select_device(kind: str, *, index: int = 0, threads: int | None = None, perh
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "npu" if _takes_npu() else "cpu"
+    if kind == "auto" and torch.cuda.is_available():
+        kind = "cuda"
+    elif kind == "auto":
+        if any(map(os.environ.get, _CANN)):  # without CANN torch_npu cannot be loaded
+            try:
+                _import_npu()
+            except DeviceError as error:
+                LOG.warning(f"device=auto is the CPU here; {error}")
+        kind = "npu" if _has_npu() else "cpu"
     if kind == "cpu":
         keep_freed_memory()
         return TorchDevice(kind="cpu", index=0, name=processor_name(), module=_CPU)
@@ -388,17 +390,6 @@ def _check_async_tensor_parallel(device: TorchDevice) -> None:
 def _has_npu() -> bool:
     npu = getattr(torch, "npu", None)
     return npu is not None and bool(npu.is_available())
-
-
-def _takes_npu() -> bool:
-    """Whether ``auto`` means an NPU. Without CANN torch_npu cannot be loaded and is not tried."""
-    if not any(map(os.environ.get, _CANN)):
-        return _has_npu()
-    try:
-        _import_npu()
-    except DeviceError as error:
-        LOG.warning(f"device=auto is the CPU here; {error}")
-    return _has_npu()
 
 
 def _import_npu() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.checkpoint.snapshot import TrainState, true_slice
-from common.checkpoint.writer import Part, Snapshot
+from common.checkpoint.snapshot import TrainState, owned_pieces
 from common.cluster.environment import Process
 from common.dataset.sampler import Batch, Tokens
 from common.parallel.packing import Packing
 from common.parallel.sharding import initial_values, slices_of_rank
 from common.quantization import frozen_parameters
+from common.tensor_files.safetensors_file import Tensors
 from common.training.engine import NO_LIMITS, Limits, StepResult
 from common.training.opened_checkpoint import Checkpoint
 from common.training.start import Start
-from common.weights.pieces import TensorSlice, to_rectangle
+from common.weights.pieces import TensorSlice
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.checkpoint import (
     Recorder,
@@ -33,13 +33,13 @@ from torch_gpt2.checkpoint import (
     moments_on_host,
     weights_on_host,
 )
-from torch_gpt2.compilation import compile_model, in_graphs, is_compiled
+from torch_gpt2.compilation import compile_model, is_compiled
 from torch_gpt2.data import inputs_and_targets, pin_batch, split, to_device
 from torch_gpt2.device import DTYPES, TorchDevice
-from torch_gpt2.device_step import DeviceStep, takes_adam_kernel
 from torch_gpt2.model import GPT2, round_linear_layers
 from torch_gpt2.optimizer import (
     DeviceLossScale,
+    DeviceStep,
     MasterWeights,
     build_optimizer,
     clip_factor,
@@ -47,6 +47,7 @@ from torch_gpt2.optimizer import (
     held_bytes,
     local_shard,
     scale_gradients,
+    takes_adam_kernel,
 )
 from torch_gpt2.parallel.data_parallel import LossSum
 from torch_gpt2.parallel.layout import GradientSync, build_parts
@@ -96,7 +97,6 @@ class Engine(BaseEngine):
         self._data_parallel = replicate(self.parts, self._loss_sum, config, self.world, device, self.master.tensors)
         self._gradient_sync = GradientSync(config, self.world)
         self.pieces = slices_of_rank(config, self.world.topology, self.world.at, parameters)
-        """Part of each parameter that this rank holds."""
         is_piped = self.world.topology.pipeline > 1
         self._pipeline = Pipeline(self.parts, config, self.world, device) if is_piped else None
         self.recorder: Recorder | None = None
@@ -122,54 +122,19 @@ class Engine(BaseEngine):
             batches,
             self.device,
             self.world,
-            has_loss=self._has_loss,
             rows=self.config.validation.micro_batch_size,
             packing=self.config.packing,
         )
-
-    @property
-    def _has_loss(self) -> bool:
-        """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks have the same."""
-        return self.world.at.tensor == 0 and (self._pipeline is None or self._pipeline.has_loss)
 
     def local_weights(self) -> dict[str, Tensor]:
         """Return what this rank holds of the weights that the optimizer updates."""
         return {name: local_shard(tensor.detach()) for name, tensor in self.master.tensors.items()}
 
-    def snapshot(self, state: TrainState) -> Snapshot | None:
-        """Copy what this rank writes to the host.
-
-        A device copies before it starts the next step. The writer waits for it, not the training.
-        No earlier snapshot may be under way.
-        """
-        generators = self.world.gather(self.device.rng_state())
-        is_sharded = not self._gradient_sync.alone  # so that each rank writes its own part
-        if self.world.rank and not is_sharded:
-            return None
-        owned = self._owned_pieces()
-        parts = self.config.optimizer.state_parts
+    def _on_host(self, owned: dict[str, TensorSlice]) -> tuple[Tensors, Tensors, int]:
         copy = copy_at_once if self._staging is None else self._staging.copy
-        moments, steps = moments_on_host(self.master.tensors, self.optimizer, parts, owned, copy)
-        rectangles = {name: to_rectangle(piece) for name, piece in owned.items()}
-        part = Part(rank=self.world.rank, ranks=self.world.size, rectangles=rectangles)
-        snapshot = self._make_snapshot(
-            state,
-            weights_on_host(self.master.tensors, owned, copy),
-            moments,
-            optimizer_steps=steps,
-            generators=generators,
-            versions={},
-            part=part if is_sharded else None,
-        )
-        return replace(snapshot, ready=self.device.mark())
-
-    def _owned_pieces(self) -> dict[str, TensorSlice]:
-        """Return the pieces of parameters that this rank writes, without padded vocabulary."""
-        return {
-            name: true_slice(name, self.pieces[name], self.config.model)
-            for name in self.master.tensors
-            if self._gradient_sync.owns(name)
-        }
+        parts, tensors = self.config.optimizer.state_parts, self.master.tensors
+        moments, steps = moments_on_host(tensors, self.optimizer, parts, owned, copy)
+        return weights_on_host(tensors, owned, copy), moments, steps
 
     def _optimizer_kernel(self) -> str:
         name = type(self.optimizer).__name__
@@ -246,7 +211,8 @@ class Engine(BaseEngine):
         self._data_parallel.sum_gradients(list(gradients.values()))
         self._gradient_sync.complete(gradients)
         if recorder is not None:
-            recorder.end(loss, self.master.tensors, gradients, self._owned_pieces())
+            owned = owned_pieces(self.pieces, self._gradient_sync.owns, self.config.model)
+            recorder.end(loss, self.master.tensors, gradients, owned)
         if self._gradient_sync.alone:
             norm = self._data_parallel.norm(global_norm(list(gradients.values()))) / scale
         else:
@@ -260,10 +226,9 @@ class Engine(BaseEngine):
         self._device_scale.update(finite)
         began, self._began = self._began, self.device.moment() if self.device.runs_ahead else None
         ended = self._began
-        numbers = self.device.fetch(torch.stack([loss, norm, applied.to(norm.dtype)]))
-        self._under_way = lambda: replace(
-            self._result(numbers(), rate, batch.samples),
-            seconds=began.elapsed_time(ended) / 1000 if began is not None else None,
+        numbers = self.device.to_host(torch.stack([loss, norm, applied.to(norm.dtype)]))
+        self._under_way = lambda: self._result(
+            numbers().tolist(), rate, batch.samples, began and began.elapsed_time(ended) / 1000
         )
         return results
 
@@ -282,14 +247,16 @@ class Engine(BaseEngine):
         if self.quantization is not None and applied:  # which waits
             self.quantization.end_step()
 
-    def _result(self, numbers: list[float], rate: float, samples: int) -> StepResult:
+    def _result(self, numbers: list[float], rate: float, samples: int, seconds: float | None) -> StepResult:
         """Return the result of a step, and move schedule and loss scale as the device has done."""
         loss, norm, applied = numbers
         if applied:
             self.schedule.advance(samples)
         scale = self.loss_scale.value
         self.loss_scale.update(math.isfinite(norm) and math.isfinite(loss))
-        return StepResult(loss=loss, grad_norm=norm, learning_rate=rate, loss_scale=scale, skipped=not applied)
+        return StepResult(
+            loss=loss, grad_norm=norm, learning_rate=rate, loss_scale=scale, skipped=not applied, seconds=seconds
+        )
 
     def _accumulate_gradients(self, tokens: Tokens, scale: Tensor) -> Tensor:
         """Return the mean loss of the global batch, of ``wide_type``. Its gradient, times
@@ -316,7 +283,7 @@ class Engine(BaseEngine):
                     loss = self._data_parallel.loss_sum(ids, targets) / predicted
                     (loss * factor).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
-        return self.world.total(total if self._has_loss else torch.zeros_like(total))
+        return self.world.total(total if self.world.has_loss else torch.zeros_like(total))
 
 
 @torch.no_grad()
@@ -327,28 +294,28 @@ def sum_losses(
     device: TorchDevice,
     world: World,
     *,
-    has_loss: bool,
     rows: int | None = None,
     packing: Packing | None = None,
 ) -> tuple[float, int]:
     """Return the sum of the losses over all predicted tokens of all ranks, and their number.
 
-    has_loss: whether this rank's losses count; others may have the same, or none. rows: those of a full batch, if a
-    graph of the model is made for it. packing: the model's, which may leave out tokens.
+    rows: those of a full batch, if a graph of the model is made for it. packing: the model's, which may leave out
+    tokens.
     """
     for part in parts:
         part.eval()
     total, tokens = 0.0, 0
-    before: Callable[[], list[float]] = list  # the loss of the batch before, read while one runs
+    before: Callable[[], Any] = float  # the loss of the batch before, read while one runs
     for batch in batches:
         # a rank without a batch goes through the model for the ranks that need its part
         windows = batch if len(batch) else np.zeros((1, batch.shape[1]), np.int32)
         ids, targets = inputs_and_targets(windows, device, packing)
-        with in_graphs(len(windows), rows or len(windows)):
-            loss = device.fetch(loss_sum(ids, targets).reshape(1))
-        total += sum(before())
-        before = loss if len(batch) else list
+        # other batches, such as the last one of a validation, run operator by operator
+        with nullcontext() if rows in (None, len(windows)) else torch.compiler.set_stance("force_eager"):
+            loss = device.to_host(loss_sum(ids, targets))
+        total += float(before())
+        before = loss if len(batch) else float
         tokens += batch[:, 1:].size if packing is None else packing.counted(batch)
-    total += sum(before())
-    total, all_tokens = world.sum(total, tokens) if has_loss else world.sum(0.0, 0.0)
+    total += float(before())
+    total, all_tokens = world.sum(total, tokens) if world.has_loss else world.sum(0.0, 0.0)
     return total, int(all_tokens)

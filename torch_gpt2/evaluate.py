@@ -60,7 +60,6 @@ def evaluate(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
             pipeline.evaluate if pipeline else parts[0].loss_sum,
             device=device,
             world=world,
-            has_loss=(pipeline is None or pipeline.has_loss) and world.at.tensor == 0,
             packing=config.packing,
         )
         scorer = partial(make_scorer, parts[0], device)

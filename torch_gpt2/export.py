@@ -59,27 +59,20 @@ class Program(nn.Module):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, begin:]
         x, present = self.model.embed(input_ids, positions), [mask]
         for layer, block in enumerate(self.model.h):
-            caches = () if past is None else past[1 + 2 * layer : 3 + 2 * layer]
-            x, *kept = _run_block(block, x, caches, hidden)  # type: ignore[arg-type]
-            present += kept
+            assert isinstance(block, Block)
+            attn, y = block.attn, block.ln_1(x)
+            q, k, v = (
+                proj(y).unflatten(2, (-1, attn.head_size)).transpose(1, 2)
+                for proj in (attn.q_proj, attn.k_proj, attn.v_proj)
+            )
+            if past is not None:  # keys and values of earlier tokens
+                k, v = torch.cat([past[1 + 2 * layer], k], 2), torch.cat([past[2 + 2 * layer], v], 2)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=hidden)
+            x = x + attn.c_proj(y.transpose(1, 2).flatten(2))
+            x = x + block.mlp(block.ln_2(x))
+            present += [k, v]
         logits = self.model.logits(self.model.ln_f(x))
         return logits if past is None else (logits, tuple(present))
-
-
-def _run_block(block: Block, x: Tensor, caches: Sequence[Tensor], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output of a block, and its keys and values.
-
-    caches: keys and values of earlier tokens. hidden: mask that is added to the scores (B, 1, T, K).
-    """
-    attn, y = block.attn, block.ln_1(x)
-    q, k, v = (
-        proj(y).unflatten(2, (-1, attn.head_size)).transpose(1, 2) for proj in (attn.q_proj, attn.k_proj, attn.v_proj)
-    )
-    if caches:
-        k, v = torch.cat([caches[0], k], 2), torch.cat([caches[1], v], 2)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=hidden)
-    x = x + attn.c_proj(y.transpose(1, 2).flatten(2))
-    return x + block.mlp(block.ln_2(x)), k, v
 
 
 @torch.no_grad()

@@ -60,16 +60,11 @@ class Int8Linear(nn.Module):
         else:
             integers = (rows * self._inverse).round_().clamp_(*_LEVELS)
             scales = self.input_scale * self.scales
-        y = self.sums(integers).mul_(scales)
+        held = self.weight.dtype == torch.int8
+        y = (self._packed.product(integers) if held else F.linear(integers, self.weight)).mul_(scales)
         if self.bias is not None:
             y += self.bias.float()
         return y.view(*x.shape[:-1], -1).to(x.dtype)
-
-    def sums(self, integers: Tensor) -> Tensor:
-        """Return the integer products with the weights, summed: float32 (rows, in) -> (rows, out)."""
-        if self.weight.dtype == torch.int8:
-            return self._packed.product(integers)
-        return F.linear(integers, self.weight)
 
     def packed(self) -> Multiply:
         """Return this layer's product, and keep its integers only as that reads them."""

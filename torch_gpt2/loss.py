@@ -148,8 +148,13 @@ class _CrossEntropySum(torch.autograd.Function):
             # a new tensor, or torch 2.11's compiler loses its gradient
             total = total + (loss if counted is None else loss * counted).sum()
             if hidden_grad is not None and weight_grad is not None:
-                # Not yet scaled by the loss scale or 1 / tokens, entries lie in [-1, 1]: float16 does not lose them.
-                slope = _slope(logits, log_sum, target, here)
+                # The softmax, minus one at the target. Not yet scaled by the loss scale or 1 / tokens, entries lie in
+                # [-1, 1]: float16 does not lose them.
+                if torch.compiler.is_compiling():  # one kernel of the comparison, and none of a scatter
+                    columns = torch.arange(logits.shape[1], device=logits.device)
+                    slope = (logits - log_sum).exp() - ((columns == target) & here).to(logits.dtype)
+                else:  # faster operator by operator, in the memory of the logits
+                    slope = logits.sub_(log_sum).exp_().scatter_add_(1, target, -here.to(logits.dtype))
                 slope = slope if counted is None else slope * counted
                 hidden_grad[rows] = head.add_gradients(slope, rows, weight_grad)
                 del slope
@@ -186,19 +191,6 @@ class _Head:
         else:
             weight_grad += slope.t() @ hidden
         return slope @ self._weight
-
-
-def _slope(logits: Tensor, log_sum: Tensor, target: Tensor, here: Tensor) -> Tensor:
-    """Softmax, minus one at the target where it is ``here``, in the memory of the logits.
-
-    logits (n, rows of the table), the others (n, 1). A compiler makes one kernel of the comparison,
-    and none of a scatter, which is faster operator by operator.
-    """
-    if torch.compiler.is_compiling():
-        columns = torch.arange(logits.shape[1], device=logits.device)
-        return (logits - log_sum).exp() - ((columns == target) & here).to(logits.dtype)
-    softmax = logits.sub_(log_sum).exp_()
-    return softmax.scatter_add_(1, target, -here.to(logits.dtype))
 
 
 def _over_shards(log_sum: Tensor, picked: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:

@@ -166,7 +166,14 @@ class GPT2(nn.Module):
         tokens: the ids again, to keep the documents among them apart as ``packing`` says. A later
         stage of a pipeline has hidden states in the place of the first ids.
         """
-        hidden: Tensor = self.ln_f(self.blocks(self.begin(ids, tokens), self.mask_of(tokens)))
+        mask: Any = None
+        if tokens is not None and self.packing is not None and self.packing.attention:
+            documents = document_numbers(tokens, self.packing.eod)
+            if self.blocked is not None:
+                mask = self.blocked.mask(documents)
+            else:
+                mask = attention_mask(document_mask(documents), self.compute_dtype)
+        hidden: Tensor = self.ln_f(self.blocks(self.begin(ids, tokens), mask))
         return hidden
 
     def begin(self, ids: Tensor, tokens: Tensor | None = None) -> Tensor:
@@ -176,15 +183,6 @@ class GPT2(nn.Module):
         else:
             positions = torch.arange(ids.shape[1], device=ids.device)
         return F.dropout(self.embed(ids, positions), self.dropout, self.training)
-
-    def mask_of(self, tokens: Tensor | None) -> Any:
-        """Return the mask that keeps attention within documents, or None without one."""
-        if tokens is None or self.packing is None or not self.packing.attention:
-            return None
-        documents = document_numbers(tokens, self.packing.eod)
-        if self.blocked is not None:
-            return self.blocked.mask(documents)
-        return attention_mask(document_mask(documents), self.compute_dtype)
 
     def blocks(self, x: Tensor, mask: Any = None) -> Tensor:
         memory = self.host_memory if torch.is_grad_enabled() else None

@@ -29,43 +29,29 @@ class HostMemory:
 
         Parameters, integers, tensors of other devices and ``shared`` ones stay where they are.
         """
-        return saved_tensors_hooks(
-            _Block(self, block, shared).pack, lambda saved: saved if isinstance(saved, Tensor) else saved()
-        )
+        copies: dict[int, tuple[weakref.ref[Any], _Copy]] = {}
+        device: torch.device | None = None
+        staying: set[int] = set()
 
+        def pack(tensor: Tensor) -> Any:
+            nonlocal device, staying
+            if device is None:  # FSDP has gathered the parameters by now
+                parameters = list(block.parameters())
+                kept = (*parameters, *(each for each in shared if isinstance(each, Tensor)))
+                device, staying = parameters[0].device, {id(each.untyped_storage()) for each in kept}
+            storage = tensor.untyped_storage()
+            size, is_number = storage.nbytes(), tensor.is_floating_point() or tensor.dtype == torch.bool
+            if not is_number or tensor.device != device or size == 0 or id(storage) in staying:
+                return tensor
+            known = copies.get(id(storage))
+            if known is None or known[0]() is not storage:
+                content = tensor.detach().as_strided((size // tensor.itemsize,), (1,), 0).view(torch.uint8)
+                self.moved += size
+                # the storage is free once nothing on the device needs it
+                known = copies[id(storage)] = weakref.ref(storage), _Copy(content, pinned=self.pinned)
+            return known[1].part(tensor)
 
-class _Block:
-    """The storages that one forward pass of a block has copied to the host."""
-
-    def __init__(self, memory: HostMemory, block: nn.Module, shared: Sequence[Any]) -> None:
-        self._memory, self._block = memory, block
-        self._shared = [each for each in shared if isinstance(each, Tensor)]
-        self._staying: set[int] = set()
-        self._device: torch.device | None = None
-        self._copies: dict[int, tuple[weakref.ref[Any], _Copy]] = {}
-
-    def pack(self, tensor: Tensor) -> Any:
-        storage = tensor.untyped_storage()
-        if self._stays(tensor, storage):
-            return tensor
-        known = self._copies.get(id(storage))
-        if known is None or known[0]() is not storage:
-            size = storage.nbytes()
-            content = tensor.detach().as_strided((size // tensor.itemsize,), (1,), 0).view(torch.uint8)
-            self._memory.moved += size
-            # the storage is free once nothing on the device needs it
-            known = weakref.ref(storage), _Copy(content, pinned=self._memory.pinned)
-            self._copies[id(storage)] = known
-        return known[1].part(tensor)
-
-    def _stays(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-        if self._device is None:  # FSDP has gathered the parameters by now
-            parameters = list(self._block.parameters())
-            self._device = parameters[0].device if parameters else tensor.device
-            kept = (*parameters, *self._shared)
-            self._staying = {id(each.untyped_storage()) for each in kept}
-        is_number = tensor.is_floating_point() or tensor.dtype == torch.bool
-        return not is_number or tensor.device != self._device or storage.nbytes() == 0 or id(storage) in self._staying
+        return saved_tensors_hooks(pack, lambda saved: saved if isinstance(saved, Tensor) else saved())
 
 
 class _Copy:

@@ -165,20 +165,8 @@ def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
         _symmetric_memory.enable_symm_mem_for_group(group.group_name)
 
 
-def foreach_norm(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the Euclidean norm of each tensor."""
-    norms: list[Tensor] = list(torch._foreach_norm(tensors))
-    return norms
-
-
-def foreach_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target, which may be of another type."""
-    torch._foreach_copy_(targets, sources)
-
-
-def foreach_multiply(tensors: list[Tensor], factor: float | Tensor) -> None:
-    """Multiply each tensor in place."""
-    torch._foreach_mul_(tensors, factor)
+foreach_norm, foreach_copy, foreach_multiply = torch._foreach_norm, torch._foreach_copy_, torch._foreach_mul_
+"""Euclidean norms of tensors; copies of each source into its target; products in place."""
 
 
 def foreach_momentum(

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from common.config.schema import QuantizationConfig
 from common.parallel.run import Run
-from common.parallel.sharding import Role, role_of
-from common.parallel.topology import GroupKind
 from common.quantization import Levels, activation_levels, weight_levels
 from common.training.engine import QuantizedModel
 from torch_gpt2.model import GPT2, Linear
@@ -66,6 +64,12 @@ class LinearQuantizer:
         self.maximum = torch.zeros((), device=device)
         """Largest absolute input of this step."""
 
+    def forget(self) -> None:
+        self.maximum.zero_()
+
+    def set_scale(self, scale: float) -> None:
+        self.scale.fill_(scale)
+
     def weight(self, weight: Tensor) -> Tensor:
         """Return the weight (out, in), rounded."""
         maximum = weight.detach().float().abs().amax(self._weight_axes, keepdim=True)
@@ -108,46 +112,16 @@ def forget_maxima(model: nn.Module) -> None:
     """Forget the maxima of all layers, as after a pass on meaningless values."""
     for module in model.modules():
         if isinstance(module, Linear) and module.quantizer is not None:
-            module.quantizer.maximum.zero_()
+            module.quantizer.forget()
 
 
 class Quantization(QuantizedModel):
-    """Quantizers of a rank's parts of the model, as the section ``quantization`` says, and the scales
-    that all ranks share.
-    """
-
     def __init__(self, config: Run, parts: Sequence[GPT2], world: World) -> None:
-        super().__init__(config, world)
-        self._parts = parts
-        self.quantizers: dict[str, LinearQuantizer] = {}
-        """Quantizers by layer, for the layers of this rank."""
-        self._modules: dict[str, Linear] = {}
-        group = world.groups.get(GroupKind.TENSOR)
-        by_tensor = self.settings.weights == "abs_max"
-        for part in parts:
-            for name, module in part.named_modules():
-                if name not in self.scales.layers:
-                    continue
-                assert isinstance(module, Linear)
-                self._modules[name] = module
-                is_row = role_of(f"{name}.weight") is Role.ROW
-                module.quantizer = self.quantizers[name] = LinearQuantizer(
-                    self.settings,
-                    module.weight.device,
-                    weight_group=group if is_row or by_tensor else None,
-                    input_group=group if is_row else None,
-                )
-
-    def begin_step(self) -> None:
-        for part in self._parts:
-            forget_maxima(part)
-
-    def _maximum(self, layer: str) -> float:
-        return float(self.quantizers[layer].maximum) if layer in self.quantizers else 0.0
-
-    def _set_scales(self) -> None:
-        for name, quantizer in self.quantizers.items():
-            quantizer.scale.fill_(float(self.scales.scale(name)))
+        modules = (each for part in parts for each in part.named_modules())
+        linears = (each for each in modules if isinstance(each[1], Linear))
+        super().__init__(
+            config, world, linears, lambda settings, layer, *of: LinearQuantizer(settings, layer.weight.device, *of)
+        )
 
 
 EMULATED_FLOAT8 = False

@@ -17,7 +17,7 @@ from common.training.data import open_data
 from common.training.engine import Engine
 from common.training.recording import open_recorder
 from common.training.session import agree_on_start
-from common.training.steps import Trace, compress
+from common.training.steps import compress
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.checkpoint import Recorder
 from torch_gpt2.deepspeed.engine import DeepSpeedEngine
@@ -27,16 +27,9 @@ from torch_gpt2.parallel.world import open_world
 from torch_gpt2.products import use_fastest_products
 
 
-def make_trace(config: Run, device: TorchDevice) -> Trace:
-    """Return a trace of operators on the host and kernels on the device.
-
-    With profile.memory it also records allocations.
-    """
-    return partial(_trace, device, config.profile.memory)
-
-
 @contextmanager
-def _trace(device: TorchDevice, memory: bool, path: Path) -> Iterator[None]:
+def trace(device: TorchDevice, memory: bool, path: Path) -> Iterator[None]:
+    """Write a trace of operators on the host and kernels on the device. memory: also of allocations."""
     profiler = device.profiler.profile(
         activities=device.profiler.supported_activities(), record_shapes=True, profile_memory=memory
     )
@@ -62,7 +55,6 @@ def train(
     """Train. engines: constructors like BaseEngine's, by the engine's name in the config."""
     device, corpus = inputs.device, inputs.corpus
     assert corpus is not None
-    trace = make_trace(config, device)
     data = open_data(config, corpus, rank=config.topology.coordinates(process.rank).data)
     with owned_folder(Path(config.output_dir), active=process.rank == 0), open_world(config, process, device) as world:
         if engines is ENGINES:  # a peer computes as its own users do
@@ -77,4 +69,4 @@ def train(
                 f"engine={config.engine}: its steps cannot be recorded; set engine=native, which"
                 " has the model and the layouts of both"
             )
-        session.train(engine, device, trace)
+        session.train(engine, device, partial(trace, device, config.profile.memory))

@@ -7,7 +7,7 @@ restored as zeros when loading. A folder may hold 8-bit integers, or be trained 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -22,10 +22,11 @@ from common.config.resolved import ResolvedModel
 from common.config.schema import QuantizationConfig
 from common.errors import CheckpointError
 from common.parallel.run import Run
+from common.parallel.world import WorldBase
 from common.quantization import ActivationScales, quantized_layers, trained_scheme
 from common.tensor_files.safetensors_file import Tensors
 from common.weights.names import EMBEDDING
-from common.weights.pieces import Array, QuantizedReader, Scheme, TensorSlice, open_parameters
+from common.weights.pieces import Array, QuantizedReader, Scheme, TensorSlice, open_parameters, to_rectangle
 
 
 @dataclass
@@ -105,13 +106,22 @@ def make_snapshot(
     return Snapshot(files={MODEL_FILE: weights, OPTIMIZER_FILE: moments}, manifest=manifest, part=part)
 
 
-def true_slice(name: str, piece: TensorSlice, model: ResolvedModel) -> TensorSlice:
-    """Cut off the rows that pad the vocabulary, in a slice of a parameter."""
-    return (
-        replace(piece, rows=(min(piece.rows[0], model.vocab_size), min(piece.rows[1], model.vocab_size)))
-        if name == EMBEDDING
-        else piece
-    )
+def owned_pieces(
+    pieces: Mapping[str, TensorSlice], owns: Callable[[str], bool], model: ResolvedModel
+) -> dict[str, TensorSlice]:
+    """Return the pieces of parameters that a rank writes, without the rows that pad the vocabulary."""
+    owned = {name: piece for name, piece in pieces.items() if owns(name)}
+    if (table := owned.get(EMBEDDING)) is not None:
+        owned[EMBEDDING] = replace(
+            table, rows=(min(table.rows[0], model.vocab_size), min(table.rows[1], model.vocab_size))
+        )
+    return owned
+
+
+def part_of(world: WorldBase, owned: Mapping[str, TensorSlice]) -> Part:
+    """Return a rank's part of a snapshot, given the pieces that it writes."""
+    rectangles = {name: to_rectangle(piece) for name, piece in owned.items()}
+    return Part(rank=world.rank, ranks=world.size, rectangles=rectangles)
 
 
 def padded_rows(values: Array, rows: int) -> Array:

@@ -288,9 +288,8 @@ def _is_finished(progress: Progress, records: list[Metadata]) -> bool:
 
 def preprocess_mindrecord(
     options: PreprocessOptions, on_progress: Callable[[Progress], None]
-) -> tuple[list[Any], Progress]:
-    """Write a set of files for each key, as ``preprocess`` writes pairs. Returns a ``WrittenMindRecord`` of
-    mindformers_gpt2 for each.
+) -> tuple[list[str], Progress]:
+    """Write a set of files for each key, as ``preprocess`` writes pairs. Returns what was written for each, in words.
 
     Raises ConfigError too if MindSpore, which writes the files, is not installed.
     """

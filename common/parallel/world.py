@@ -22,6 +22,8 @@ class WorldBase(ABC):
     rank: int = 0
     size: int = 1
     topology: Topology = field(default_factory=Topology)
+    groups: Mapping[GroupKind, Any] = field(default_factory=dict)
+    """The framework's groups of several ranks that this rank belongs to, by kind."""
 
     @abstractmethod
     def gather(self, value: T) -> list[T]:
@@ -59,6 +61,11 @@ class WorldBase(ABC):
     @property
     def at(self) -> Coordinates:
         return self.topology.coordinates(self.rank)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank's loss counts: the last stage has it, and all tensor-parallel ranks have the same."""
+        return self.at.tensor == 0 and self.topology.holds_head(self.rank)
 
     @property
     def replicas(self) -> dict[int, int]:

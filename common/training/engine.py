@@ -22,6 +22,8 @@ from common.config.schema import LoggingConfig, OptimizerConfig
 from common.dataset.sampler import Batch, Tokens
 from common.log import LOG
 from common.parallel.run import Run
+from common.parallel.sharding import Role, role_of
+from common.parallel.topology import GroupKind
 from common.parallel.updates import learning_rate
 from common.parallel.world import WorldBase
 from common.quantization import ActivationScales, quantized_layers
@@ -205,35 +207,47 @@ class Engine(ABC):
         """
 
 
-class QuantizedModel(ABC):
-    """Scales of a model whose layers round, equal on every rank."""
+class QuantizedModel:
+    """Quantizers of a rank's parts of a model, as the section ``quantization`` says, and the scales that all ranks
+    share.
+    """
 
-    def __init__(self, config: Run, world: WorldBase) -> None:
+    def __init__(
+        self, config: Run, world: WorldBase, linears: Iterable[tuple[str, Any]], make: Callable[..., Any]
+    ) -> None:
+        """Give each linear layer its quantizer. linears: the layers of this rank by name.
+
+        make: returns a quantizer, given settings, layer, and the groups whose parts of weight and input share a scale.
+        """
         settings = config.quantization
         assert settings is not None
-        self.settings = settings
         self._world = world
-        layers = quantized_layers(settings, config.model.num_layers)
-        self.scales = ActivationScales(layers, settings)
+        self.scales = ActivationScales(quantized_layers(settings, config.model.num_layers), settings)
         self._averages = settings.activations == "moving_average_abs_max"
+        self.quantizers: dict[str, Any] = {}
+        """Quantizers by layer, for the layers of this rank."""
+        group = world.groups.get(GroupKind.TENSOR)
+        for name, layer in linears:
+            if name in self.scales.layers:
+                of_input = group if role_of(f"{name}.weight") is Role.ROW else None
+                of_weight = group if settings.weights == "abs_max" else of_input
+                layer.quantizer = self.quantizers[name] = make(settings, layer, of_weight, of_input)
 
-    @abstractmethod
     def begin_step(self) -> None:
         """Forget the maxima of the previous step."""
+        for quantizer in self.quantizers.values():
+            quantizer.forget()
 
-    @abstractmethod
-    def _maximum(self, layer: str) -> float:
-        """Return the largest absolute input of a layer in this step; 0 for a layer of another rank."""
-
-    @abstractmethod
     def _set_scales(self) -> None:
-        """Pass the scales to the layers of this rank."""
+        for name, quantizer in self.quantizers.items():
+            quantizer.set_scale(float(self.scales.scale(name)))
 
     def end_step(self) -> None:
         """Record the maxima of all ranks, unless one is not finite. Every rank calls it."""
         if not self._averages:
             return
-        ranks = self._world.gather([self._maximum(layer) for layer in self.scales.layers])
+        mine = {name: float(quantizer.maximum) for name, quantizer in self.quantizers.items()}
+        ranks = self._world.gather([mine.get(layer, 0.0) for layer in self.scales.layers])  # 0: of another rank
         if all(math.isfinite(maximum) for maxima in ranks for maximum in maxima):
             self.scales.update([max(column) for column in zip(*ranks, strict=True)])
             self._set_scales()

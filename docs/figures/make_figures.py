@@ -25,8 +25,6 @@ from common.yaml_files import read_yaml_mapping
 
 FOLDER = Path(__file__).parent
 LABELS = read_yaml_mapping(FOLDER / "labels.yaml")
-ENDINGS = {"": "en", "_zh": "zh"}
-"""End of a picture's file name -> language of its labels."""
 FONT = "font-family='Helvetica, Arial, Noto Sans CJK SC, PingFang SC, Microsoft YaHei, sans-serif'"
 COLOURS = {
     "input": ("#fff7e6", "#c98a1b"),
@@ -169,7 +167,7 @@ DRAWN: dict[str, Callable[[str], Figure]] = {
 FIGURES = {
     f"{name}{ending}.svg": partial(draw, language)
     for name, draw in DRAWN.items()
-    for ending, language in ENDINGS.items()
+    for ending, language in (("", "en"), ("_zh", "zh"))
 }
 """File name -> the function that draws it."""
 

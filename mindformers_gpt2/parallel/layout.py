@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import numpy as np
 from mindspore import Tensor, nn, ops
@@ -65,23 +64,18 @@ def own_dropout_keys(config: Run, world: World, step: int, number: int, accumula
 class GradientSync(nn.Cell):
     """Gradient reductions of a step, with the loss and the global gradient norm."""
 
-    def __init__(self, config: Run, world: World, shapes: Mapping[str, tuple[int, ...]], *, has_loss: bool) -> None:
-        """Create the reductions. shapes: of this rank's parameters.
-
-        has_loss: whether its loss counts. Other ranks may have the same loss, or none.
-        """
+    def __init__(self, config: Run, world: World, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Create the reductions. shapes: of this rank's parameters."""
         super().__init__()
-        self.owns = partial(owns, config.parallel, world.topology, world.at)
-        """Whether this rank represents its part of a parameter, which other ranks may hold too."""
         assert world.everyone is not None
         self.data_parallel = DataParallel(config, world, list(shapes.values()))
         self.everyone = all_reduce(world.everyone)
         copies = world.groups.get(GroupKind.EMBEDDING)
         assert copies is None or next(iter(shapes)) == EMBEDDING
         self.between_copies = all_reduce(copies) if copies is not None else None
-        self.owned = Tensor([self.owns(name) for name in shapes])
+        self.owned = Tensor([owns(config.parallel, world.topology, world.at, name) for name in shapes])
         self.reshape, self.concat, self.sum = ops.Reshape(), ops.Concat(), ops.ReduceSum()
-        self.has_loss = has_loss
+        self.has_loss = world.has_loss
 
     def construct(self, loss: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         """Return the mean loss of the global batch, the global gradient norm, and this rank's gradients.

@@ -69,7 +69,6 @@ class Pipeline:
         line, place = list(world.topology.group(GroupKind.PIPELINE, world.rank)), world.at.pipeline
         self._before = line[place - 1] if place > 0 else None
         self._after = line[place + 1] if place + 1 < len(line) else None
-        self.has_loss = self._after is None
         self._width, self._dtype = config.model.hidden_size, model.compute_dtype
         self._order_of = lru_cache(maxsize=1)(
             partial(order_of_rank, config.parallel.pipeline_schedule, world.topology, place)
@@ -77,8 +76,10 @@ class Pipeline:
         of_input = self._before is not None
         self._model = model
         self._forward = device.compile(model)
-        self._loss_sum = device.compile(model.loss_sum) if self.has_loss else None
-        self.loss_gradients = LossGradients(model, config, loss_scale, of_input=of_input) if self.has_loss else None
+        self._loss_sum = device.compile(model.loss_sum) if self._after is None else None
+        self.loss_gradients = (
+            LossGradients(model, config, loss_scale, of_input=of_input) if self._after is None else None
+        )
         self._gradients = device.compile(self.loss_gradients or StageGradients(model, config, of_input=of_input))
         self._add = device.compile(add_gradients)
         self._meet = world.meet
@@ -121,7 +122,7 @@ class Pipeline:
         for message in on_their_way:
             message.wait()
         assert summed is not None
-        return summed if self.has_loss else (Tensor(0.0, ms.float32), *summed)
+        return summed if self._after is None else (Tensor(0.0, ms.float32), *summed)
 
     def evaluate(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the losses of one batch of any size, 0 without the head."""

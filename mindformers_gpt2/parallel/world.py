@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ from common.errors import ConfigError, RunError
 from common.log import LOG
 from common.parallel.arrival import Arrival, BarrierServer, TcpBarrier, connect
 from common.parallel.run import Run
-from common.parallel.topology import GroupKind, Topology
+from common.parallel.topology import GroupKind
 from common.parallel.world import WorldBase, exit_barrier
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.parallel.collectives import Group, exchange, exchange_numbers, make_group, prepare_messages
@@ -38,8 +38,6 @@ _RANK_TABLE = re.compile("rank_table_file", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class World(WorldBase):
-    groups: Mapping[GroupKind, Group] = field(default_factory=dict)
-    """Groups of several ranks that this rank belongs to, by kind."""
     everyone: Group | None = None
     barrier: TcpBarrier | None = None
     """Barrier of all ranks, for devices whose messages time out."""
@@ -94,7 +92,11 @@ def open_world(config: Run, process: Process, device: MindSporeDevice) -> Iterat
             rank=process.rank,
             size=process.world_size,
             topology=topology,
-            groups=_make_groups(topology, process.rank, native=device.native_collectives),
+            groups={  # MindSpore lets only members create a group
+                kind: make_group(ranks, process.rank, process.world_size, native=device.native_collectives)
+                for kind in _KINDS
+                if len(ranks := topology.group(kind, process.rank)) > 1
+            },
             everyone=everyone,
             barrier=None if device.native_collectives else _barrier(everyone, limit),
         )
@@ -151,13 +153,3 @@ def _barrier(everyone: Group, seconds: float) -> TcpBarrier:
 def serve_as_scheduler() -> None:
     """Serve as the scheduler by which ranks connect, with MS_ROLE=MS_SCHED. Returns when all ranks have ended."""
     init()
-
-
-def _make_groups(topology: Topology, rank: int, *, native: bool) -> dict[GroupKind, Group]:
-    """Create the groups of this rank, since MindSpore lets only members create a group."""
-    found = {}
-    for kind in _KINDS:
-        ranks = topology.group(kind, rank)
-        if len(ranks) > 1:
-            found[kind] = make_group(ranks, rank, topology.world_size, native=native)
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import mindspore as ms
@@ -51,6 +52,7 @@ class SemiAutoEngine(BaseEngine):
         self._rows = micro * (1 if config.parallel.full_batch is False else world.topology.data)
         no_tokens = np.zeros((self._rows * accumulation, config.model.seq_length + 1), np.int32)
         self._step.compile(*inputs_and_targets(no_tokens))
+        self.is_sharded, self.owns = True, partial(owns, config=config, at=world.at)
         self.pieces = {name: held_slice(name, config, world.at) for name in self.master.tensors}
         for name, tensor in self.master.tensors.items():
             if tuple(tensor.shape) != held_shape(name, config):
@@ -76,18 +78,9 @@ class SemiAutoEngine(BaseEngine):
                 tokens += part[:, 1:].size
         return total, tokens
 
-    @property
-    def is_sharded(self) -> bool:
-        return True
-
-    def owns(self, name: str) -> bool:
-        return owns(name, self.config, self.world.at)
-
-    def _set_limits(self, limits: Tensor) -> None:
-        ops.assign(self._step.limits, limits)
-
-    def _train_step(self, tokens: Tokens) -> QueuedStep:
+    def _train_step(self, tokens: Tokens, limits: Tensor) -> QueuedStep:
         self.step += 1
+        ops.assign(self._step.limits, limits)
         self._step.set_train()
         result: QueuedStep = self._step(*inputs_and_targets(tokens))
         return result

@@ -133,22 +133,6 @@ class TrainingGraph(nn.Cell):
         return self.head(x, self.wte.weight, targets)
 
 
-def _set_stages(network: TrainingGraph, config: Run) -> None:
-    """Set the pipeline stage of cells, and the communication of parameters.
-
-    For each parameter this is the group whose gradients travel together, and whether ZeRO splits it.
-    """
-    if config.parallel.pipeline_stage > 1:
-        network.embed.pipeline_stage = stage_of("embed", config)
-        for layer, block in enumerate(network.h):
-            block.pipeline_stage = stage_of(f"h.{layer}", config)
-        network.head.pipeline_stage = stage_of("head", config)
-    for layer, block in enumerate(network.h):
-        block.set_comm_fusion(fusion_of(layer, config))
-    for parameter in network.get_parameters():
-        parameter.parallel_optimizer = splits_state(parameter.name, config)
-
-
 def _primitives(network: TrainingGraph, name: str) -> Iterator[Any]:
     """Yield the operators for a name of the plan."""
     if name.startswith("h.*."):
@@ -186,7 +170,14 @@ def build_network(config: Run, device: MindSporeDevice) -> TrainingGraph:
         for name, strategy in plan.items():
             for primitive in _primitives(network, name):
                 primitive.shard(strategy.inputs, None if strategy.output is None else (strategy.output,))
-    _set_stages(network, config)
+    layers = {f"h.{layer}": block for layer, block in enumerate(network.h)}
+    if parallel.pipeline_stage > 1:
+        for name, cell in {"embed": network.embed, **layers, "head": network.head}.items():
+            cell.pipeline_stage = stage_of(name, config)
+    for layer, block in enumerate(network.h):  # gradients that travel together
+        block.set_comm_fusion(fusion_of(layer, config))
+    for parameter in network.get_parameters():  # whether ZeRO splits it
+        parameter.parallel_optimizer = splits_state(parameter.name, config)
     _set_recompute(network, config)
     return network
 
@@ -271,11 +262,18 @@ class TrainingStep(nn.Cell):
         norm = GradientNorm(list(own), config, rank)
         self.optimizer = Optimizer(self.master, config.optimizer, self.loss_scale, norm, rates=config.train.sink_size)
         self.limits = Parameter(Tensor((0.0, 0.0), ms.float32), name="limits", requires_grad=False)
-        self.network = _in_micro_batches(network, config)
+        whole, accumulation = network, config.train.accumulation_steps
+        if config.parallel.micro_batch_interleave_num > 1:
+            whole = nn.MicroBatchInterleaved(whole, config.parallel.micro_batch_interleave_num)
+        if config.parallel.pipeline_stage > 1:
+            whole = nn.PipelineCell(whole, accumulation)
+        elif accumulation > 1:
+            whole = nn.GradAccumulationCell(whole, accumulation)
+        self.network: nn.Cell = whole
         # parameters of all stages, from which each rank's compiler takes its own
         self.weights = ParameterTuple(parameters)
         self.grad = ops.GradOperation(get_by_list=True, sens_param=True)
-        self.accumulates = config.train.accumulation_steps > 1
+        self.accumulates = accumulation > 1
         self.is_sharded = config.parallel.zero_stage > 0
         self.sums = self.weights.clone(prefix="accu_grads", init="zeros") if self.accumulates else ()
         self.set_train()
@@ -305,13 +303,3 @@ def _take(is_sharded: bool, gradient: Tensor, total: Parameter) -> Tensor:
     total = ops.depend(total, gradient)
     found = gradient * 1.0 if is_sharded else total * 1.0
     return ops.depend(found, ops.assign(ops.depend(total, found), ops.zeros_like(total)))
-
-
-def _in_micro_batches(network: TrainingGraph, config: Run) -> nn.Cell:
-    """Split the batch into micro batches, whose losses and gradients are summed."""
-    parallel, accumulation = config.parallel, config.train.accumulation_steps
-    if parallel.micro_batch_interleave_num > 1:
-        network = nn.MicroBatchInterleaved(network, parallel.micro_batch_interleave_num)
-    if parallel.pipeline_stage > 1:
-        return nn.PipelineCell(network, accumulation)
-    return nn.GradAccumulationCell(network, accumulation) if accumulation > 1 else network

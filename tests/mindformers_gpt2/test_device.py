@@ -20,6 +20,7 @@ import pytest
 from common.accelerators import GIB
 from common.cluster.environment import Process
 from common.errors import ConfigError, DeviceError, GPT2Error, RunError
+from common.parallel.kernels import has_attention_kernel
 from common.processes.addresses import free_port, listen
 from common.resolve.vendor_settings import mindspore_context
 from mindformers_gpt2.device import MindSporeDevice, check_support, open_device, select_device
@@ -74,7 +75,7 @@ def test_only_later_ascends_have_bfloat16() -> None:
     for name in ("910A", "910ProB", "910B", "910B3", "910B4-1"):  # B1 to B4-1 are the Atlas A2
         expected = name in ("910B3", "910B4-1")
         device = MindSporeDevice(kind="npu", index=0, name=f"Ascend{name}")
-        assert (device.supports("bfloat16"), device.fused_attention) == (expected, expected)
+        assert (device.supports("bfloat16"), has_attention_kernel(device.kind, device.name)) == (expected, expected)
         if not expected:
             with pytest.raises(DeviceError, match="bfloat16"):
                 check_support(make_config(precision="bf16", device="npu"), device)

@@ -8,6 +8,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mindspore as ms
@@ -31,7 +32,7 @@ from common.training.start import Start
 from mindformers_gpt2.device import open_device
 from mindformers_gpt2.engine import Engine
 from mindformers_gpt2.optimizer import DeviceLossScale
-from mindformers_gpt2.train import make_trace
+from mindformers_gpt2.train import trace, train
 from tests.mindformers_gpt2.test_model import make_config as base_config, run_with_dumps
 from tests.tiny import SGD
 
@@ -102,7 +103,7 @@ def test_steps_in_flight_a_trace_and_pynative_change_nothing(tmp_path: Path) -> 
     assert queued.steps_per_run == 4
     path, steps = tmp_path / "profile" / "steps_5_6_rank_0.json.gz", iter(batches(8))
     found = queued.run(steps, 4)
-    with make_trace(queued.config, queued.device)(path):
+    with trace(queued.device, False, path):
         found += queued.run(steps, 2)
     assert bits([*found, *queued.run(steps, 2)]) == one
     with gzip.open(path) as file:
@@ -113,7 +114,7 @@ def test_steps_in_flight_a_trace_and_pynative_change_nothing(tmp_path: Path) -> 
     assert list(path.parent.glob(tables)), "MindSpore's own tables stay"
     allocations = make_config(profile={"start": 1, "memory": True})
     with pytest.raises(ConfigError, match=r"profile\.memory=true: .*leave it out on a CPU"):
-        make_trace(allocations, queued.device)
+        train(allocations, SimpleNamespace(device=queued.device, corpus=[]))  # type: ignore[arg-type]
     try:
         eager = make_engine(make_config(model__dropout=0.1, context__mode=1))
         found = bits(eager.run(iter(batches(3)), 3))

@@ -8,8 +8,6 @@ ONE_SIDED_FILES = {
     "compilation.py": "MindSpore's graph mode compiles by itself",
     "deepspeed/*": "DeepSpeed is torch's",
     "semi_auto/*": "MindSpore's compiler splits graphs; torch's does not",
-    "device_step.py": "MindSpore's Optimizer is such a step",
-    "decode_step.py": "MindSpore's is a method of its model, which its compiler makes a graph",
     "private_api.py": "MindSpore needs none of its private interfaces",
     "offload.py": "MindSpore's compiler decides where activations are",
     "products.py": "torch's products of few rows have several forms; MindSpore's graph has one",

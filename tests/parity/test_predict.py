@@ -86,7 +86,7 @@ def test_a_mixed_load_in_slots_is_what_torch_generates(
     alone = generate(decoders["torch 1"], given, rules, seed=0, window=window)
     device = mindformers_gpt2.device.select_device("cpu")
     twin = mindspore_twin(tiny_config(model__seq_length=POSITIONS, model__vocab_multiple=16), model)
-    slots = mindformers_gpt2.predict.Slots(twin, device, 3)
+    slots = mindformers_gpt2.predict.make_slots(twin, device, 3)
     engine, jobs = Engine(slots, queue_limit=10), [Greedy(each, window) for each in given]
     rows: dict[int, Any] = {}
     jobs[1].observe = lambda first, logits: rows.update(enumerate(logits, first))

@@ -88,8 +88,9 @@ def test_one_process_per_card(start: Start, bucket: Path, tmp_path: Path, sample
 
 
 def test_a_stopped_job_resumes_in_another_container(start: Start, bucket: Path) -> None:
-    """File and arguments as a user of MindFormers names them; one card, no table."""
+    """File and arguments as a user of MindFormers names them; one card, no table; --train_url before output_dir."""
     words = ["--run_mode=train", "--use_parallel=False", "--batch_size=1", "--dataset_id=random"]
+    words.append(f"--train_url=file://{bucket}/url")
     card = {"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "0", "MA_NUM_GPUS": "1"}
     job = start(*words, "--epochs=4", program="run_mindformer.py", **card)
     assert job.stdout is not None
@@ -98,11 +99,11 @@ def test_a_stopped_job_resumes_in_another_container(start: Start, bucket: Path) 
     job.send_signal(signal.SIGTERM)
     _, error = job.communicate(timeout=120)
     assert job.returncode == 143, error
-    done = steps_of(bucket / "out")[-1]
+    done = steps_of(bucket / "url")[-1]
     words += ["--train.max_epochs=null", f"--train.max_steps={done + 2}"]
     ((out, _),) = finish(start(*words, program="run_mindformer.py", container="b", **card))
     assert "resuming" in out
-    assert steps_of(bucket / "out") == list(range(1, done + 3))
+    assert steps_of(bucket / "url") == list(range(1, done + 3))
 
 
 @pytest.mark.campaign

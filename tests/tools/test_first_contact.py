@@ -147,7 +147,7 @@ def test_every_check_of_the_list_can_start(kind, device, backend, tmp_path) -> N
             continue
         for figure, rule in check.figures.items():
             assert rule.keys() & {"find", "ratio"} or figure[:7] in said, figure
-        for command in check.commands():
+        for command in check.run:
             filled = place.fill(command, tmp_path)
             assert "{" not in filled, filled
             script, *rest = shlex.split(filled)

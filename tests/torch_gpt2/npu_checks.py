@@ -37,10 +37,9 @@ from tests.tiny import manifest_of, tiny_config
 from tests.twins import random_model
 from torch_gpt2 import offload
 from torch_gpt2.device import TorchDevice, open_device, select_device
-from torch_gpt2.device_step import DeviceStep
 from torch_gpt2.engine import Engine
 from torch_gpt2.evaluate import evaluate
-from torch_gpt2.optimizer import build_optimizer
+from torch_gpt2.optimizer import DeviceStep, build_optimizer
 from torch_gpt2.predict import Decoder, Slots
 from torch_gpt2.quantize import LinearQuantizer
 
@@ -205,7 +204,7 @@ def test_adam(start: Start, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             first, *found, last = waits.steps
             assert first and last
             assert [each.total() for each in found] == [int(kernel)] * 7
-            assert all("torch_gpt2/device_step.py" in key for each in found for key in each)
+            assert all("torch_gpt2/optimizer.py" in key for each in found for key in each)
 
 
 def test_bias_corrections_are_exact(config: Callable[..., Run], without_adam_kernel: None) -> None:

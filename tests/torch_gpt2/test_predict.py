@@ -23,7 +23,7 @@ from common.generation.prompts import Prompt
 from tests.mixed_load import prompts as mixed_prompts, run
 from tests.reference import hugging_face_model
 from tests.twins import random_model
-from torch_gpt2 import decode_step
+from torch_gpt2 import predict
 from torch_gpt2.device import TorchDevice, select_device
 from torch_gpt2.model import GPT2
 from torch_gpt2.predict import Decoder, Slots
@@ -51,7 +51,7 @@ on_both = pytest.mark.parametrize("device", [CPU, ACCELERATOR], ids=["cpu", "acc
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> GPT2:
-    monkeypatch.setattr(decode_step, "_MIN_KEYS", 8)
+    monkeypatch.setattr(predict, "_MIN_KEYS", 8)
     captured.clear()
     return random_model()
 
@@ -196,7 +196,7 @@ def test_padded_ids_are_never_chosen(model: GPT2) -> None:
 
 @pytest.mark.parametrize(("device", "window"), [(CPU, None), (CPU, POSITIONS), (ACCELERATOR, None), (ACCELERATOR, 20)])
 def test_a_mixed_load_equals_single_requests(model: GPT2, device: TorchDevice, window: int | None) -> None:
-    """24 sequences that come and go in four slots, float32."""
+    """24 sequences that come and go in four slots, float32. A slot between those of a step keeps its longer text."""
     given = mixed_prompts(101, None if window else POSITIONS)
     rules = LogitRules(PredictConfig(stop_at_end_of_text=False), ends=())
     alone = generate(Decoder(model, CPU, 1), given, rules, seed=0, window=window)
@@ -204,6 +204,12 @@ def test_a_mixed_load_equals_single_requests(model: GPT2, device: TorchDevice, w
     assert found == [each.tokens for each in alone]
     assert (engine.counts["reused_prompt_tokens"] > 100) == (window != 20)
     assert len(captured) <= 4
+    slots, decoder = Slots(model, device, 3), Decoder(model, CPU, 1)
+    for slot, ids in enumerate(([5, 6, 7], [5, 6, 7, 8, 9], [5, 6, 7])):
+        slots.admit(slot, ids, 0, None)
+    decoder.start([[5, 6, 7, 8, 9]], 2)
+    slots.step([0, 2], [10, 10], [3, 3])
+    np.testing.assert_allclose(slots.step([1], [10], [5]), decoder.step([10]), rtol=0, atol=2e-6)
 
 
 def test_a_captured_step_gives_the_logits_of_the_growing_one(model: GPT2, monkeypatch: pytest.MonkeyPatch) -> None:

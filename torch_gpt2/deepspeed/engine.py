@@ -16,36 +16,39 @@ import math
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from common.checkpoint.snapshot import TrainState
-from common.checkpoint.writer import Part, Snapshot
 from common.cluster.environment import Process, torch_variables
 from common.dataset.sampler import Batch, Tokens
 from common.errors import ConfigError
 from common.parallel.run import Run
+from common.parallel.sharding import Role, role_of
+from common.parallel.topology import GroupKind, Topology
 from common.paths import install
 from common.resolve.engine_checks import read_deepspeed_file
 from common.resolve.vendor_settings import deepspeed_settings
+from common.tensor_files.safetensors_file import Tensors
 from common.training.engine import NO_LIMITS, Limits, StepResult
 from common.training.opened_checkpoint import Checkpoint
-from common.weights.pieces import to_rectangle
+from common.weights.pieces import TensorSlice
 from torch_gpt2.base_engine import BaseEngine
 from torch_gpt2.compilation import compile_model, is_compiled
 from torch_gpt2.data import inputs_and_targets
-from torch_gpt2.deepspeed.pipeline import build_pipeline, give_tokens, grid_of, mark_split
 from torch_gpt2.deepspeed.private_api import allow_float16, forget_groups, leave_out_shared_memory
 from torch_gpt2.deepspeed.state import DeepSpeedState, WholeState, ZeroState
-from torch_gpt2.device import TorchDevice, wide_type
-from torch_gpt2.optimizer import build_optimizer, parameter_groups
-from torch_gpt2.parallel.data_parallel import LossModule
+from torch_gpt2.device import DTYPES, TorchDevice, wide_type
+from torch_gpt2.model import GPT2
+from torch_gpt2.optimizer import build_optimizer, global_norm, held_bytes, parameter_groups
+from torch_gpt2.parallel.data_parallel import LossModule, sum_over
 from torch_gpt2.parallel.layout import build_parts
+from torch_gpt2.parallel.world import World
 
 
 class DeepSpeedEngine(BaseEngine):
@@ -59,6 +62,7 @@ class DeepSpeedEngine(BaseEngine):
         self._ranks = config.parallel.data_parallel
         self._pipeline = config.parallel.pipeline_stage > 1
         self._deepspeed = open_deepspeed(config, device, process)
+        self.versions = {"deepspeed": self._deepspeed.__version__}
         layout = config.whole
         self._model = build_parts(layout, device, self.world)[0]
         self._parameters = dict(self._model.named_parameters())
@@ -68,6 +72,7 @@ class DeepSpeedEngine(BaseEngine):
         """Ids of the next micro batches of a pipeline, if their documents are kept apart."""
         state = ZeroState if config.parallel.zero_stage else WholeState
         self._state: DeepSpeedState = state(self._parameters, layout, self.world)
+        self.pieces, self._gradient_sync = self._state.pieces, self._state.sync
         mark_split(self._model, layout, self.world)
         loss_sum = compile_model([self._model], config) if is_compiled(config, device) else self._model.loss_sum
         self._module = (
@@ -107,28 +112,12 @@ class DeepSpeedEngine(BaseEngine):
                 total += loss * predicted if predicted else 0.0
                 packing = config.packing
                 tokens += predicted if packing is None else packing.counted(batch)
-        if self.world.at.tensor:  # the first rank of the group has the same
-            total, tokens = 0.0, 0
-        total, all_tokens = self.world.sum(total, tokens)
+        total, all_tokens = self.world.sum(total, tokens) if self.world.has_loss else self.world.sum(0.0, 0.0)
         return total, int(all_tokens)
 
-    def snapshot(self, state: TrainState) -> Snapshot | None:
-        generators = self.world.gather(self.device.rng_state())
-        weights, moments = self._state.weights(), self._state.moments() if self.updates else {}
-        split = self._state.is_split
-        if self.world.rank and not split:
-            return None
-        rectangles = {name: to_rectangle(piece) for name, piece in self._state.owned().items()}
-        part = Part(rank=self.world.rank, ranks=self.world.size, rectangles=rectangles)
-        return self._make_snapshot(
-            state,
-            weights,
-            moments,
-            optimizer_steps=self.updates,
-            generators=generators,
-            versions={"deepspeed": self._deepspeed.__version__},
-            part=part if split else None,
-        )
+    def _on_host(self, owned: dict[str, TensorSlice]) -> tuple[Tensors, Tensors, int]:
+        moments = self._state.moments(owned) if self.updates else {}
+        return self._state.weights(owned), moments, self.updates
 
     def identity(self) -> dict[str, Any]:
         return {"DeepSpeed's settings": self.settings}
@@ -139,13 +128,21 @@ class DeepSpeedEngine(BaseEngine):
         return name if inner is None else f"{type(inner).__name__} within {name}"
 
     def norm_of_weights(self) -> float:
-        return self._state.norm_of_weights()
+        return global_norm([tensor.detach() for tensor in self._state.tensors.values()]).item()
 
     def norm_of_moments(self) -> float:
-        return self._state.norm_of_moments()
+        states = (self._state.basic_optimizer.state.get(tensor, {}) for tensor in self._state.tensors.values())
+        parts = self.config.optimizer.state_parts
+        found = [state[part] for state in states for part in parts if state.get(part) is not None]
+        return global_norm(found).item() if found else 0.0
 
     def state_bytes(self) -> int:
-        return self._state.state_bytes()
+        states, groups = self._state.basic_optimizer.state, self._state.basic_optimizer.param_groups
+        found = [value for state in states.values() for value in state.values() if torch.is_tensor(value)]
+        # in stage 3 the groups are empty between steps
+        copies = [*states, *(each for group in groups for each in group["params"])]
+        weights = [getattr(each, "ds_tensor", each) for each in self._parameters.values()]
+        return held_bytes([*weights, *copies, *found])
 
     def _fill_weights(self, reader: Checkpoint | None) -> None:
         """Give DeepSpeed the filled parameters, which it may cut up, and the float32 copies."""
@@ -156,9 +153,10 @@ class DeepSpeedEngine(BaseEngine):
             if "optimizer" in self.settings  # DeepSpeed's own kernels
             else {"optimizer": build_optimizer(tensors, settings, fused=self.device.fused_optimizer)}
         )
-        if self.world.topology.tensor > 1 and not self._pipeline:
-            optimizer["mpu"] = grid_of(self.world.topology)
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints
+            if self.world.topology.tensor > 1 and not self._pipeline:  # the groups of a run without a pipeline
+                module = importlib.import_module("deepspeed.runtime.pipe.topology")
+                optimizer["mpu"] = module.PipelineParallelGrid(topology=ranks_of(self.world.topology))
             self._engine, self.optimizer, _, _ = self._deepspeed.initialize(
                 model=self._module, config=self.settings, **optimizer
             )
@@ -167,7 +165,7 @@ class DeepSpeedEngine(BaseEngine):
             self._deepspeed.zero.register_external_parameter(self._module, self._model.wte.weight)
 
     def _fill_moments(self, reader: Checkpoint, optimizer_steps: int) -> None:
-        moments = reader.moments(self.config, optimizer_steps, self._state.pieces)
+        moments = reader.moments(self.config, optimizer_steps, self.pieces)
         first = next(moments, None)
         if first is not None:
             # DeepSpeed has no place for moments before the first step: make one that changes no weight
@@ -267,3 +265,81 @@ def open_deepspeed(config: Run, device: TorchDevice, process: Process) -> Any:
     with contextlib.redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(dist_backend=device.communication_backend)
     return deepspeed
+
+
+def ranks_of(topology: Topology) -> Any:
+    """Return the three axes as DeepSpeed's topology, which numbers the ranks as Topology does."""
+    module = importlib.import_module("deepspeed.runtime.pipe.topology")
+    return module.PipeModelDataParallelTopology(num_pp=topology.pipeline, num_mp=topology.tensor, num_dp=topology.data)
+
+
+def mark_split(stage: GPT2, config: Run, world: World) -> None:
+    """Tell DeepSpeed which parameters are split over the tensor-parallel ranks.
+
+    Its norm counts the others only on the first of these ranks. With sequence parallelism, also sum
+    the parts of their gradients, which DeepSpeed does not do.
+    """
+
+    def summed(gradient: Tensor) -> Tensor:
+        total = gradient.to(DTYPES[config.precision.reduction], copy=True)
+        sum_over(world.groups[GroupKind.TENSOR], [total])
+        return total.to(gradient.dtype)
+
+    for name, parameter in stage.named_parameters():
+        replicated = role_of(name) is Role.REPLICATED
+        parameter.tensor_model_parallel = not replicated  # type: ignore[attr-defined]
+        if replicated and config.parallel.sequence_parallel:
+            parameter.register_hook(summed)  # type: ignore[no-untyped-call]
+
+
+def build_pipeline(deepspeed: Any, stage: GPT2, world: World, mean: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """Return DeepSpeed's PipelineModule, in which each native stage is one layer.
+
+    The first and the last stage each hold the token table, whose gradients DeepSpeed adds up.
+    mean: function of a micro batch's summed loss and its targets.
+    """
+    topology, place = world.topology, world.at.pipeline
+
+    def mean_loss(hidden: Tensor, targets: Tensor) -> Tensor:
+        return mean(stage.loss_of(hidden, targets), targets)
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        pipeline = deepspeed.pipe.PipelineModule(
+            layers=[stage if place == at else nn.Identity() for at in range(topology.pipeline)],
+            topology=ranks_of(topology),
+            loss_fn=mean_loss,
+            partition_method="uniform",
+            dynamic_shape=True,  # validation may have other shapes
+        )
+    if place in topology.embedding_places:
+        stage.wte.weight.ds_pipe_replicated = place > 0  # type: ignore[attr-defined]
+        pipeline.tied_modules["wte"] = stage.wte
+        pipeline.tied_comms["wte"] = {
+            "ranks": list(topology.group(GroupKind.EMBEDDING, world.rank)),
+            "group": world.groups[GroupKind.EMBEDDING],
+            "weight_attr": ["weight"],
+            "module": stage.wte,
+        }
+
+        def tied() -> list[tuple[Any, Any]]:
+            # DeepSpeed 0.19 sums ``grad`` over the two stages. By then ZeRO-1 with float16 has moved the gradient to
+            # ``grad_accum``, so nothing would be summed.
+            moved: Tensor | None = getattr(stage.wte.weight, "grad_accum", None)
+            weight = stage.wte.weight if moved is None else SimpleNamespace(grad=moved)
+            return [(weight, world.groups[GroupKind.EMBEDDING])]
+
+        pipeline.get_tied_weights_and_groups = tied
+    return pipeline
+
+
+def give_tokens(stage: GPT2, waiting: deque[Tensor]) -> None:
+    """Give the stage the ids of each micro batch beside its input.
+
+    DeepSpeed sends a stage hidden states only. But every stage reads the batch, and all
+    schedules go forward in the order of the micro batches. waiting: their ids, in this order.
+    """
+
+    def add(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return inputs, {**named, "tokens": waiting.popleft()}
+
+    stage.register_forward_pre_hook(add, with_kwargs=True)

@@ -17,14 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from common.checkpoint.snapshot import padded_rows, true_slice
+from common.checkpoint.snapshot import padded_rows
 from common.parallel.run import Run
 from common.parallel.sharding import initial_values, slices_of_rank
 from common.parallel.updates import clip_factor
 from common.training.opened_checkpoint import Checkpoint
+from common.weights.pieces import TensorSlice
 from torch_gpt2.deepspeed.private_api import link_moments
 from torch_gpt2.device import DTYPES
-from torch_gpt2.optimizer import MasterWeights, global_norm, held_bytes, scale_gradients, sum_in_float32
+from torch_gpt2.optimizer import MasterWeights, scale_gradients, sum_in_float32
 from torch_gpt2.parallel.layout import GradientSync
 from torch_gpt2.parallel.world import World
 
@@ -42,18 +43,12 @@ class DeepSpeedState(ABC):
         self.tensors: dict[str, Tensor] = dict(parameters)
         """The tensors that the optimizer is given."""
         self.config = layout
-        self._parameters = list(parameters.values())
         self.pieces = slices_of_rank(layout, world.topology, world.at, parameters)
-        self._sync = GradientSync(layout, world)
-
-    @property
-    def is_split(self) -> bool:
-        """Whether ranks hold different parts of the weights, so that each writes its own."""
-        return not self._sync.alone
+        self.sync = GradientSync(layout, world)
 
     def attach(self, engine: Any, reader: Checkpoint | None) -> None:
         """Attach DeepSpeed's engine. reader: as in ``fill``, for the float32 copies."""
-        self._engine, self._basic = engine, engine.basic_optimizer
+        self._engine, self.basic_optimizer = engine, engine.basic_optimizer
 
     @abstractmethod
     def begin_step(self, scale: float) -> None:
@@ -87,55 +82,31 @@ class DeepSpeedState(ABC):
         for name, part, array in values:
             self._set_moment(name, part, self._padded(name, array))
         # Adam's bias correction counts updates, torch's beside the moments, DeepSpeed's kernels also in the groups
-        for holder in [*self._basic.state.values(), *self._basic.param_groups]:
+        for holder in [*self.basic_optimizer.state.values(), *self.basic_optimizer.param_groups]:
             if torch.is_tensor(holder.get("step")):
                 holder["step"].fill_(float(updates))
             elif "step" in holder:
                 holder["step"] = updates
 
-    def norm_of_weights(self) -> float:
-        """Return the norm of this rank's tensors."""
-        return global_norm([tensor.detach() for tensor in self.tensors.values()]).item()
+    def weights(self, owned: Mapping[str, TensorSlice]) -> dict[str, Array]:
+        """Return copies of pieces. All ranks must call: DeepSpeed gathers."""
+        return self._copied(owned, {name: (name, None) for name in self.tensors})
 
-    def norm_of_moments(self) -> float:
-        states = (self._basic.state.get(tensor, {}) for tensor in self.tensors.values())
+    def moments(self, owned: Mapping[str, TensorSlice]) -> dict[str, Array]:
+        """Return copies of pieces by NAME.PART. All ranks must call."""
         parts = self.config.optimizer.state_parts
-        found = [state[part] for state in states for part in parts if state.get(part) is not None]
-        return global_norm(found).item() if found else 0.0
+        return self._copied(owned, {f"{name}.{part}": (name, part) for part in parts for name in self.tensors})
 
-    def state_bytes(self) -> int:
-        """Return the bytes of this rank's weights, of their copies and of the moments."""
-        states, groups = self._basic.state.values(), self._basic.param_groups
-        found = [value for state in states for value in state.values() if torch.is_tensor(value)]
-        # in stage 3 the groups are empty between steps
-        copies = [*self._basic.state, *(each for group in groups for each in group["params"])]
-        weights = [getattr(each, "ds_tensor", each) for each in self._parameters]
-        return held_bytes([*weights, *copies, *found])
-
-    def owned(self) -> dict[str, Any]:
-        """Return the pieces that this rank writes, without the rows that pad the vocabulary."""
-        return {
-            name: true_slice(name, piece, self.config.model)
-            for name, piece in self.pieces.items()
-            if self._sync.owns(name)
-        }
-
-    def weights(self) -> dict[str, Array]:
-        """Return copies of the owned pieces. All ranks must call: DeepSpeed gathers."""
-        return self._copied({name: (name, None) for name in self.tensors})
-
-    def moments(self) -> dict[str, Array]:
-        """Return copies of the owned pieces by NAME.PART. All ranks must call."""
-        parts = self.config.optimizer.state_parts
-        return self._copied({f"{name}.{part}": (name, part) for part in parts for name in self.tensors})
-
-    def _copied(self, wanted: Mapping[str, tuple[str, str | None]]) -> dict[str, Array]:
-        owned, found = self.owned(), {}
+    def _copied(
+        self, owned: Mapping[str, TensorSlice], wanted: Mapping[str, tuple[str, str | None]]
+    ) -> dict[str, Array]:
+        found = {}
         for key, (name, part) in wanted.items():
             whole = self._weight(name) if part is None else self._moment(name, part)
             if name in owned:
-                rows = owned[name].rows
-                values = whole.to("cpu", torch.float32).view(self._shape(name))
+                rows, piece = owned[name].rows, self.pieces[name]
+                spans = [span for span in (piece.rows, piece.columns) if span is not None]
+                values = whole.to("cpu", torch.float32).view([last - first for first, last in spans])
                 found[key] = np.array(values[: rows[1] - rows[0]].numpy())
         return found
 
@@ -148,11 +119,6 @@ class DeepSpeedState(ABC):
     def _padded(self, name: str, array: Array) -> Tensor:
         rows = self.pieces[name].rows
         return torch.from_numpy(padded_rows(array, rows[1] - rows[0]))
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        piece = self.pieces[name]
-        spans = [piece.rows, *([piece.columns] if piece.columns is not None else [])]
-        return tuple(last - first for first, last in spans)
 
 
 class WholeState(DeepSpeedState):
@@ -171,8 +137,9 @@ class WholeState(DeepSpeedState):
 
     def attach(self, engine: Any, reader: Checkpoint | None) -> None:
         super().attach(engine, reader)
-        self._basic.register_step_pre_hook(lambda *_: self._unscale_and_clip())
-        self._basic.register_step_post_hook(lambda *_: self._write_back())
+        self.basic_optimizer.register_step_pre_hook(lambda *_: self._unscale_and_clip())
+        self.basic_optimizer.register_step_post_hook(lambda *_: self.master.write_back())
+        self.basic_optimizer.register_step_post_hook(lambda *_: self._drop_gradients())
 
     def begin_step(self, scale: float) -> None:
         self._scale = scale
@@ -190,15 +157,11 @@ class WholeState(DeepSpeedState):
     def _unscale_and_clip(self) -> None:
         """Unscale and clip the gradients that DeepSpeed has summed. The norm counts each element once."""
         gradients = self.master.take_gradients()
-        self._norm = self._sync.norm(gradients).item() / self._scale
+        self._norm = self.sync.norm(gradients).item() / self._scale
         limit = self.config.optimizer.clip_grad
         scale_gradients(list(gradients.values()), clip_factor(self._norm, limit) / self._scale)
         if not math.isfinite(self._norm):
             self._drop_gradients()
-
-    def _write_back(self) -> None:
-        self.master.write_back()
-        self._drop_gradients()
 
     def _drop_gradients(self) -> None:
         for tensor in self.tensors.values():
@@ -209,13 +172,13 @@ class WholeState(DeepSpeedState):
         self.master.write_back()
 
     def _set_moment(self, name: str, part: str, whole: Tensor) -> None:
-        self._basic.state[self.tensors[name]][part].copy_(whole)
+        self.basic_optimizer.state[self.tensors[name]][part].copy_(whole)
 
     def _weight(self, name: str) -> Tensor:
         return self.tensors[name].detach()
 
     def _moment(self, name: str, part: str) -> Tensor:
-        moment: Tensor = self._basic.state[self.tensors[name]][part]
+        moment: Tensor = self.basic_optimizer.state[self.tensors[name]][part]
         return moment
 
 
@@ -254,9 +217,9 @@ class ZeroState(DeepSpeedState):
     def _set_moment(self, name: str, part: str, whole: Tensor) -> None:
         self._utils.safe_set_full_optimizer_state(self.tensors[name], self._there(name, whole), part)
 
-    def moments(self) -> dict[str, Array]:
+    def moments(self, owned: Mapping[str, TensorSlice]) -> dict[str, Array]:
         link_moments(self._optimizer)
-        return super().moments()
+        return super().moments(owned)
 
     def _there(self, name: str, values: Tensor) -> Tensor:
         return values.to(self.tensors[name].device)

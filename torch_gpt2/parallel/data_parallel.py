@@ -43,9 +43,17 @@ class DataParallel:
             self._ddp = self.loss_sum = DistributedDataParallel(
                 LossModule(parts[0], loss_sum), gradient_as_bucket_view=True, init_sync=False, process_group=self._group
             )
-            state = (DTYPES[precision.reduction], self._group)
-            # DDP would read annotations as classes
-            self._ddp.register_comm_hook(state, lambda state, bucket: _sum_bucket(state, bucket))
+            dtype, group = DTYPES[precision.reduction], self._group
+
+            def sum_bucket(_, bucket):  # type: ignore[no-untyped-def]  # DDP would read annotations as classes
+                """Sum gradients in ``dtype``, where DDP would average them.
+
+                A micro batch then has the same gradient, and overflows at the same loss scale, on any number of ranks.
+                """
+                sent = dist.all_reduce(bucket.buffer().to(dtype), group=group, async_op=True).get_future()
+                return sent.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+            self._ddp.register_comm_hook(None, sum_bucket)
             self._warm_up_buckets(config)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
@@ -94,18 +102,6 @@ def sum_over(group: dist.ProcessGroup | None, gradients: Iterable[Tensor]) -> No
     for work in [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]:
         assert work is not None
         work.wait()
-
-
-def _sum_bucket(state: tuple[torch.dtype, dist.ProcessGroup], bucket: Any) -> torch.futures.Future[Tensor]:
-    """Sum gradients in ``dtype``, where DDP would average them.
-
-    A micro batch then has the same gradient, and overflows at the same loss scale, on any number of ranks.
-    """
-    dtype, group = state
-    sent: torch.futures.Future[list[Tensor]] = dist.all_reduce(
-        bucket.buffer().to(dtype), group=group, async_op=True
-    ).get_future()
-    return sent.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
 class LossModule(nn.Module):

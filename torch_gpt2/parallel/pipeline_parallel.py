@@ -60,7 +60,7 @@ class Pipeline:
         self._group, self._device = world.groups[GroupKind.PIPELINE], device.torch_device
         self._ranks = list(world.topology.group(GroupKind.PIPELINE, world.rank))
         self._config = config
-        self.has_loss = self._count - 1 in self._parts
+        self._has_loss = self._count - 1 in self._parts
         self._micro_batches = config.train.accumulation_steps
         self._schedule = self._make_schedule(self._micro_batches)
         self._finish: Callable[[Tensor], Tensor] = lambda loss: loss
@@ -102,7 +102,7 @@ class Pipeline:
         self._finish = finish
         losses: list[Tensor] = []
         inputs, more = (ids,) if 0 in self._parts else (), self._tokens(ids)
-        if self.has_loss:
+        if self._has_loss:
             self._schedule.step(*inputs, target=targets, losses=losses, return_outputs=False, **more)
             return torch.stack([loss.detach() for loss in losses]).sum()
         self._schedule.step(*inputs, **more)
@@ -113,27 +113,24 @@ class Pipeline:
 
     def evaluate(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the losses of one batch of any size, 0 without the head."""
-        x = ids
+        x, parallel = ids, self._config.parallel
         for index, part in sorted(self._parts.items()):
             if index > 0 and index - 1 not in self._parts:
-                x = torch.empty(self._shape(ids), dtype=part.compute_dtype, device=self._device)
+                width = ids.shape[1] // (parallel.model_parallel if parallel.sequence_parallel else 1)
+                shape = len(ids), width, self._config.model.hidden_size
+                x = torch.empty(shape, dtype=part.compute_dtype, device=self._device)
                 dist.recv(x, self._rank_of(index - 1), group=self._group)
             x = part(x, **self._tokens(ids))
             if index < self._count - 1 and index + 1 not in self._parts:
                 dist.send(x.contiguous(), self._rank_of(index + 1), group=self._group)
         return (
-            self._parts[self._count - 1].loss_of(x, targets) if self.has_loss else torch.zeros((), device=self._device)
+            self._parts[self._count - 1].loss_of(x, targets) if self._has_loss else torch.zeros((), device=self._device)
         )
 
     def _tokens(self, ids: Tensor) -> dict[str, Tensor]:
         """Return what each stage gets beside its input, to keep documents apart."""
         packing = self._config.packing
         return {"tokens": ids} if packing is not None and packing.separates else {}
-
-    def _shape(self, ids: Tensor) -> tuple[int, int, int]:
-        parallel = self._config.parallel
-        width = ids.shape[1] // (parallel.model_parallel if parallel.sequence_parallel else 1)
-        return ids.shape[0], width, self._config.model.hidden_size
 
     def _rank_of(self, stage: int) -> int:
         return self._ranks[self._topology.place_of_stage(stage)]

@@ -1,7 +1,6 @@
 """Alternatives to DDP, for comparison: a parameter server, and Horovod. See parallel.strategy.
 
-Each has the methods of ``DataParallel`` (torch_gpt2/parallel/data_parallel.py). Each is correct in
-every precision: the gradients and weights of ``MasterWeights`` travel in float32.
+Each is correct in every precision: the gradients and weights of ``MasterWeights`` travel in float32.
 """
 
 from __future__ import annotations
@@ -25,20 +24,19 @@ from torch_gpt2.parallel.data_parallel import DataParallel, LossSum
 from torch_gpt2.parallel.world import World
 
 
-class ParameterServer:
+class ParameterServer(DataParallel):
     """Rank 0 receives the sum of all gradients, updates the weights and sends them out.
 
     Only rank 0 has the optimizer's state.
     """
 
-    def __init__(self, loss_sum: LossSum, config: Run, world: World, weights: Mapping[str, Tensor]) -> None:
-        self.loss_sum = loss_sum
+    def __init__(
+        self, parts: list[GPT2], loss_sum: LossSum, config: Run, world: World, weights: Mapping[str, Tensor]
+    ) -> None:
+        super().__init__(parts, loss_sum, config, World())  # which has no groups to sum over
         self._world = world
         self._weights = weights
         self._dtype = DTYPES[config.precision.reduction]
-
-    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def sum_gradients(self, gradients: list[Tensor]) -> None:
         """Sum the gradients on rank 0. Only rank 0 has the sums afterwards."""
@@ -79,10 +77,13 @@ class SingleProcessDataParallel(DataParallel):
         self.loss_sum = lambda ids, targets: replicas(ids, targets).sum()
 
 
-class Horovod:
+class Horovod(DataParallel):
     """Sum over all ranks by Horovod's all-reduce."""
 
-    def __init__(self, loss_sum: LossSum, config: Run, world: World, weights: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, parts: list[GPT2], loss_sum: LossSum, config: Run, world: World, weights: Mapping[str, Tensor]
+    ) -> None:
+        super().__init__(parts, loss_sum, config, World())  # which has no groups to sum over
         if importlib.util.find_spec("horovod") is None:
             raise ConfigError(
                 "parallel.strategy=horovod: the package is not installed; HOROVOD_WITH_PYTORCH=1"
@@ -97,7 +98,6 @@ class Horovod:
                 f"parallel.strategy=horovod: Horovod says rank {theirs[0]} of {theirs[1]}, this is"
                 f" rank {world.rank} of {world.size}; start the run with horovodrun or mpirun"
             )
-        self.loss_sum = loss_sum
         self._weights: Mapping[str, Tensor] | None = weights
         self._half = DTYPES[config.precision.reduction]
 
@@ -113,12 +113,6 @@ class Horovod:
         for gradient, total in zip(gradients, summed, strict=True):
             gradient.copy_(total)
 
-    def norm(self, own: Tensor) -> Tensor:
-        return own
-
-    def update(self, step: Callable[[], Any]) -> None:
-        step()
-
 
 class _ReplicaLoss(nn.Module):
     """Module whose forward uses the replica's model; a bound method would use the original."""
@@ -133,17 +127,15 @@ class _ReplicaLoss(nn.Module):
 
 def replicate(
     parts: list[GPT2], loss_sum: LossSum, config: Run, world: World, device: TorchDevice, weights: Mapping[str, Tensor]
-) -> DataParallel | ParameterServer | Horovod:
+) -> DataParallel:
     """Create the strategy that parallel.strategy names.
 
     weights: the float32 tensors that the optimizer updates. Raises ConfigError.
     """
-    if config.parallel.strategy == "horovod":
-        return Horovod(loss_sum, config, world, weights)
-    if config.parallel.strategy == "parameter_server":
-        return (
-            ParameterServer(loss_sum, config, world, weights)
-            if world.size > 1
-            else SingleProcessDataParallel(parts[0], config, world, device)
-        )
-    return DataParallel(parts, loss_sum, config, world)
+    strategy = config.parallel.strategy
+    if strategy == "ddp":
+        return DataParallel(parts, loss_sum, config, world)
+    if strategy == "parameter_server" and world.size == 1:
+        return SingleProcessDataParallel(parts[0], config, world, device)
+    kind = Horovod if strategy == "horovod" else ParameterServer
+    return kind(parts, loss_sum, config, world, weights)

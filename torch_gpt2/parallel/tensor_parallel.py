@@ -41,8 +41,7 @@ class TensorGroup:
 
     def enter(self, x: Tensor) -> Tensor:
         """Enter a region whose weights are split: return whole activations (B, T, C) on every rank."""
-        function = _Gather if self.sequence else _Copy
-        out: Tensor = function.apply(x, self.group)  # type: ignore[no-untyped-call]
+        out: Tensor = (_Gather if self.sequence else _Copy).apply(x, self.group)
         return out
 
     def leave(self, x: Tensor) -> Tensor:
@@ -50,8 +49,7 @@ class TensorGroup:
 
         With sequence parallel it is this rank's part of the sum.
         """
-        function = _Scatter if self.sequence else _Sum
-        out: Tensor = function.apply(x, self.group)  # type: ignore[no-untyped-call]
+        out: Tensor = (_Scatter if self.sequence else _Sum).apply(x, self.group)
         return out
 
     def local_shard(self, positions: Tensor) -> Tensor:
@@ -59,54 +57,10 @@ class TensorGroup:
         return positions.chunk(self.size, -1)[self.rank] if self.sequence else positions
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grads[0], ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _all_reduce(x, group).view_as(x)  # a new tensor, or torch 2.11's compiler loses its gradient
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grads[0], ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        out = _reduce_scatter(x, group)
-        return out.view_as(out)  # a new tensor, or torch 2.11's compiler loses its gradient
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grads[0], ctx.group), None
-
-
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
-    return out
+    return out.view_as(out)  # a new tensor, or torch 2.11's compiler loses its gradient
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -121,7 +75,29 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = torch.cat(x.chunk(group.size(), 1))
     out = parts.new_empty((x.shape[0], *parts.shape[1:]))
     _sum_parts(out, parts, group=group)
-    return out
+    return out.view_as(out)  # as above
+
+
+def _region(enter: Callable[..., Tensor], leave: Callable[..., Tensor]) -> Any:
+    """Return a function of autograd: ``enter`` of activations and group, ``leave`` of the gradient and the group."""
+
+    class Region(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+            ctx.group = group
+            return enter(x, group)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+            return leave(grads[0], ctx.group), None
+
+    return Region
+
+
+_Copy = _region(lambda x, _: x.view_as(x), _all_reduce)
+_Sum = _region(_all_reduce, lambda gradient, _: gradient)
+_Gather = _region(_all_gather, _reduce_scatter)
+_Scatter = _region(_reduce_scatter, _all_gather)
 
 
 class RowLinear(Linear):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import datetime
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -34,13 +34,10 @@ gather_parts: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 @dataclass(frozen=True, kw_only=True)
 class World(WorldBase):
-    groups: Mapping[GroupKind, dist.ProcessGroup] = field(default_factory=dict)
-    """Groups of several ranks that this rank belongs to, by kind."""
     device: TorchDevice | None = None
     """Device of this rank. An accelerator sends numbers over its own network."""
 
     def sum(self, *values: float) -> list[float]:
-        """Return sums over all ranks in float64, with the same bits on each."""
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -76,7 +73,7 @@ class World(WorldBase):
         assert self.device is not None
         largest = torch.full((1,), value, dtype=torch.int32, device=self.device.torch_device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._everyone)
-        wait = self.device.fetch(largest)
+        wait = self.device.to_host(largest)
         return lambda: int(wait()[0])
 
     @property
@@ -89,7 +86,6 @@ class World(WorldBase):
         return next((group for group in self.groups.values() if group.size() == self.size), None)
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -41,17 +40,14 @@ def shard_model(model: GPT2, config: Run, mesh: DeviceMesh) -> None:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     if low is not None and precision.reduction == "float32":
-        model.register_forward_pre_hook(_sum_tied_gradients_in_float32)
 
+        def sum_tied_gradients_in_float32(gathered: Any, _: Any) -> None:
+            # the parameters outside the blocks are there now, among them the token table with its two uses
+            for parameter in gathered.parameters():
+                if not isinstance(parameter, DTensor):  # parameters of the blocks are still split
+                    sum_in_float32(parameter)
 
-def _sum_tied_gradients_in_float32(model: nn.Module, _: Any) -> None:
-    """Sum the gradients of the two uses of the token table in float32.
-
-    Runs when ZeRO has gathered the parameters outside the blocks, among them this table.
-    """
-    for parameter in model.parameters():
-        if not isinstance(parameter, DTensor):  # parameters of the blocks are still split
-            sum_in_float32(parameter)
+        model.register_forward_pre_hook(sum_tied_gradients_in_float32)
 
 
 def data_mesh(config: Run, world: World, device: TorchDevice) -> DeviceMesh:

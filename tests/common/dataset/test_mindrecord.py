@@ -173,16 +173,19 @@ def test_written_rows_are_the_windows_of_the_pair(tmp_path, write_pair, seq_leng
     pair = GPTDataset(prefix, seq_length=seq_length, shuffle=False, **WHOLE)
     for _ in range(2):  # the second replaces the first
         written = write_mindrecord(prefix, target, seq_length, shards)
-    some = np.arange(2 * pair.samples_per_epoch)
-    assert written.rows == pair.samples_per_epoch
-    assert written.left_over == 450 - written.rows * seq_length - 1 < seq_length
-    for source in (target.parent, target, written.files[-1]):
+    rows = pair.samples_per_epoch
+    some, left_over = np.arange(2 * rows), 450 - rows * seq_length - 1
+    files = sorted(path for path in target.parent.iterdir() if path.suffix != ".db")
+    names = f"{files[0]} ... {files[-1].name}" if shards > 1 else str(target)
+    assert written == f"{names}: {rows} rows of {seq_length + 1} tokens, {left_over} tokens left over at the end"
+    assert left_over < seq_length
+    for source in (target.parent, target, files[-1]):
         samples = open_samples([str(source)], seq_length=seq_length, shuffle=False, **WHOLE)
         assert isinstance(samples, MindRecordSamples)
         assert (samples.read(some) == pair.read(some)).all()
-    for files in (written.files[0], list(written.files)):  # one shard leads to the others
-        assert (mindspore_reads(files) == all_rows(pair)).all()
-    sizes = [len(MindRecordFile(path)) for path in written.files]
+    for given in (files[0], files):  # one shard leads to the others
+        assert (mindspore_reads(given) == all_rows(pair)).all()
+    sizes = [len(MindRecordFile(path)) for path in files]
     assert len(sizes) == shards and max(sizes) - min(sizes) <= 1
     assert len({path.stat().st_mode for path in (*target.parent.iterdir(), prefix.with_name("data.idx"))}) == 1
     write_mindrecord(prefix, target, seq_length, 2)
