@@ -38,7 +38,7 @@ from common.flags import make_parser
 from common.parallel.run import Run
 from common.planner import timing
 from common.planner.fitting import resolve_on, usable_memory
-from common.planner.memory import has_low_gradients, shard_ranks
+from common.planner.memory import has_low_gradients
 from common.planner.plan import Plan, StagePlan, make_plan, table, time_of
 from common.program import command
 from common.resolve.derive import written_ranks
@@ -139,7 +139,7 @@ def widened(config: Run, stage: StagePlan) -> int:
     Its update makes one float32 tensor of a rank's gradients (stage_1_and_2.py, ``step``). We take
     it that torch keeps the smaller pieces that activations left, and gets new memory for it.
     """
-    part = -(-stage.parameters // shard_ranks(config))
+    part = -(-stage.parameters // config.parallel.shards)
     return 4 * part * has_low_gradients(config)
 
 

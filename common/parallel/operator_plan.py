@@ -115,14 +115,9 @@ def splits_vocabulary(config: Run) -> bool:
     return parallel.model_parallel > 1 and not (parallel.vocab_emb_dp and parallel.pipeline_stage == 1)
 
 
-def stage_of(name: str, config: Run) -> int:
-    """Return the pipeline stage of a cell: ``embed``, ``h.N`` or ``head``."""
-    topology = config.topology
-    if name == "embed":
-        return 0
-    if name == "head":
-        return topology.stages - 1
-    layer, layers = int(name.removeprefix("h.")), config.model.num_layers
+def stage_of(layer: int, config: Run) -> int:
+    """Return the pipeline stage of a block."""
+    topology, layers = config.topology, config.model.num_layers
     return next(stage for stage in range(topology.stages) if layer in topology.layers_of_stage(stage, layers))
 
 
@@ -131,20 +126,16 @@ def fusion_of(layer: int, config: Run) -> int:
 
     With a pipeline there is one group, as in MindFormers: gradients are communicated once, after the last micro batch.
     """
-    if config.parallel.pipeline_stage > 1:
-        return 1
-    return (
-        layer * min(config.parallel.gradient_aggregation_group, config.model.num_layers) // config.model.num_layers + 1
-    )
+    parallel, layers = config.parallel, config.model.num_layers
+    return 1 if parallel.pipeline_stage > 1 else layer * min(parallel.gradient_aggregation_group, layers) // layers + 1
 
 
 def stages_of_parameter(name: str, config: Run) -> tuple[int, ...]:
     """Return the pipeline stages that use a parameter; the first of them holds it."""
-    if name == EMBEDDING:
-        return tuple(sorted({stage_of("embed", config), stage_of("head", config)}))
+    last = config.topology.stages - 1
     if name.startswith("h."):
-        return (stage_of(".".join(name.split(".")[:2]), config),)
-    return (stage_of("head" if name.startswith("ln_f") else "embed", config),)
+        return (stage_of(int(name.split(".")[1]), config),)
+    return tuple(sorted({0, last})) if name == EMBEDDING else (last if name.startswith("ln_f") else 0,)
 
 
 def splits_state(name: str, config: Run) -> bool:
@@ -162,18 +153,11 @@ def splits_state(name: str, config: Run) -> bool:
         or len(stages_of_parameter(name, config)) > 1
     ):
         return False
-    shape = _local_shape(name, config)
+    tensor = parallel.model_parallel if _is_split(name, config) else 1
+    shape = local_shape(name, padded_shapes(config)[name], tensor)
     size = math.prod(shape) * NUMPY_TYPES[config.precision.parameters].itemsize
-    return (
-        shape[0] % (parallel.shard_size or parallel.data_parallel) == 0
-        and size >= 1024 * parallel.parallel_optimizer_config.parallel_optimizer_threshold
-    )
-
-
-def held_shape(name: str, config: Run) -> tuple[int, ...]:
-    """Return the shape of one rank's part of a parameter, padding included."""
-    rows, *others = _local_shape(name, config)
-    return (rows // _shards(name, config), *others)
+    threshold = parallel.parallel_optimizer_config.parallel_optimizer_threshold
+    return shape[0] % parallel.shards == 0 and size >= 1024 * threshold
 
 
 def held_slice(name: str, config: Run, at: Coordinates) -> TensorSlice:
@@ -202,16 +186,10 @@ def copies_of(name: str, config: Run) -> int:
     return topology.data // _shards(name, config) * (1 if _is_split(name, config) else topology.tensor)
 
 
-def _local_shape(name: str, config: Run) -> tuple[int, ...]:
-    tensor = config.parallel.model_parallel if _is_split(name, config) else 1
-    return local_shape(name, padded_shapes(config)[name], tensor)
-
-
 def _is_split(name: str, config: Run) -> bool:
     role = role_of(name)
     return splits_vocabulary(config) if role is Role.VOCABULARY else role is not Role.REPLICATED
 
 
 def _shards(name: str, config: Run) -> int:
-    parallel = config.parallel
-    return (parallel.shard_size or parallel.data_parallel) if splits_state(name, config) else 1
+    return config.parallel.shards if splits_state(name, config) else 1

@@ -20,7 +20,7 @@ from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
 from common.parallel.updates import describe_schedule, schedule_warnings
 from common.planner.fitting import limit_name, memory_limit
-from common.planner.memory import Memory, has_low_gradients, memory_of, shard_ranks, units_of
+from common.planner.memory import Memory, has_low_gradients, memory_of, units_of
 from common.planner.timing import RANGES, StepTime, Traffic, step_time, traffic_of
 from common.resolve.derive import resolve_other
 from common.weights.names import count_parameters, flops_per_token
@@ -208,9 +208,7 @@ def _percent(part: float) -> str:
 def _memory_lines(plan: Plan, all_stages: bool) -> Iterable[str]:
     config = plan.run
     train, parallel, precision = config.train, config.parallel, config.precision
-    zero = f"ZeRO stage {parallel.zero_stage}" + (
-        f" over {shard_ranks(config)} ranks" if shard_ranks(config) > 1 else ""
-    )
+    zero = f"ZeRO stage {parallel.zero_stage}" + f" over {parallel.shards} ranks" * (parallel.shards > 1)
     count = train.recompute_layers
     of_layers = "" if count is None else f" of the first {count} layers of a stage"
     yield (

@@ -139,10 +139,10 @@ def _set_stages(network: TrainingGraph, config: Run) -> None:
     For each parameter this is the group whose gradients travel together, and whether ZeRO splits it.
     """
     if config.parallel.pipeline_stage > 1:
-        network.embed.pipeline_stage = stage_of("embed", config)
+        network.embed.pipeline_stage = 0
         for layer, block in enumerate(network.h):
-            block.pipeline_stage = stage_of(f"h.{layer}", config)
-        network.head.pipeline_stage = stage_of("head", config)
+            block.pipeline_stage = stage_of(layer, config)
+        network.head.pipeline_stage = config.topology.stages - 1
     for layer, block in enumerate(network.h):
         block.set_comm_fusion(fusion_of(layer, config))
     for parameter in network.get_parameters():
