@@ -16,7 +16,7 @@ from common.checkpoint.snapshot import TrainState, true_slice
 from common.checkpoint.writer import Part, Snapshot
 from common.cluster.environment import Process
 from common.dataset.sampler import Batch, Tokens
-from common.parallel.packing import Packing
+from common.parallel.run import Packing
 from common.parallel.sharding import initial_values, slices_of_rank
 from common.quantization import frozen_parameters
 from common.training.engine import NO_LIMITS, Limits, StepResult

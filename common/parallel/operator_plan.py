@@ -39,12 +39,15 @@ def operator_strategies(config: Run, *, fused: bool = False) -> dict[str, Strate
     Activations between layers are (B T, C), heads (B, nh, T, hs), logits (B T, V), with B, T, C,
     nh, hs and V as in the models. fused: attention is one operator.
     """
-    at = config.topology
-    data, tensor = at.data, at.tensor
+    data, tensor = config.topology.data, config.topology.tensor
     rows = data * tensor if config.parallel.sequence_parallel else data
     heads, stream = (data, tensor, 1, 1), (rows, 1)
+    # rows of a whole vocabulary are split over all ranks of a stage, so that no logits are computed twice
+    columns = tensor if splits_vocabulary(config) else 1
+    row = (data * tensor // columns,)
+    logits = (*row, columns)
     plan = {
-        "wte.gather": Strategy(inputs=((tensor if splits_vocabulary(config) else 1, 1), (data, 1))),
+        "wte.gather": Strategy(inputs=((columns, 1), (data, 1))),
         "wpe.gather": Strategy(inputs=((1, 1), (1,))),
         "embed.add": Strategy(inputs=((data, 1, 1), (1, 1))),
         "embed.dropout": Strategy(inputs=(stream,)),
@@ -53,6 +56,18 @@ def operator_strategies(config: Run, *, fused: bool = False) -> dict[str, Strate
         "h.*.attn.split_heads": Strategy(inputs=((data, 1, tensor, 1),)),
         "h.*.attn.join_heads": Strategy(inputs=(heads,)),
         "h.*.mlp.gelu": Strategy(inputs=((data, tensor),)),
+        "head.matmul": Strategy(inputs=((*row, 1), (columns, 1))),
+        "loss.mask": Strategy(inputs=(logits, (columns,))),
+        "loss.largest": Strategy(inputs=(logits,)),
+        "loss.subtract": Strategy(inputs=(logits, (*row, 1))),
+        "loss.exp": Strategy(inputs=(logits,)),
+        "loss.sum": Strategy(inputs=(logits,)),
+        "loss.log": Strategy(inputs=(row,)),
+        "loss.one_hot": Strategy(inputs=(logits, (), ())),
+        "loss.multiply": Strategy(inputs=(logits, logits)),
+        "loss.difference": Strategy(inputs=(row, row)),
+        "loss.total": Strategy(inputs=(row,)),
+        "head.divide": Strategy(inputs=((), ())),
     }
     if fused:
         plan["h.*.attn.core.fused.causal"] = Strategy(inputs=(heads, heads, heads, (1, 1)))
@@ -67,43 +82,14 @@ def operator_strategies(config: Run, *, fused: bool = False) -> dict[str, Strate
         }
     for name in ("h.*.ln_1", "h.*.ln_2", "ln_f"):
         plan[f"{name}.layer_norm"] = Strategy(inputs=(stream, (1,), (1,)))
-    for name in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
-        plan |= _linear(name, data, tensor, rows)
-    return plan | _loss(config, data, tensor)
-
-
-def _linear(name: str, data: int, tensor: int, rows: int) -> dict[str, Strategy]:
-    if role_of(f"h.0.{name}.weight") is Role.COLUMN:
-        product = Strategy(inputs=((data, 1), (tensor, 1)))
-        add = Strategy(inputs=((data, tensor), (tensor,)))
-    else:
-        product = Strategy(inputs=((data, tensor), (1, tensor)), output=(rows, 1) if rows > data else None)
-        add = Strategy(inputs=((rows, 1), (1,)))
-    return {f"h.*.{name}.matmul": product, f"h.*.{name}.add": add}
-
-
-def _loss(config: Run, data: int, tensor: int) -> dict[str, Strategy]:
-    """Return the strategies of the loss.
-
-    Rows of a whole vocabulary are split over all ranks of a stage, so that no logits are computed twice.
-    """
-    columns = tensor if splits_vocabulary(config) else 1
-    rows = data * tensor // columns
-    logits, row = (rows, columns), (rows,)
-    return {
-        "head.matmul": Strategy(inputs=((rows, 1), (columns, 1))),
-        "loss.mask": Strategy(inputs=(logits, (columns,))),
-        "loss.largest": Strategy(inputs=(logits,)),
-        "loss.subtract": Strategy(inputs=(logits, (rows, 1))),
-        "loss.exp": Strategy(inputs=(logits,)),
-        "loss.sum": Strategy(inputs=(logits,)),
-        "loss.log": Strategy(inputs=(row,)),
-        "loss.one_hot": Strategy(inputs=(logits, (), ())),
-        "loss.multiply": Strategy(inputs=(logits, logits)),
-        "loss.difference": Strategy(inputs=(row, row)),
-        "loss.total": Strategy(inputs=(row,)),
-        "head.divide": Strategy(inputs=((), ())),
-    }
+    for name in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.c_fc"):
+        plan[f"h.*.{name}.matmul"] = Strategy(inputs=((data, 1), (tensor, 1)))
+        plan[f"h.*.{name}.add"] = Strategy(inputs=((data, tensor), (tensor,)))
+    for name in ("attn.c_proj", "mlp.c_proj"):
+        output = stream if rows > data else None
+        plan[f"h.*.{name}.matmul"] = Strategy(inputs=((data, tensor), (1, tensor)), output=output)
+        plan[f"h.*.{name}.add"] = Strategy(inputs=(stream, (1,)))
+    return plan
 
 
 def splits_vocabulary(config: Run) -> bool:

@@ -17,9 +17,8 @@ from common.device import check_device_id, naming_auto, sees_ascend
 from common.errors import ConfigError, refuse_first
 from common.parallel.batch import check_divides
 from common.parallel.kernels import compile_error
-from common.parallel.packing import wanted_keys
 from common.parallel.pipeline import schedule_error
-from common.parallel.run import Run
+from common.parallel.run import Run, wanted_keys
 from common.quantization import quantized_layers
 from common.resolve.vendor_settings import deepspeed_settings
 from common.structured_files import read_json_mapping
