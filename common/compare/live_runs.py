@@ -21,7 +21,7 @@ from common.launcher.request import NO_TABLE
 from common.log import show
 from common.study.children import Launch, run_launches
 from common.study.results import Measured, State
-from common.study.same_losses import OTHER_KERNELS, Departure, Kind, depart, relative_difference
+from common.study.verdict import OTHER_KERNELS, Departure, Kind, depart, relative_difference
 from common.training.metrics import read_metrics
 from common.training.recording import RecordRequest
 from common.yaml_files import read_yaml_mapping

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from common.errors import DataError
 from common.files import atomic_write
 from common.structured_files import read_json_mapping
-from common.study.same_losses import OTHER_KERNELS
+from common.study.verdict import OTHER_KERNELS
 from common.tensor_files.safetensors_file import open_safetensors
 from common.training.recording import BACKWARD, FORWARD, GRADIENTS, LAST_NORM, PARTS, TOKENS, WEIGHTS, activation_names
 from common.weights.names import EMBEDDING, POSITIONS

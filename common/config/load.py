@@ -214,8 +214,8 @@ def read_yaml(
 ) -> _Read:
     """Return the keys and values of a YAML file, and ``file:line`` of every key.
 
-    carriers, is_text: as of ``parse_yaml``. text: content of the file, if it has been read. Raises ConfigError, also for
-    a key given twice.
+    carriers, is_text: as of ``parse_yaml``. text: content of the file, if it has been read. Raises ConfigError, also
+    for a key given twice.
     """
     text = read_yaml_text(path) if text is None else text
     lines: dict[KeyPath, int] = {}

@@ -1,9 +1,9 @@
 """Agreement of all processes of a run, without regard to the backend that carries their messages; and the wait of a
 rank until the others have come: what it says meanwhile, and what ends the wait.
 
-Torch's store and MindSpore's scheduler wait in silence, and in a call that Ctrl-C does not reach. A rank therefore first
-looks by itself whether anything answers at the place where they meet. A barrier over TCP serves frameworks whose own
-messages time out after half a minute.
+Torch's store and MindSpore's scheduler wait in silence, and in a call that Ctrl-C does not reach. So a rank first looks
+by itself whether anything answers at the place where they meet. A barrier over TCP serves frameworks whose own messages
+time out after half a minute.
 """
 
 from __future__ import annotations
