@@ -22,8 +22,12 @@ from common.weights.names import EMBEDDING, parameter_shapes
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device. Temporary memory is counted at its peak."""
+    """Bytes on each device at one place of the pipeline: tensor and data-parallel ranks have equally much. Temporary
+    memory is counted at its peak.
+    """
 
+    parameters: int
+    """Number of elements before ZeRO splits, with padding and the last stage's copy of the tied embedding."""
     weights: int
     """Weights that the rank owns, after the split by ZeRO."""
     gathered: int = 0
@@ -51,7 +55,7 @@ class Memory:
     @property
     def parts(self) -> dict[str, int]:
         """Parts of the device's memory, by name."""
-        return {name: size for name, size in vars(self).items() if name not in ("on_host", "shared")}
+        return {name: size for name, size in vars(self).items() if name not in ("parameters", "on_host", "shared")}
 
     @property
     def peak(self) -> int:
@@ -168,6 +172,7 @@ def memory_of(config: Run, place: int) -> Memory:
         less = (more - free - min(gradients, max(0, first - free)) for free, more in peaks)
         shared = alone - max(less, default=alone)
     memory = Memory(
+        parameters=whole,
         weights=weights,
         gathered=gathered,
         gradients=gradients,

@@ -196,9 +196,9 @@ class StepTime:
         return float(sum(vars(self).values()))
 
 
-def step_time(config: Run, device: Accelerator, place: int, memory: Memory, traffic: Traffic) -> StepTime:
+def step_time(config: Run, device: Accelerator, place: int, memory: Memory) -> StepTime:
     """Return the step time of the pipeline rank at this place."""
-    topology = config.topology
+    topology, traffic = config.topology, traffic_of(config, place)
     micro_batches, schedule = config.train.accumulation_steps, config.parallel.pipeline_schedule
     layers, mode = topology.layer_count(place, config.model.num_layers), config.train.recompute
     peak = device.single_flops if config.precision.compute == "float32" else device.half_flops
