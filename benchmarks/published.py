@@ -38,8 +38,8 @@ from common.flags import make_parser
 from common.parallel.run import Run
 from common.planner import timing
 from common.planner.fitting import resolve_on, usable_memory
-from common.planner.memory import has_low_gradients, shard_ranks
-from common.planner.plan import Plan, StagePlan, make_plan, table, time_of
+from common.planner.memory import Memory, has_low_gradients
+from common.planner.plan import Plan, make_plan, table, time_of
 from common.program import command
 from common.resolve.derive import written_ranks
 from common.run_config import load_config
@@ -109,11 +109,11 @@ class Figure:
         if not self.is_memory:
             return time_of(self.plan, self.device).total
         how, stages, whole = self.row["unit"].partition(" by ")[2], self.plan.stages, self.device.memory
-        stage = max(stages, key=lambda each: each.memory.peak)
+        stage = max(stages, key=lambda each: each.peak)
         stage = stages[0] if how.endswith("of stage 0") else stage
         if not how.startswith("nvidia-smi"):
-            return stage.memory.peak
-        return stage.memory.peak + whole - usable_memory(whole) + widened(self.config, stage)
+            return stage.peak
+        return stage.peak + whole - usable_memory(whole) + widened(self.config, stage)
 
     @property
     def ratio(self) -> float:
@@ -133,13 +133,13 @@ class Figure:
         return self.row["half"] == "test"
 
 
-def widened(config: Run, stage: StagePlan) -> int:
+def widened(config: Run, stage: Memory) -> int:
     """Return the bytes that nvidia-smi shows beyond the peak of a step of DeepSpeed's ZeRO.
 
     Its update makes one float32 tensor of a rank's gradients (stage_1_and_2.py, ``step``). We take
     it that torch keeps the smaller pieces that activations left, and gets new memory for it.
     """
-    part = -(-stage.parameters // shard_ranks(config))
+    part = -(-stage.parameters // config.parallel.shards)
     return 4 * part * has_low_gradients(config)
 
 

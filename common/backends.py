@@ -165,9 +165,7 @@ def _corpus_in(entry: str | float, key: str) -> str | float:
     """Return the prefix of the only .bin/.idx pair below an entry that is a folder. An entry
     without any stays, as a folder of MindRecord. Raises DataError.
     """
-    if not isinstance(entry, str) or not (folder := Path(entry)).is_dir():
-        return entry
-    if Path(f"{folder}.idx").is_file():
+    if not isinstance(entry, str) or not (folder := Path(entry)).is_dir() or Path(f"{folder}.idx").is_file():
         return entry
     prefixes = sorted(path.with_suffix("") for path in folder.rglob("*.idx") if path.with_suffix(".bin").is_file())
     if len(prefixes) > 1:

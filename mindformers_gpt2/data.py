@@ -1,6 +1,6 @@
 """Token batches from numpy to the device, and documents of a window kept apart: their numbers and positions.
 
-The rules are in ``common.parallel.packing``. Everything follows from the token ids, so a stage of a pipeline needs
+The rules are in ``common.parallel.run``. Everything follows from the token ids, so a stage of a pipeline needs
 nothing else.
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from common.dataset.sampler import Tokens
-from common.parallel.packing import UNCOUNTED, Packing
+from common.parallel.run import UNCOUNTED, Packing
 
 
 def inputs_and_targets(tokens: Tokens, packing: Packing | None = None) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import mindspore as ms
 from mindspore import Tensor, ops
 
 from common.dataset.sampler import Tokens
-from common.parallel.packing import Packing
+from common.parallel.run import Packing
 from common.parallel.sharding import owns, slices_of_rank
 from common.quantization import frozen_parameters
 from mindformers_gpt2.base_engine import BaseEngine, QueuedStep

@@ -64,7 +64,7 @@ USERS = {
         "common/cluster/environment.py": "name of this host",
         "common/doctor/machine.py": "names and ports that it checks",
         "common/launcher/host_channel.py": "the launcher's connections between hosts",
-        "common/parallel/arrival.py": "whether rank 0 answers, and a barrier",
+        "common/parallel/world.py": "whether rank 0 answers, and a barrier",
         "common/processes/addresses.py": "addresses of this host, free ports",
         "common/serving/server.py": "the address of the service",
         "common/study/command.py": "name of this host",

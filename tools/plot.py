@@ -12,10 +12,10 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import whole_numbers
 from common.flags import flag
 from common.program import command
 from common.training.plot import plot_runs
-from common.whole_numbers import shortened, whole_number
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -23,13 +23,6 @@ def _names(text: str) -> tuple[str, ...]:
     if not all(names) or len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"expected names with commas between, each once, found {text!r}")
     return names
-
-
-def _rows(text: str) -> int:
-    number = whole_number(text)
-    if not number:
-        raise argparse.ArgumentTypeError(f"expected a number of rows, 1 or more, found {shortened(text)!r}")
-    return number
 
 
 @dataclass(kw_only=True)
@@ -46,7 +39,9 @@ class Request:
         action="store",
     )
     smoothing: int = flag(
-        "ROWS: rows of metrics.jsonl that a point averages (default: a fiftieth of a run)", default=0, type=_rows
+        "ROWS: rows of metrics.jsonl that a point averages (default: a fiftieth of a run)",
+        default=0,
+        type=whole_numbers.argument(1),
     )
 
 

@@ -1,7 +1,7 @@
 """Token batches from numpy to the device, and documents of a window kept apart: their positions, and the
 mask that keeps attention within them.
 
-The rules are in ``common.parallel.packing``. Everything follows from the token ids, so a stage of a
+The rules are in ``common.parallel.run``. Everything follows from the token ids, so a stage of a
 pipeline needs nothing else.
 """
 
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from common.dataset.sampler import Batch, Tokens
-from common.parallel.packing import UNCOUNTED, Packing
-from common.parallel.run import Run
+from common.parallel.run import UNCOUNTED, Packing, Run
 from torch_gpt2.device import TorchDevice
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from common.checkpoint.snapshot import TrainState, owned_pieces
 from common.cluster.environment import Process
 from common.dataset.sampler import Batch, Tokens
-from common.parallel.packing import Packing
+from common.parallel.run import Packing
 from common.parallel.sharding import initial_values, slices_of_rank
 from common.quantization import frozen_parameters
 from common.tensor_files.safetensors_file import Tensors

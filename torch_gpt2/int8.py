@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig
 from common.log import LOG
-from common.parallel.packing import UNCOUNTED
-from common.parallel.run import Run
+from common.parallel.run import UNCOUNTED, Run
 from common.parallel.sharding import slice_of
 from common.quantization import activation_levels
 from common.training.opened_checkpoint import Checkpoint

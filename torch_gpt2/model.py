@@ -19,8 +19,7 @@ from common.accelerators import Hardware
 from common.config.resolved import ResolvedModel
 from common.config.schema import PrecisionConfig
 from common.parallel.kernels import keeps_no_scores
-from common.parallel.packing import Packing
-from common.parallel.run import Run
+from common.parallel.run import Packing, Run
 from torch_gpt2.data import BlockAttention, document_mask, document_numbers, document_positions
 from torch_gpt2.device import DTYPES, TorchDevice, attention_mask
 from torch_gpt2.loss import ROWS_AT_ONCE, VocabularyShard, cross_entropy_sum

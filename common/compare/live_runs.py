@@ -21,7 +21,7 @@ from common.launcher.request import NO_TABLE
 from common.log import show
 from common.study.children import Launch, run_launches
 from common.study.results import Measured, State
-from common.study.same_losses import OTHER_KERNELS, Departure, Kind, depart, relative_difference
+from common.study.verdict import OTHER_KERNELS, Departure, Kind, depart, relative_difference
 from common.training.metrics import read_metrics
 from common.training.recording import RecordRequest
 from common.yaml_files import read_yaml_mapping
@@ -201,7 +201,7 @@ def run_config(side: Side, steps: int, place: Workplace) -> Path:
     Raises ConfigError and RunError.
     """
     folder = place.folder / f"run_{side.name}"
-    _train(side, side.given, folder, (*side.words, "checkpoint.resume=never"), steps, side.ranks or 1, place)
+    _train(side, place, folder, steps)
     return folder
 
 
@@ -225,7 +225,7 @@ def record_step(
         keep = ("train.recompute=none", "train.recompute_layers=null")
         words = (*keep, *_IN_PYTHON[run.keys.get("backend") or "torch"])
         trained = place.folder / f"step_{side.name}"
-        _train_on(start, step, side, run, trained, place, words, request.variables())
+        _train(side, place, trained, step, run, start, words, request.variables())
         folders.append(folder)
         place.clear(trained.name)
     place.clear("before")
@@ -249,49 +249,39 @@ def _weights_before(step: int, side: Side, run: RecordedRun, place: Workplace) -
     if step - 1 in earlier:
         return earlier[step - 1]
     folder = place.folder / "before"
-    _train_on(next(reversed(earlier.values()), None), step - 1, side, run, folder, place)
+    _train(side, place, folder, step - 1, run, next(reversed(earlier.values()), None))
     return require_checkpoint(folder, f"the weights before step {step}")
-
-
-def _train_on(
-    start: Path | None,
-    step: int,
-    side: Side,
-    run: RecordedRun,
-    folder: Path,
-    place: Workplace,
-    words: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-) -> None:
-    """Train a run from a checkpoint, or from its initial weights, up to a step, in another folder."""
-    config = run.folder / "config.yaml"
-    if not config.is_file():
-        raise ConfigError(f"{config}: no such file; --layers runs a step with it")
-    ranks = side.ranks or math.prod(
-        value
-        for key in ("data_parallel", "model_parallel", "pipeline_stage")
-        if isinstance(value := run.keys.get(f"parallel.{key}"), int) and value > 0
-    )
-    given = () if side.is_config else side.words
-    resume = f"checkpoint.resume={'never' if start is None else start.resolve()}"
-    _train(side, config, folder, (*given, resume, *words), step, ranks, place, environment)
 
 
 def _train(
     side: Side,
-    config: Path,
-    folder: Path,
-    words: Sequence[str],
-    steps: int,
-    ranks: int,
     place: Workplace,
+    folder: Path,
+    steps: int,
+    run: RecordedRun | None = None,
+    start: Path | None = None,
+    words: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Run a configuration and wait for its end. Raises ConfigError and RunError."""
-    start: tuple[str, ...] = (sys.executable, str(TOOL), "distribute", "--quiet")
-    start += ("--program", str(side.program.absolute())) if side.program else ()
-    words = (*words, f"train.exit_interval={steps}", *_QUIET, f"output_dir={folder}")
-    command = (*start, NO_TABLE[0], str(config), f"[0,{ranks})", "train", *words)
+    """Train a configuration, or a run again, up to a step, and wait for its end. Raises ConfigError and RunError.
+
+    start: a checkpoint; None for the initial weights.
+    """
+    config, ranks, given = side.given, side.ranks or 1, side.words
+    if run is not None:
+        config = run.folder / "config.yaml"
+        if not config.is_file():
+            raise ConfigError(f"{config}: no such file; --layers runs a step with it")
+        ranks = side.ranks or math.prod(
+            value
+            for key in ("data_parallel", "model_parallel", "pipeline_stage")
+            if isinstance(value := run.keys.get(f"parallel.{key}"), int) and value > 0
+        )
+        given = () if side.is_config else given  # which that file has already
+    program = ("--program", str(side.program.absolute())) if side.program else ()
+    command = (sys.executable, str(TOOL), "distribute", "--quiet", *program, NO_TABLE[0], str(config), f"[0,{ranks})")
+    resume = f"checkpoint.resume={'never' if start is None else start.resolve()}"
+    command += ("train", *given, resume, *words, f"train.exit_interval={steps}", *_QUIET, f"output_dir={folder}")
     try:
         folder.mkdir(parents=True)
     except OSError as error:

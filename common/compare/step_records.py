@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from common.errors import DataError
 from common.files import atomic_write
 from common.structured_files import read_json_mapping
-from common.study.same_losses import OTHER_KERNELS
+from common.study.verdict import OTHER_KERNELS
 from common.tensor_files.safetensors_file import open_safetensors
 from common.training.recording import BACKWARD, FORWARD, GRADIENTS, LAST_NORM, PARTS, TOKENS, WEIGHTS, activation_names
 from common.weights.names import EMBEDDING, POSITIONS
@@ -50,16 +50,6 @@ class Row:
     @property
     def differs(self) -> bool:
         return self.place is not None
-
-    def title(self) -> str:
-        """Return the tensor's name with what it is."""
-        return {
-            TOKENS: "tokens of the batch",
-            WEIGHTS: f"weight {self.name} before the step",
-            FORWARD: f"{self.name}, forward",
-            BACKWARD: f"gradient of the output of {self.name}, backward",
-            GRADIENTS: f"gradient of {self.name}, backward",
-        }[self.section]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +221,13 @@ def difference(
 
 TABLE = "layers.tsv"
 _HEAD = ("section", "name", "largest difference", "relative difference", "first place", "sample")
+_TITLES = {
+    TOKENS: "tokens of the batch",
+    WEIGHTS: "weight {} before the step",
+    FORWARD: "{}, forward",
+    BACKWARD: "gradient of the output of {}, backward",
+    GRADIENTS: "gradient of {}, backward",
+}
 _BEFORE, _AFTER = 3, 6
 """Rows that are printed before and after the first that differs."""
 
@@ -250,7 +247,17 @@ def describe(found: LayerComparison) -> Iterator[str]:
     beyond = sum(each.differs for each in found.rows)
     yield f"{compared}: {beyond} differ"
     yield from table(found.rows, found.rows.index(row))
-    yield f"first difference: {row.title()}{_where(found, row)}"
+    parts = []
+    if row.sample is not None and row.place is not None:
+        names = ("token",) if row.section == TOKENS else ("token", "channel")
+        inner = ", ".join(f"{name} {index}" for name, index in zip(names, row.place[1:], strict=True))
+        parts.append(f"from sample {row.sample} of the batch on, {inner}")
+        if row.sample in found.ranks and max(found.ranks[row.sample]):
+            one, other = found.ranks[row.sample]
+            parts.append(f"which rank {one} of A and rank {other} of B read")
+    where = f" ({'; '.join(parts)})" if parts else ""
+    relative = f"relative {row.relative:.2g}, largest {row.largest:.2g}"
+    yield f"first difference: {_TITLES[row.section].format(row.name)}{where}; {relative}"
 
 
 def table(rows: Sequence[Row], first: int) -> Iterator[str]:
@@ -271,19 +278,6 @@ def write_table(found: LayerComparison, path: Path) -> None:
     with atomic_write(path, "w") as file:
         for cells in (_HEAD, *map(_cells, found.rows)):
             file.write("\t".join(cells) + "\n")
-
-
-def _where(found: LayerComparison, row: Row) -> str:
-    parts = []
-    if row.sample is not None and row.place is not None:
-        names = ("token",) if row.section == TOKENS else ("token", "channel")
-        inner = ", ".join(f"{name} {index}" for name, index in zip(names, row.place[1:], strict=True))
-        parts.append(f"from sample {row.sample} of the batch on, {inner}")
-        if row.sample in found.ranks and max(found.ranks[row.sample]):
-            one, other = found.ranks[row.sample]
-            parts.append(f"which rank {one} of A and rank {other} of B read")
-    relative = f"; relative {row.relative:.2g}, largest {row.largest:.2g}"
-    return (f" ({'; '.join(parts)})" if parts else "") + relative
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -50,6 +50,11 @@ class ResolvedValidation(ValidationConfig):
 class ResolvedParallel(ParallelConfig):
     data_parallel: Count
 
+    @property
+    def shards(self) -> int:
+        """Data-parallel ranks over which ZeRO splits; 1 if nothing is split."""
+        return (self.shard_size or self.data_parallel) if self.zero_stage else 1
+
 
 def resolve_model(model: ModelConfig) -> ResolvedModel:
     """Fill in the sizes and dropout rates that follow from others."""

@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from operator import itemgetter
 
+from common.config.schema import ParallelConfig
 from common.errors import ConfigError
 
 MAX_RANKS = 2**18
@@ -22,11 +23,7 @@ MAX_RANKS = 2**18
 
 
 def plan_batch(
-    *,
-    global_batch: int | None = None,
-    micro_batch: int | None = None,
-    accumulation: int | None = None,
-    data_parallel: int,
+    global_batch: int | None, micro_batch: int | None, accumulation: int | None, data_parallel: int
 ) -> tuple[int, int, int]:
     """Return global batch, micro batch and accumulation. None marks a number to derive.
 
@@ -67,27 +64,26 @@ def _quotient(whole: int, what: str, part: int, wanted: str) -> int:
     return whole // part
 
 
-def plan_data_parallel(*, world_size: int, model_parallel: int, pipeline_stage: int, data_parallel: int | None) -> int:
+def plan_data_parallel(parallel: ParallelConfig, world_size: int) -> int:
     """Return the data-parallel ranks: those left after tensor and pipeline parallelism.
 
     Raises ConfigError unless data x tensor x pipeline equals ``world_size`` exactly, and for more ranks than MAX_RANKS.
     """
-    split = model_parallel * pipeline_stage
+    data_parallel = parallel.data_parallel
+    factors = f"parallel.model_parallel={parallel.model_parallel} x parallel.pipeline_stage={parallel.pipeline_stage}"
+    split = parallel.model_parallel * parallel.pipeline_stage
     if world_size > MAX_RANKS:
         raise ConfigError(
             f"a run of {world_size} ranks is asked for, and {MAX_RANKS} is the most here; lower the parallel sizes"
         )
     if data_parallel is not None and data_parallel * split != world_size:
         raise ConfigError(
-            f"parallel.data_parallel={data_parallel} x parallel.model_parallel={model_parallel} x"
-            f" parallel.pipeline_stage={pipeline_stage} = {data_parallel * split} processes, but"
-            f" {world_size} are running; start that many, or leave data_parallel out"
+            f"parallel.data_parallel={data_parallel} x {factors} = {data_parallel * split} processes, but {world_size}"
+            " are running; start that many, or leave data_parallel out"
         )
     if world_size % split:
         raise ConfigError(
-            f"parallel.model_parallel={model_parallel} x parallel.pipeline_stage={pipeline_stage} ="
-            f" {split} does not divide the {world_size} running"
-            f" process{'es' if world_size > 1 else ''}"
+            f"{factors} = {split} does not divide the {world_size} running process{'es' if world_size > 1 else ''}"
         )
     return world_size // split
 

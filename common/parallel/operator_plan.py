@@ -39,12 +39,15 @@ def operator_strategies(config: Run, *, fused: bool = False) -> dict[str, Strate
     Activations between layers are (B T, C), heads (B, nh, T, hs), logits (B T, V), with B, T, C,
     nh, hs and V as in the models. fused: attention is one operator.
     """
-    at = config.topology
-    data, tensor = at.data, at.tensor
+    data, tensor = config.topology.data, config.topology.tensor
     rows = data * tensor if config.parallel.sequence_parallel else data
     heads, stream = (data, tensor, 1, 1), (rows, 1)
+    # rows of a whole vocabulary are split over all ranks of a stage, so that no logits are computed twice
+    columns = tensor if splits_vocabulary(config) else 1
+    row = (data * tensor // columns,)
+    logits = (*row, columns)
     plan = {
-        "wte.gather": Strategy(inputs=((tensor if splits_vocabulary(config) else 1, 1), (data, 1))),
+        "wte.gather": Strategy(inputs=((columns, 1), (data, 1))),
         "wpe.gather": Strategy(inputs=((1, 1), (1,))),
         "embed.add": Strategy(inputs=((data, 1, 1), (1, 1))),
         "embed.dropout": Strategy(inputs=(stream,)),
@@ -53,6 +56,18 @@ def operator_strategies(config: Run, *, fused: bool = False) -> dict[str, Strate
         "h.*.attn.split_heads": Strategy(inputs=((data, 1, tensor, 1),)),
         "h.*.attn.join_heads": Strategy(inputs=(heads,)),
         "h.*.mlp.gelu": Strategy(inputs=((data, tensor),)),
+        "head.matmul": Strategy(inputs=((*row, 1), (columns, 1))),
+        "loss.mask": Strategy(inputs=(logits, (columns,))),
+        "loss.largest": Strategy(inputs=(logits,)),
+        "loss.subtract": Strategy(inputs=(logits, (*row, 1))),
+        "loss.exp": Strategy(inputs=(logits,)),
+        "loss.sum": Strategy(inputs=(logits,)),
+        "loss.log": Strategy(inputs=(row,)),
+        "loss.one_hot": Strategy(inputs=(logits, (), ())),
+        "loss.multiply": Strategy(inputs=(logits, logits)),
+        "loss.difference": Strategy(inputs=(row, row)),
+        "loss.total": Strategy(inputs=(row,)),
+        "head.divide": Strategy(inputs=((), ())),
     }
     if fused:
         plan["h.*.attn.core.fused.causal"] = Strategy(inputs=(heads, heads, heads, (1, 1)))
@@ -67,43 +82,14 @@ def operator_strategies(config: Run, *, fused: bool = False) -> dict[str, Strate
         }
     for name in ("h.*.ln_1", "h.*.ln_2", "ln_f"):
         plan[f"{name}.layer_norm"] = Strategy(inputs=(stream, (1,), (1,)))
-    for name in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
-        plan |= _linear(name, data, tensor, rows)
-    return plan | _loss(config, data, tensor)
-
-
-def _linear(name: str, data: int, tensor: int, rows: int) -> dict[str, Strategy]:
-    if role_of(f"h.0.{name}.weight") is Role.COLUMN:
-        product = Strategy(inputs=((data, 1), (tensor, 1)))
-        add = Strategy(inputs=((data, tensor), (tensor,)))
-    else:
-        product = Strategy(inputs=((data, tensor), (1, tensor)), output=(rows, 1) if rows > data else None)
-        add = Strategy(inputs=((rows, 1), (1,)))
-    return {f"h.*.{name}.matmul": product, f"h.*.{name}.add": add}
-
-
-def _loss(config: Run, data: int, tensor: int) -> dict[str, Strategy]:
-    """Return the strategies of the loss.
-
-    Rows of a whole vocabulary are split over all ranks of a stage, so that no logits are computed twice.
-    """
-    columns = tensor if splits_vocabulary(config) else 1
-    rows = data * tensor // columns
-    logits, row = (rows, columns), (rows,)
-    return {
-        "head.matmul": Strategy(inputs=((rows, 1), (columns, 1))),
-        "loss.mask": Strategy(inputs=(logits, (columns,))),
-        "loss.largest": Strategy(inputs=(logits,)),
-        "loss.subtract": Strategy(inputs=(logits, (rows, 1))),
-        "loss.exp": Strategy(inputs=(logits,)),
-        "loss.sum": Strategy(inputs=(logits,)),
-        "loss.log": Strategy(inputs=(row,)),
-        "loss.one_hot": Strategy(inputs=(logits, (), ())),
-        "loss.multiply": Strategy(inputs=(logits, logits)),
-        "loss.difference": Strategy(inputs=(row, row)),
-        "loss.total": Strategy(inputs=(row,)),
-        "head.divide": Strategy(inputs=((), ())),
-    }
+    for name in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.c_fc"):
+        plan[f"h.*.{name}.matmul"] = Strategy(inputs=((data, 1), (tensor, 1)))
+        plan[f"h.*.{name}.add"] = Strategy(inputs=((data, tensor), (tensor,)))
+    for name in ("attn.c_proj", "mlp.c_proj"):
+        output = stream if rows > data else None
+        plan[f"h.*.{name}.matmul"] = Strategy(inputs=((data, tensor), (1, tensor)), output=output)
+        plan[f"h.*.{name}.add"] = Strategy(inputs=(stream, (1,)))
+    return plan
 
 
 def splits_vocabulary(config: Run) -> bool:
@@ -115,14 +101,9 @@ def splits_vocabulary(config: Run) -> bool:
     return parallel.model_parallel > 1 and not (parallel.vocab_emb_dp and parallel.pipeline_stage == 1)
 
 
-def stage_of(name: str, config: Run) -> int:
-    """Return the pipeline stage of a cell: ``embed``, ``h.N`` or ``head``."""
-    topology = config.topology
-    if name == "embed":
-        return 0
-    if name == "head":
-        return topology.stages - 1
-    layer, layers = int(name.removeprefix("h.")), config.model.num_layers
+def stage_of(layer: int, config: Run) -> int:
+    """Return the pipeline stage of a block."""
+    topology, layers = config.topology, config.model.num_layers
     return next(stage for stage in range(topology.stages) if layer in topology.layers_of_stage(stage, layers))
 
 
@@ -131,20 +112,16 @@ def fusion_of(layer: int, config: Run) -> int:
 
     With a pipeline there is one group, as in MindFormers: gradients are communicated once, after the last micro batch.
     """
-    if config.parallel.pipeline_stage > 1:
-        return 1
-    return (
-        layer * min(config.parallel.gradient_aggregation_group, config.model.num_layers) // config.model.num_layers + 1
-    )
+    parallel, layers = config.parallel, config.model.num_layers
+    return 1 if parallel.pipeline_stage > 1 else layer * min(parallel.gradient_aggregation_group, layers) // layers + 1
 
 
 def stages_of_parameter(name: str, config: Run) -> tuple[int, ...]:
     """Return the pipeline stages that use a parameter; the first of them holds it."""
-    if name == EMBEDDING:
-        return tuple(sorted({stage_of("embed", config), stage_of("head", config)}))
+    last = config.topology.stages - 1
     if name.startswith("h."):
-        return (stage_of(".".join(name.split(".")[:2]), config),)
-    return (stage_of("head" if name.startswith("ln_f") else "embed", config),)
+        return (stage_of(int(name.split(".")[1]), config),)
+    return tuple(sorted({0, last})) if name == EMBEDDING else (last if name.startswith("ln_f") else 0,)
 
 
 def splits_state(name: str, config: Run) -> bool:
@@ -162,18 +139,11 @@ def splits_state(name: str, config: Run) -> bool:
         or len(stages_of_parameter(name, config)) > 1
     ):
         return False
-    shape = _local_shape(name, config)
+    tensor = parallel.model_parallel if _is_split(name, config) else 1
+    shape = local_shape(name, padded_shapes(config)[name], tensor)
     size = math.prod(shape) * NUMPY_TYPES[config.precision.parameters].itemsize
-    return (
-        shape[0] % (parallel.shard_size or parallel.data_parallel) == 0
-        and size >= 1024 * parallel.parallel_optimizer_config.parallel_optimizer_threshold
-    )
-
-
-def held_shape(name: str, config: Run) -> tuple[int, ...]:
-    """Return the shape of one rank's part of a parameter, padding included."""
-    rows, *others = _local_shape(name, config)
-    return (rows // _shards(name, config), *others)
+    threshold = parallel.parallel_optimizer_config.parallel_optimizer_threshold
+    return shape[0] % parallel.shards == 0 and size >= 1024 * threshold
 
 
 def held_slice(name: str, config: Run, at: Coordinates) -> TensorSlice:
@@ -202,16 +172,10 @@ def copies_of(name: str, config: Run) -> int:
     return topology.data // _shards(name, config) * (1 if _is_split(name, config) else topology.tensor)
 
 
-def _local_shape(name: str, config: Run) -> tuple[int, ...]:
-    tensor = config.parallel.model_parallel if _is_split(name, config) else 1
-    return local_shape(name, padded_shapes(config)[name], tensor)
-
-
 def _is_split(name: str, config: Run) -> bool:
     role = role_of(name)
     return splits_vocabulary(config) if role is Role.VOCABULARY else role is not Role.REPLICATED
 
 
 def _shards(name: str, config: Run) -> int:
-    parallel = config.parallel
-    return (parallel.shard_size or parallel.data_parallel) if splits_state(name, config) else 1
+    return config.parallel.shards if splits_state(name, config) else 1

@@ -5,8 +5,12 @@ Values computed from it (topology, batch, sizes, padded vocabulary) are computed
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
 from common.accelerators import Hardware
@@ -17,10 +21,9 @@ from common.config.resolved import (
     ResolvedValidation,
     as_run,
 )
-from common.config.schema import ParallelConfig, RunConfig
+from common.config.schema import DataConfig, ParallelConfig, RunConfig
 from common.errors import ConfigError
 from common.parallel.batch import BatchSizes, batch_sizes, pad_vocabulary
-from common.parallel.packing import Packing, wanted_keys
 from common.parallel.topology import MAX_STAGES, Topology
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -61,6 +64,49 @@ class Sizes:
     def mask(self) -> int:
         """Dropout mask of a residual branch."""
         return self.tokens * self.hidden // self.between
+
+
+UNCOUNTED = -1
+"""Target of a position whose loss does not count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """Treatment of documents in a window. The rules are those of Megatron's get_ltor_masks_and_position_ids: a document
+    ends with its end-of-document token, and the token after it is the first one of the next.
+
+    eod: the token that ends a document. positions: count them from 0 in each document. attention:
+    let a token attend to its own document only. masks_loss: leave out the losses of positions
+    whose input is ``eod`` (True), or whose target is it ("targets").
+    """
+
+    eod: int
+    positions: bool
+    attention: bool
+    masks_loss: bool | Literal["targets"]
+
+    @property
+    def separates(self) -> bool:
+        """Whether the model needs to know the documents, and not only the loss."""
+        return self.positions or self.attention
+
+    def uncounted(self, tokens: Any) -> Any:
+        """Return where a loss of windows (rows, columns) is left out, (rows, columns - 1) of bool.
+
+        tokens: an array of numpy or a tensor. For packings with ``masks_loss``.
+        """
+        return (tokens[:, 1:] if self.masks_loss == "targets" else tokens[:, :-1]) == self.eod
+
+    def counted(self, tokens: npt.NDArray[np.int32]) -> int:
+        """Return the number of predictions that count in windows (rows, columns)."""
+        out = np.count_nonzero(self.uncounted(tokens)) if self.masks_loss else 0
+        return tokens[:, 1:].size - int(out)
+
+
+def wanted_keys(data: DataConfig) -> list[str]:
+    """Return the keys in use that need the end-of-document token, with their section."""
+    names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    return [f"data.{name}" for name in names if getattr(data, name)]
 
 
 class Run(RunConfig):

@@ -31,24 +31,18 @@ class Role(StrEnum):
     """Whole on every rank. With sequence parallelism its gradient is a sum over the tensor-parallel ranks."""
 
 
-_ROLES = (
-    (re.compile(r"wte\.weight"), Role.VOCABULARY),
-    (re.compile(r"h\.\d+\.(attn\.[qkv]_proj|mlp\.c_fc)\.(weight|bias)"), Role.COLUMN),
-    (re.compile(r"h\.\d+\.(attn|mlp)\.c_proj\.weight"), Role.ROW),
-    (
-        re.compile(
-            r"wpe\.weight|h\.\d+\.(ln_[12]\.(weight|bias)|(attn|mlp)\.c_proj\.bias)"
-            r"|ln_f\.(weight|bias)"
-        ),
-        Role.REPLICATED,
-    ),
-)
+_ROLES = {
+    r"wte\.weight": Role.VOCABULARY,
+    r"h\.\d+\.(attn\.[qkv]_proj|mlp\.c_fc)\.(weight|bias)": Role.COLUMN,
+    r"h\.\d+\.(attn|mlp)\.c_proj\.weight": Role.ROW,
+    r"wpe\.weight|h\.\d+\.(ln_[12]\.(weight|bias)|(attn|mlp)\.c_proj\.bias)|ln_f\.(weight|bias)": Role.REPLICATED,
+}
 
 
 @cache
 def role_of(name: str) -> Role:
     """Return the role of a parameter by its name (common.weights.names)."""
-    found = [role for pattern, role in _ROLES if pattern.fullmatch(name)]
+    found = [role for pattern, role in _ROLES.items() if re.fullmatch(pattern, name)]
     assert len(found) == 1, name
     return found[0]
 
@@ -92,11 +86,9 @@ def slice_of(
 
 def slices_of_rank(config: Run, topology: Topology, at: Coordinates, names: Collection[str]) -> dict[str, TensorSlice]:
     """Return the slice of each parameter that the rank at these coordinates holds (with ZeRO: updates)."""
-    shards = shards_of(config.parallel, topology)
-    place = {"tensor": topology.tensor, "tensor_rank": at.tensor}
-    place |= {"shards": shards, "shard_rank": at.data % shards}
-    shapes = padded_shapes(config).items()
-    return {name: slice_of(name, shape, **place) for name, shape in shapes if name in names}
+    shards = config.parallel.shards
+    place = {"tensor": topology.tensor, "tensor_rank": at.tensor, "shards": shards, "shard_rank": at.data % shards}
+    return {name: slice_of(name, shape, **place) for name, shape in padded_shapes(config).items() if name in names}
 
 
 def initial_values(config: Run, pieces: Mapping[str, TensorSlice] | None = None) -> Iterator[tuple[str, Any]]:
@@ -113,9 +105,4 @@ def owns(parallel: ResolvedParallel, topology: Topology, at: Coordinates, name: 
     """
     if name == EMBEDDING and at.pipeline != topology.embedding_places[0]:
         return False
-    return at.data < shards_of(parallel, topology) and (at.tensor == 0 or role_of(name) is not Role.REPLICATED)
-
-
-def shards_of(parallel: ResolvedParallel, topology: Topology) -> int:
-    """Return the number of ranks of the data axis over which a parameter is split."""
-    return (parallel.shard_size or topology.data) if parallel.zero_stage else 1
+    return at.data < parallel.shards and (at.tensor == 0 or role_of(name) is not Role.REPLICATED)

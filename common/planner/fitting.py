@@ -29,7 +29,7 @@ from common.log import LOG
 from common.parallel.batch import divisors, micro_batches
 from common.parallel.run import Run
 from common.planner.memory import memory_of
-from common.planner.timing import step_time, traffic_of
+from common.planner.timing import step_time
 from common.resolve.derive import resolve_other
 
 HOPELESS = 4
@@ -343,6 +343,5 @@ class Fitting:
             memory = memory_of(run, place)
             if self.limit is not None and memory.peak > self.limit:
                 return math.inf
-            time = step_time(run, device, place, memory, traffic_of(run, place))
-            slowest = max(slowest, time.total)
+            slowest = max(slowest, step_time(run, device, place, memory).total)
         return slowest

@@ -22,8 +22,12 @@ from common.weights.names import EMBEDDING, parameter_shapes
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device. Temporary memory is counted at its peak."""
+    """Bytes on each device at one place of the pipeline: tensor and data-parallel ranks have equally much. Temporary
+    memory is counted at its peak.
+    """
 
+    parameters: int
+    """Number of elements before ZeRO splits, with padding and the last stage's copy of the tied embedding."""
     weights: int
     """Weights that the rank owns, after the split by ZeRO."""
     gathered: int = 0
@@ -51,7 +55,7 @@ class Memory:
     @property
     def parts(self) -> dict[str, int]:
         """Parts of the device's memory, by name."""
-        return {name: size for name, size in vars(self).items() if name not in ("on_host", "shared")}
+        return {name: size for name, size in vars(self).items() if name not in ("parameters", "on_host", "shared")}
 
     @property
     def peak(self) -> int:
@@ -97,24 +101,18 @@ def units_of(config: Run, place: int) -> tuple[Unit, ...]:
     return (blocks, others) if held else (blocks,)
 
 
-def shard_ranks(config: Run) -> int:
-    """Return the data-parallel ranks over which ZeRO splits; 1 if nothing is split."""
-    parallel = config.parallel
-    return (parallel.shard_size or parallel.data_parallel) if parallel.zero_stage else 1
-
-
 def is_fully_sharded(config: Run) -> bool:
     """Tell whether FSDP2 splits, parameter by parameter.
 
     DeepSpeed and MindSpore split all parameters as one sequence.
     """
-    return config.backend == "torch" and config.engine == "native" and shard_ranks(config) > 1
+    return config.backend == "torch" and config.engine == "native" and config.parallel.shards > 1
 
 
 def keeps_whole_gradients(config: Run) -> bool:
     """Tell whether gradients of several micro batches add up before ranks exchange them."""
     parallel, several = config.parallel, config.train.accumulation_steps > 1
-    if shard_ranks(config) == 1:
+    if config.parallel.shards == 1:
         return True
     if not is_fully_sharded(config):
         return parallel.zero_stage == 1
@@ -131,7 +129,7 @@ def memory_of(config: Run, place: int) -> Memory:
     """Return the memory of the pipeline rank at this place."""
     topology = config.topology
     units = units_of(config, place)
-    held, ranks, zero = BYTES[config.precision.parameters], shard_ranks(config), config.parallel.zero_stage
+    held, ranks, zero = BYTES[config.precision.parameters], config.parallel.shards, config.parallel.zero_stage
     whole = sum(unit.elements * unit.count for unit in units)
     sharded = is_fully_sharded(config)
     cut = sum(unit.share(ranks) * unit.count for unit in units) if sharded else -(-whole // ranks)
@@ -174,6 +172,7 @@ def memory_of(config: Run, place: int) -> Memory:
         less = (more - free - min(gradients, max(0, first - free)) for free, more in peaks)
         shared = alone - max(less, default=alone)
     memory = Memory(
+        parameters=whole,
         weights=weights,
         gathered=gathered,
         gradients=gradients,
@@ -206,7 +205,7 @@ def _most_in_sharded_step(config: Run, units: tuple[Unit, ...], memory: Memory) 
     summed = max(held, reduced)  # bytes of an element of the token table's gradient
     table = sizes.vocabulary * sizes.hidden // sizes.tensor * 4
     # gradients of all blocks after their reduction
-    of_blocks = 0 if several else 4 * blocks.count * blocks.share(shard_ranks(config))
+    of_blocks = 0 if several else 4 * blocks.count * blocks.share(config.parallel.shards)
     kept = others * held if zero == 3 else gathered
     loss = kept + saved + memory.loss + activations.while_in_loss(config)
     # the message of one block is on its way while the next one goes backward; the last block recomputes only if all do
@@ -296,7 +295,7 @@ def _buffers(config: Run, place: int, units: tuple[Unit, ...]) -> int:
     if config.engine == "deepspeed" and config.parallel.zero_stage in (1, 2):
         in_type = config.parallel.zero_stage == 1 and has_low_gradients(config)
         return received + _DEEPSPEED_BUCKET * (reduced if in_type else held)
-    is_ddp = shard_ranks(config) == topology.pipeline == 1 < topology.data
+    is_ddp = config.parallel.shards == topology.pipeline == 1 < topology.data
     if is_ddp and reduced < held:
         return received + _BUCKET // 4 * reduced
     return received

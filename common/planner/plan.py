@@ -20,8 +20,8 @@ from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
 from common.parallel.updates import describe_schedule, schedule_warnings
 from common.planner.fitting import limit_name, memory_limit
-from common.planner.memory import Memory, has_low_gradients, memory_of, shard_ranks, units_of
-from common.planner.timing import RANGES, StepTime, Traffic, step_time, traffic_of
+from common.planner.memory import Memory, has_low_gradients, memory_of
+from common.planner.timing import RANGES, StepTime, step_time, traffic_of
 from common.resolve.derive import resolve_other
 from common.weights.names import count_parameters, flops_per_token
 
@@ -29,49 +29,27 @@ _LISTED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagePlan:
-    """Memory and messages of each rank at one place of the pipeline.
-
-    Its tensor and data-parallel ranks have equally much.
-    """
-
-    parameters: int
-    """Number of elements before ZeRO splits, with padding and the last stage's copy of the tied embedding."""
-    memory: Memory
-    traffic: Traffic
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Arithmetic of a run."""
 
     run: Run
-    stages: tuple[StagePlan, ...]
-    """Plans by place on the pipeline axis."""
+    stages: tuple[Memory, ...]
+    """By place on the pipeline axis."""
 
     @property
     def peak(self) -> int:
         """Bytes on the fullest rank."""
-        return max(stage.memory.peak for stage in self.stages)
+        return max(stage.peak for stage in self.stages)
 
 
 def make_plan(run: Run) -> Plan:
     """Compute the plan of a run. Raises ConfigError if layers do not divide into stages."""
-    stages = (
-        StagePlan(
-            parameters=sum(unit.elements * unit.count for unit in units_of(run, place)),
-            memory=memory_of(run, place),
-            traffic=traffic_of(run, place),
-        )
-        for place in range(run.topology.pipeline)
-    )
-    return Plan(run=run, stages=tuple(stages))
+    return Plan(run=run, stages=tuple(memory_of(run, place) for place in range(run.topology.pipeline)))
 
 
 def time_of(plan: Plan, device: Accelerator) -> StepTime:
     """Return the step time of the slowest rank."""
-    stages = enumerate(plan.stages)
-    times = (step_time(plan.run, device, place, stage.memory, stage.traffic) for place, stage in stages)
+    times = (step_time(plan.run, device, place, memory) for place, memory in enumerate(plan.stages))
     return max(times, key=lambda time: time.total)
 
 
@@ -90,7 +68,7 @@ def describe_plan(
     step time to estimate. like: a measured run that scales the estimate.
     """
     topology = plan.run.topology
-    traffic = [vars(stage.traffic) for stage in plan.stages]
+    traffic = [vars(traffic_of(plan.run, place)) for place in range(topology.pipeline)]
     sent = {axis: max(each[axis] for each in traffic) for axis in traffic[0]}
     sizes = ", ".join(f"{axis} {three_digits(size / GIB)}" for axis, size in sent.items() if size)
     lines = [
@@ -119,7 +97,7 @@ def describe_plan(
 
 def _fit(plan: Plan, device: Accelerator | None) -> str:
     """Return what the fullest rank needs of the memory that is given, if it is known."""
-    peaks = [stage.memory.peak / GIB for stage in plan.stages]
+    peaks = [stage.peak / GIB for stage in plan.stages]
     most, least = max(peaks), min(peaks)
     where = (
         f" at place {peaks.index(most)} of the pipeline (least: place {peaks.index(least)}, {least:.1f})"
@@ -208,9 +186,7 @@ def _percent(part: float) -> str:
 def _memory_lines(plan: Plan, all_stages: bool) -> Iterable[str]:
     config = plan.run
     train, parallel, precision = config.train, config.parallel, config.precision
-    zero = f"ZeRO stage {parallel.zero_stage}" + (
-        f" over {shard_ranks(config)} ranks" if shard_ranks(config) > 1 else ""
-    )
+    zero = f"ZeRO stage {parallel.zero_stage}" + f" over {parallel.shards} ranks" * (parallel.shards > 1)
     count = train.recompute_layers
     of_layers = "" if count is None else f" of the first {count} layers of a stage"
     yield (
@@ -225,7 +201,7 @@ def _memory_lines(plan: Plan, all_stages: bool) -> Iterable[str]:
             "(loss: gradients that the loss computes at once; working: temporary memory of a pass;"
             " communication: buffers of messages; gathered: weights of other ranks)"
         )
-    if on_host := max(stage.memory.on_host for stage in plan.stages):
+    if on_host := max(stage.on_host for stage in plan.stages):
         yield (
             f"On the host a rank keeps {on_host / GIB:.2f} GiB of activations at most, in pinned"
             " memory (train.offload_activations)"
@@ -292,8 +268,8 @@ def _stage_table(plan: Plan, all_stages: bool) -> list[str]:
     size = topology.data * topology.tensor
     parts = [
         name
-        for name in plan.stages[0].memory.parts
-        if all_stages or any(stage.memory.parts[name] / GIB >= 0.005 for stage in plan.stages)
+        for name in plan.stages[0].parts
+        if all_stages or any(stage.parts[name] / GIB >= 0.005 for stage in plan.stages)
     ]
     places = range(topology.pipeline)
     rows = []
@@ -301,14 +277,14 @@ def _stage_table(plan: Plan, all_stages: bool) -> list[str]:
         here, ends = [*group], []
         for place in (here[0], here[-1]):
             stages, plan_here = topology.stages_of(place), plan.stages[place]
-            memory = [*(plan_here.memory.parts[name] for name in parts), plan_here.memory.peak]
+            sizes = [*(plan_here.parts[name] for name in parts), plan_here.peak]
             ends.append(
                 (
                     " ".join(map(str, stages)),
                     _ranks(range(here[0] * size, (here[-1] + 1) * size)),
                     " ".join(_ranks(topology.layers_of_stage(stage, layers)) for stage in stages),
                     f"{plan_here.parameters:,}",
-                    *(f"{part / GIB:.2f}" for part in memory),
+                    *(f"{part / GIB:.2f}" for part in sizes),
                 )
             )
         rows.append(tuple(one if one == other else f"{one} .. {other}" for one, other in zip(*ends, strict=True)))

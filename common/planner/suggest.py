@@ -266,21 +266,15 @@ def _table(layouts: Sequence[Layout], device: Accelerator, like: Likeness | None
 
 def _words(config: Run, run: Run) -> Iterator[str]:
     """Yield the overrides to append to the command of the run."""
+    parallel, train, steps = config.parallel, config.train, config.train.accumulation_steps
     names = ("data_parallel", "model_parallel", "pipeline_stage", "zero_stage", "sequence_parallel")
-    values = {f"parallel.{name}": getattr(config.parallel, name) for name in names}
-    steps = config.train.accumulation_steps  # a file may have either name
-    values |= {"parallel.micro_batch_num": steps, "train.accumulation_steps": steps}
-    values |= {f"train.{name}": getattr(config.train, name) for name in ("micro_batch_size", "recompute")}
-    for key in (
-        "parallel.stage_layers",
-        "parallel.shard_size",
-        "train.recompute_layers",
-        "train.recompute_slice_activation",
-    ):
-        section, name = key.split(".")
-        own, other = (getattr(getattr(each, section), name) for each in (run, config))
-        if own != other:
-            values[key] = other
+    values = {f"parallel.{name}": getattr(parallel, name) for name in names}
+    values |= {"parallel.micro_batch_num": steps, "train.accumulation_steps": steps}  # a file may have either name
+    values |= {f"train.{name}": getattr(train, name) for name in ("micro_batch_size", "recompute")}
+    optional = {"parallel": ("stage_layers", "shard_size"), "train": ("recompute_layers", "recompute_slice_activation")}
+    for section, keys in optional.items():
+        own, other = (dict(getattr(each, section)) for each in (run, config))
+        values |= {f"{section}.{key}": other[key] for key in keys if own[key] != other[key]}
     for name, value in values.items():
         said = "null" if value is None else value
         yield f"{name}={str(said).lower() if isinstance(said, bool) else said}"

@@ -17,7 +17,7 @@ from common.parallel.run import BYTES, Run
 from common.parallel.sharding import split_dim
 from common.parallel.topology import GroupKind, Topology
 from common.planner import activations
-from common.planner.memory import Memory, is_fully_sharded, keeps_whole_gradients, shard_ranks, units_of
+from common.planner.memory import Memory, is_fully_sharded, keeps_whole_gradients, units_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def traffic_of(config: Run, place: int) -> Traffic:
         for stage in topology.stages_of(place)
         for other in (stage - 1, stage + 1)
     )
-    owners = shard_ranks(config) if is_fully_sharded(config) else 1
+    owners = config.parallel.shards if is_fully_sharded(config) else 1
     embedding = 0.0
     holders = topology.group(GroupKind.EMBEDDING, place * topology.data * topology.tensor)
     if len(holders) > 1:
@@ -114,7 +114,7 @@ def _data(config: Run, place: int) -> float:
     step; in stage 3 every micro batch gathers those of blocks for the forward and for the backward pass. With hybrid
     sharding the reduced parts are summed over the copies once a step.
     """
-    ranks, cut, zero = config.topology.data, shard_ranks(config), config.parallel.zero_stage
+    ranks, cut, zero = config.topology.data, config.parallel.shards, config.parallel.zero_stage
     if ranks == 1:
         return 0.0
     micro_batches = config.train.accumulation_steps
@@ -196,9 +196,9 @@ class StepTime:
         return float(sum(vars(self).values()))
 
 
-def step_time(config: Run, device: Accelerator, place: int, memory: Memory, traffic: Traffic) -> StepTime:
+def step_time(config: Run, device: Accelerator, place: int, memory: Memory) -> StepTime:
     """Return the step time of the pipeline rank at this place."""
-    topology = config.topology
+    topology, traffic = config.topology, traffic_of(config, place)
     micro_batches, schedule = config.train.accumulation_steps, config.parallel.pipeline_schedule
     layers, mode = topology.layer_count(place, config.model.num_layers), config.train.recompute
     peak = device.single_flops if config.precision.compute == "float32" else device.half_flops

@@ -51,25 +51,14 @@ def resolve_config(
             f"train.micro_batch_size=auto divides train.global_batch_size, found {train.global_batch_size}, and gives"
             f" train.accumulation_steps, found {train.accumulation_steps}; set the first, and leave the second out"
         )
-    data_parallel = plan_data_parallel(
-        world_size=world_size,
-        model_parallel=parallel.model_parallel,
-        pipeline_stage=parallel.pipeline_stage,
-        data_parallel=parallel.data_parallel,
-    )
-
+    data_parallel = plan_data_parallel(parallel, world_size)
     # a config for many devices also runs on one
     splits_nothing = world_size == 1 and config.engine == "native" and parallel.shard_size is None
     halves = "float16" in (config.precision.compute, config.precision.parameters)
     scale_mode = config.loss_scale.mode if config.loss_scale.mode != "auto" else "dynamic" if halves else "none"
 
     def resolve_with(size: int | None) -> Run:
-        whole, micro, accumulation = plan_batch(
-            global_batch=train.global_batch_size,
-            micro_batch=size,
-            accumulation=train.accumulation_steps,
-            data_parallel=data_parallel,
-        )
+        whole, micro, accumulation = plan_batch(train.global_batch_size, size, train.accumulation_steps, data_parallel)
         sizes = batch_sizes(whole, train.rampup_batch_size)
         check_ramp(sizes, train.rampup_batch_size, micro, data_parallel)
         length = length_in_steps(config, sizes, samples_per_epoch) if trains else {}

@@ -17,9 +17,8 @@ from common.device import check_device_id, naming_auto, sees_ascend
 from common.errors import ConfigError, refuse_first
 from common.parallel.batch import check_divides
 from common.parallel.kernels import compile_error
-from common.parallel.packing import wanted_keys
 from common.parallel.pipeline import schedule_error
-from common.parallel.run import Run
+from common.parallel.run import Run, wanted_keys
 from common.quantization import quantized_layers
 from common.resolve.vendor_settings import deepspeed_settings
 from common.structured_files import read_json_mapping
@@ -71,15 +70,8 @@ def check_engine(config: Run) -> None:
     if parallel.strategy != "ddp":
         named = f"parallel.strategy={parallel.strategy}"
         refuse_first(config.backend != "torch" and f"{named} is for backend torch, not {config.backend}; leave it out")
-        _refuse_with(
-            NATIVE_MATRIX,
-            *(
-                getattr(parallel, key) != plain
-                and f"{named} is data parallelism only, but parallel.{key}={getattr(parallel, key)};"
-                f" set {plain}, or strategy=ddp"
-                for key, plain in (("model_parallel", 1), ("pipeline_stage", 1), ("zero_stage", 0))
-            ),
-        )
+        whole = {"parallel.model_parallel": (1,), "parallel.pipeline_stage": (1,), "parallel.zero_stage": (0,)}
+        _refuse_with(NATIVE_MATRIX, *unmet(config, named, whole, "parallel.strategy=ddp"))
     refuse_first(train.compile is True and reason and f"train.compile=true {reason}")
     if parallel.async_tensor_parallel:
         key, remedy = "parallel.async_tensor_parallel=true", "leave the key out"
@@ -104,17 +96,8 @@ def check_engine(config: Run) -> None:
     )
     if config.quantization is not None:
         quantized_layers(config.quantization, config.model.num_layers)
-        refuse_first(
-            *(
-                value != wanted
-                and f"{name}={value} does not go with quantization-aware training; set {wanted},"
-                " or take the section quantization out"
-                for name, value, wanted in (
-                    ("engine", config.engine, "native"),
-                    ("parallel.strategy", parallel.strategy, "ddp"),
-                )
-            )
-        )
+        wanted = {"engine": ("native",), "parallel.strategy": ("ddp",)}
+        refuse_first(*unmet(config, "quantization-aware training", wanted, "take the section quantization out"))
 
 
 def unmet(config: RunConfig, key: str, wanted: Mapping[str, tuple[object, ...]], remedy: str) -> Iterator[object]:
@@ -301,7 +284,8 @@ def unmet_needs(parallel: ResolvedParallel) -> tuple[object, ...]:
 
 
 def _check_compiled(config: Run) -> None:
-    parallel, train, reduction = config.parallel, config.train, config.precision.reduction
+    parallel, train = config.parallel, config.train
+    needs = {"context.mode": ("graph",), "precision.reduction": ("float32",), "parallel.pipeline_schedule": ("1f1b",)}
     named = f"parallel.parallel_mode={parallel.parallel_mode or 'semi_auto_parallel'}"
     tensor, stages = parallel.model_parallel, parallel.pipeline_stage
     interleave, accumulation = parallel.micro_batch_interleave_num, train.accumulation_steps
@@ -310,13 +294,7 @@ def _check_compiled(config: Run) -> None:
     refuse_first(
         config.topology.world_size == 1
         and f"{named} splits over several processes, and there is 1; leave it out, or start more",
-        config.context.mode == "pynative"
-        and f"{named} needs context.mode=graph; set it, or parallel.parallel_mode=3 (hybrid_parallel)",
-        reduction != "float32"
-        and f"{named} sums gradients in float32, found precision.reduction={reduction}; leave it out",
-        parallel.pipeline_schedule != "1f1b"
-        and f"{named} has pipeline_schedule=1f1b with one stage a rank, found"
-        f" {parallel.pipeline_schedule} with virtual_stages={parallel.virtual_stages}; choose that",
+        *unmet(config, named, needs, "parallel.parallel_mode=3 (hybrid_parallel)"),
         accumulation < stages
         and f"parallel.micro_batch_num={accumulation} is below parallel.pipeline_stage={stages}:"
         " MindSpore's pipeline needs a micro batch for each stage; raise the first",

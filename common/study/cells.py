@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -167,17 +167,14 @@ def _settings(definition: Definition, point: Mapping[str, str]) -> dict[str, Any
     return found
 
 
-def as_word(key: str, value: Any) -> str:
-    """Return ``section.key=value`` that the command line reads as this value."""
-    with suppress(ConfigError):  # text that is not YAML
-        if isinstance(value, str) and read_value(value, tuple(key.split(".")), key) == value:
-            return f"{key}={value}"
-    return f"{key}={json.dumps(value)}"
-
-
-def words_of(settings: Mapping[str, Any]) -> list[str]:
-    """Return the settings as ``section.key=value``."""
-    return [as_word(key, value) for key, value in settings.items()]
+def words_of(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings as ``section.key=value``, which the command line reads as these values."""
+    for key, value in settings.items():
+        text = json.dumps(value)
+        with suppress(ConfigError):  # text that is not YAML
+            if isinstance(value, str) and read_value(value, tuple(key.split(".")), key) == value:
+                text = value
+        yield f"{key}={text}"
 
 
 def _plan(

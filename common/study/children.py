@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -212,7 +212,14 @@ def judge(code: int, folder: Path, *, killed_for_memory: bool = False) -> tuple[
     """
     if code == 0:
         return State.FINISHED, ""
-    said = list(_errors(folder))
+    said = []  # by the launcher and the ranks, the more telling messages last
+    for path in (folder / LAUNCHER_LOG, *sorted(folder.glob("mf_parallel*/mindformer.log"))):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+        for line in text.splitlines():
+            if found := re.search(r"(?:^|\s)error: (.+)|^([\w.]*(?:Error|Exception)\b.*)", line):
+                said.append((found[1] or found[2]).strip()[:500])
     # of any kill the launcher says that memory may have been short
     certain = [line for line in said if "killed by signal" not in line]
     if memory := next(filter(_MEMORY.search, certain), ""):
@@ -221,13 +228,3 @@ def judge(code: int, folder: Path, *, killed_for_memory: bool = False) -> tuple[
         return State.OUT_OF_MEMORY, "the kernel ended a process for lack of memory (SIGKILL)"
     reason = said[-1] if said else f"the launcher {in_words(code)}; see {LAUNCHER_LOG}"
     return (State.REFUSED if code == 2 else State.FAILED), reason
-
-
-def _errors(folder: Path) -> Iterator[str]:
-    """Yield the messages of the launcher and of the ranks, the more telling ones last."""
-    for path in (folder / LAUNCHER_LOG, *sorted(folder.glob("mf_parallel*/mindformer.log"))):
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            for line in file.read().decode("utf-8", errors="replace").splitlines():
-                if found := re.search(r"(?:^|\s)error: (.+)|^([\w.]*(?:Error|Exception)\b.*)", line):
-                    yield (found[1] or found[2]).strip()[:500]

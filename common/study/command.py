@@ -223,7 +223,7 @@ def predict(planned: PlannedCell, device: Accelerator | None = None) -> Predicti
     except ConfigError as error:
         return Prediction(reason=" ".join(str(error).split()))
     topology = config.topology
-    of_ranks = [plan.stages[topology.coordinates(rank).pipeline].memory for rank in range(topology.world_size)]
+    of_ranks = [plan.stages[topology.coordinates(rank).pipeline] for rank in range(topology.world_size)]
     return Prediction(
         memory=[{name: round(size) for name, size in each.parts.items()} for each in of_ranks],
         peak=[round(each.peak) for each in of_ranks],

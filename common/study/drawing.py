@@ -14,10 +14,9 @@ from typing import Any
 from common.accelerators import GIB
 from common.files import atomic_write
 from common.study.results import Study
-from common.study.same_losses import relative_difference
 from common.study.statistics import Summary
 from common.study.table import MIB, PARTS, parts_of
-from common.study.verdict import Verdict
+from common.study.verdict import Verdict, relative_difference
 from common.training.plot import open_pyplot
 
 FOLDER = "plots"

@@ -54,7 +54,12 @@ def measure(cell: Cell, folder: Path, *, warmup_steps: int) -> Measured:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}; the run wrote no metrics") from None
     steps = [row for row in rows if "loss" in row]
-    traces = _read_traces(folder)
+    traces = {}  # by rank and steps
+    for file in (folder / "profile").glob("steps_*_rank_*.json.gz"):
+        if match := _NAME.fullmatch(file.name):
+            first, last, number = map(int, match.groups())
+            traces[number, range(first, last + 1)] = read_trace(file)
+    traces = dict(sorted(traces.items(), key=lambda each: (each[0][0], each[0][1].start)))
     traced = {step for _, numbers in traces for step in numbers}
     timed = [row for row in steps[warmup_steps:] if row["step"] not in traced]
     if not timed:
@@ -151,16 +156,6 @@ class Trace:
     """Seconds of the optimizer's own work."""
     allocated: int | None
     """Most bytes of tensors on the host that these steps made; None where they were not recorded."""
-
-
-def _read_traces(folder: Path) -> dict[tuple[int, range], Trace]:
-    """Return the traces of a run by rank and steps, in this order. Raises DataError where a file is damaged."""
-    found = {}
-    for path in (folder / "profile").glob("steps_*_rank_*.json.gz"):
-        if match := _NAME.fullmatch(path.name):
-            first, last, rank = map(int, match.groups())
-            found[rank, range(first, last + 1)] = read_trace(path)
-    return dict(sorted(found.items(), key=lambda each: (each[0][0], each[0][1].start)))
 
 
 def read_trace(path: Path) -> Trace:

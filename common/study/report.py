@@ -20,10 +20,18 @@ from common.files import atomic_write
 from common.study import table
 from common.study.drawing import draw
 from common.study.results import Machine, State, Study
-from common.study.same_losses import OTHER_KERNELS, Departure, GroupVerdict
 from common.study.statistics import CONFIDENCE, Summary, summarize
 from common.study.table import Table, Word, as_csv, main_table, split_table
-from common.study.verdict import MAX_LISTED, MEMORY_TOLERANCE, Remark, Verdict, judge
+from common.study.verdict import (
+    MAX_LISTED,
+    MEMORY_TOLERANCE,
+    OTHER_KERNELS,
+    Departure,
+    GroupVerdict,
+    Remark,
+    Verdict,
+    judge,
+)
 from common.yaml_files import dump_yaml
 
 PAGE = "report.html"
@@ -93,18 +101,16 @@ def templates() -> jinja2.Environment:
     )
     for name in ("percent", "speed", "size", "small", "number"):
         found.filters[name] = getattr(table, name)
-    found.filters |= {"inline": _inline, "escape": html.escape}
+    found.filters["escape"] = html.escape
+    # HTML of text with Markdown's code and strong words
+    found.filters["inline"] = lambda text: re.sub(
+        r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
+    )
     # its text can end neither the column nor the row
     found.filters["cell"] = lambda text: " ".join(text.replace("|", "\\|").split())
     found.tests["word"] = lambda value: isinstance(value, Word)
     found.globals["marks"] = {"good": "✓", "bad": "✗", "note": "–"}
     return found
-
-
-def _inline(text: str) -> str:
-    """Return HTML of text with Markdown's code and strong words."""
-    escaped = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
-    return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", escaped)
 
 
 def _devices(machine: Machine) -> str:

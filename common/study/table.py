@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.accelerators import GIB
+from common.planner.plan import three_digits as speed
 from common.study.results import Study
 from common.study.statistics import Summary
 from common.study.verdict import Verdict
@@ -158,11 +159,6 @@ def percent(value: float, signed: bool = False) -> str:
     size = abs(100 * value)
     digits = 0 if size >= 9.95 or not size else min(3, 1 - math.floor(math.log10(size)))
     return f"{100 * value:{'+' if signed else ''},.{digits}f} %"
-
-
-def speed(value: float) -> str:
-    """Return tokens or samples a second, with three digits at least."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def seconds(value: float) -> str:

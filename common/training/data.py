@@ -23,8 +23,7 @@ from common.dataset.sampler import Batch, Tokens, ordered_batches, prefetch, ran
 from common.dataset.samples import EmptySplitError, Split
 from common.errors import ConfigError, DataError, TokenizerError
 from common.log import LOG, listed
-from common.parallel.packing import wanted_keys
-from common.parallel.run import Run
+from common.parallel.run import Run, wanted_keys
 from common.paths import looked_in
 from common.resolve.derive import fitting_vocabulary, require_length
 from common.tokenizer import Tokenizer, load_tokenizer

@@ -17,10 +17,9 @@ from common.cluster.environment import Process
 from common.cluster.rank_environment import hccl_seconds
 from common.errors import ConfigError, RunError
 from common.log import LOG
-from common.parallel.arrival import Arrival, BarrierServer, TcpBarrier, connect
 from common.parallel.run import Run
 from common.parallel.topology import GroupKind
-from common.parallel.world import WorldBase, exit_barrier
+from common.parallel.world import Arrival, BarrierServer, TcpBarrier, WorldBase, connect, exit_barrier
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.parallel.collectives import Group, exchange, exchange_numbers, make_group, prepare_messages
 

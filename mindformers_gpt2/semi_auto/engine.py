@@ -13,7 +13,7 @@ from mindspore import Tensor, nn, ops
 from common.dataset.sampler import Tokens
 from common.errors import RunError
 from common.log import LOG
-from common.parallel.operator_plan import held_shape, held_slice, owns, splits_vocabulary
+from common.parallel.operator_plan import held_slice, owns, splits_vocabulary
 from common.parallel.sharding import padded_shapes
 from common.parallel.topology import GroupKind
 from common.resolve.vendor_settings import semi_auto_settings
@@ -55,10 +55,10 @@ class SemiAutoEngine(BaseEngine):
         self.is_sharded, self.owns = True, partial(owns, config=config, at=world.at)
         self.pieces = {name: held_slice(name, config, world.at) for name in self.master.tensors}
         for name, tensor in self.master.tensors.items():
-            if tuple(tensor.shape) != held_shape(name, config):
+            if tuple(tensor.shape) != (planned := self.pieces[name].shape):
                 raise RunError(
                     f"rank {world.rank}: MindSpore's compiler holds {tuple(tensor.shape)} of {name}"
-                    f" {padded_shapes(config)[name]}, the plan says {held_shape(name, config)}; set"
+                    f" {padded_shapes(config)[name]}, the plan says {planned}; set"
                     " parallel.parallel_mode=1, since for other splits there are no checkpoints"
                 )
 

@@ -170,10 +170,10 @@ def build_network(config: Run, device: MindSporeDevice) -> TrainingGraph:
         for name, strategy in plan.items():
             for primitive in _primitives(network, name):
                 primitive.shard(strategy.inputs, None if strategy.output is None else (strategy.output,))
-    layers = {f"h.{layer}": block for layer, block in enumerate(network.h)}
     if parallel.pipeline_stage > 1:
-        for name, cell in {"embed": network.embed, **layers, "head": network.head}.items():
-            cell.pipeline_stage = stage_of(name, config)
+        network.embed.pipeline_stage, network.head.pipeline_stage = 0, config.topology.stages - 1
+        for layer, block in enumerate(network.h):
+            block.pipeline_stage = stage_of(layer, config)
     for layer, block in enumerate(network.h):  # gradients that travel together
         block.set_comm_fusion(fusion_of(layer, config))
     for parameter in network.get_parameters():  # whether ZeRO splits it

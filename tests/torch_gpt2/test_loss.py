@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from common.parallel.packing import UNCOUNTED
+from common.parallel.run import UNCOUNTED
 from common.quantization import activation_levels
 from torch_gpt2.loss import VocabularyShard, cross_entropy_sum
 from torch_gpt2.parallel import tensor_parallel

@@ -60,7 +60,7 @@ def test_the_host_takes_the_plan_s_bytes_and_no_bit_changes(precision: Any, reco
         assert same(step(build(config, None)), step(build(config, memory)))
         if not dropout:
             (stage,) = make_plan(config).stages
-            assert memory.moved == stage.memory.on_host > 0
+            assert memory.moved == stage.on_host > 0
     assert config.rounds_weights_once == (precision == "bf16")
 
 
@@ -71,7 +71,7 @@ def test_the_mask_that_all_blocks_share_stays() -> None:
     assert same(step(build(config, None)), step(build(config, memory)))
     # with a mask, attention on a CPU keeps other numbers than the plan's fused kernel
     mask = 3 * 40 * 40 * 4
-    assert memory.moved < make_plan(config).stages[0].memory.on_host + 4 * mask
+    assert memory.moved < make_plan(config).stages[0].on_host + 4 * mask
 
 
 def test_a_storage_is_copied_once_and_not_taken_for_one_that_is_gone() -> None:
@@ -129,9 +129,9 @@ def test_the_device_s_peak_falls_as_the_plan_says(recompute: str) -> None:
     kept, moved = (
         make(model={**model, "dropout": 0.0}, train={**train, "offload_activations": each}) for each in (False, True)
     )
-    before, plan = peaks(kept), make_plan(kept).stages[0].memory
+    before, plan = peaks(kept), make_plan(kept).stages[0]
     with patch.object(offload, "_Copy", Elsewhere):
-        after, other = peaks(moved), make_plan(moved).stages[0].memory
+        after, other = peaks(moved), make_plan(moved).stages[0]
     assert after["meta"] == other.on_host and plan.on_host == 0
     assert plan.peak - other.peak == pytest.approx(before["cpu"] - after["cpu"], rel=0.05)
 
@@ -141,7 +141,7 @@ def test_the_plan_names_both_memories_and_the_time() -> None:
     plan, device = make_plan(moved), require_accelerator("H100")
     assert "On the host a rank keeps 0.00 GiB" in describe_plan(plan)
     # there and back over 25 GB/s
-    assert time_of(plan, device).host == 2 * plan.stages[0].memory.on_host / 25e9
+    assert time_of(plan, device).host == 2 * plan.stages[0].on_host / 25e9
     assert time_of(make_plan(config), device).host == 0
 
 
@@ -153,9 +153,9 @@ def test_a_pipeline_keeps_each_waiting_micro_batch_on_the_host() -> None:
         make_plan(make(2, parallel=parallel, train={**train, "offload_activations": each})) for each in (False, True)
     )
     residual = 3 * 40 * 48 * 4
-    assert [stage.memory.on_host for stage in moved.stages] == [4 * 2 * residual] * 2
+    assert [stage.on_host for stage in moved.stages] == [4 * 2 * residual] * 2
     pairs = zip(kept.stages, moved.stages, strict=True)
-    falls = [one.memory.activations - other.memory.activations for one, other in pairs]
+    falls = [one.activations - other.activations for one, other in pairs]
     # the last stage keeps what it received on the device, where its first block has it
     assert falls == [4 * 2 * residual, 4 * residual]
 

@@ -24,6 +24,7 @@ from common.config.schema import RunConfig
 from common.parallel.sharding import local_shape
 from common.parallel.topology import GroupKind, Topology
 from common.planner.plan import make_plan
+from common.planner.timing import traffic_of
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
 from common.study.measure import measure
@@ -95,7 +96,7 @@ def saved_bytes(config: Any) -> int:
 
 def activations(config: RunConfig) -> int:
     (stage,) = make_plan(config).stages
-    return stage.memory.activations + stage.memory.loss
+    return stage.activations + stage.loss
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -204,7 +205,7 @@ def test_the_peak_of_a_step(
     wide = {"num_layers": 2, "hidden_size": 512, "seq_length": 512, "vocab_size": 50257}
     config = make(precision=precision, model=wide | many, train=train)
     measured = peaks(config)["cpu"]
-    planned = make_plan(config).stages[0].memory.peak
+    planned = make_plan(config).stages[0].peak
     if layers == 5:
         assert measured < planned < 1.08 * measured
     else:
@@ -241,9 +242,9 @@ def test_state_is_what_modules_and_optimizers_hold(layout: dict[str, Any], ranks
             optimizer.step()
             state = [each for one in optimizer.state.values() for each in one.values()]
             held, whole = (sum(each.nbytes for each in some) for some in (state, copies))
-            assert stage.memory.weights == (whole // 2 if precision is HALF else whole)
-            assert stage.memory.gradients == whole
-            assert stage.memory.optimizer == held + whole * (precision is HALF)
+            assert stage.weights == (whole // 2 if precision is HALF else whole)
+            assert stage.gradients == whole
+            assert stage.optimizer == held + whole * (precision is HALF)
 
 
 class Messages(TorchDispatchMode):
@@ -300,15 +301,15 @@ def test_fully_sharded_state_and_messages(zero: int, shards: int, precision: str
         copies = sum("allreduce" in name for name in messages.calls)
         assert copies == (0 if shards == 4 else 1 + 4)
         parameters = [*model.parameters()]
-        assert stage.memory.weights == sum(each.to_local().nbytes for each in parameters)
+        assert stage.weights == sum(each.to_local().nbytes for each in parameters)
         if zero > 1 or micro_batches == 1:
-            assert stage.memory.gradients == sum(each.grad.to_local().nbytes for each in parameters)
+            assert stage.gradients == sum(each.grad.to_local().nbytes for each in parameters)
         optimizer = torch.optim.AdamW(parameters, fused=True)
         optimizer.step()
         state = [value for each in optimizer.state.values() for value in each.values()]
         held = [value.to_local() if hasattr(value, "to_local") else value for value in state]
-        assert stage.memory.optimizer == sum(each.nbytes for each in held)
-        assert stage.traffic.data == pytest.approx(messages.sent, rel=1e-12)
+        assert stage.optimizer == sum(each.nbytes for each in held)
+        assert traffic_of(config, 0).data == pytest.approx(messages.sent, rel=1e-12)
 
 
 @pytest.mark.usefixtures("four_ranks")
@@ -328,12 +329,13 @@ def test_tensor_parallel_activations_and_messages(sequence: bool, recompute: str
     model.to_empty(device="cpu")
     ids = torch.zeros(3, 40, dtype=torch.int64)
     kept = kept_bytes(model, lambda: model.loss_sum(ids, ids))
-    assert stage.memory.activations + stage.memory.loss == pytest.approx(kept, rel=0.1)
+    assert stage.activations + stage.loss == pytest.approx(kept, rel=0.1)
     with Messages(4) as messages:
         model.loss_sum(ids, ids).backward()
     # norms, biases of c_proj, positions: summed once a step
     whole = 4 * (6 * 4 * 48 + 2 * 48 + 40 * 48)
-    planned = stage.traffic.sequence - 2 * 3 / 4 * whole if sequence else stage.traffic.tensor
+    sent = traffic_of(config, 0)
+    planned = sent.sequence - 2 * 3 / 4 * whole if sequence else sent.tensor
     assert planned == pytest.approx(messages.sent, rel=1e-12)
 
 
@@ -366,7 +368,7 @@ def test_state_and_steps_take_what_the_plan_says(tmp_path: Path, corpus_prefix: 
         cell = Cell(id=name, axes={}, settings={}, backend="torch", engine="native", ranks=2)
         found = measure(cell, tmp_path / name, warmup_steps=0).memory_parts
         config = resolve_config(load_config(tmp_path / name / "config.yaml", ()), world_size=2)
-        fullest = max((stage.memory for stage in make_plan(config).stages), key=lambda memory: memory.peak)
+        fullest = max(make_plan(config).stages, key=lambda memory: memory.peak)
         state = fullest.weights + fullest.optimizer
         assert found["state"] == pytest.approx(state, rel=0.1), name
         assert found["step"] == pytest.approx(fullest.peak - state, rel=0.1), name

@@ -22,7 +22,7 @@ from common.errors import StorageError
 from common.files import fsync_folder
 from common.parallel.batch import place_in_epochs
 from common.parallel.run import Run
-from common.parallel.sharding import shards_of, split_dim
+from common.parallel.sharding import split_dim
 from common.parallel.topology import Topology
 from common.systems.mindformers.read import MOMENTS, NAME_MAPS
 from common.systems.name_map import NameRow
@@ -99,7 +99,7 @@ def write_rank_file(config: Run, place: tuple[int, int], rank: int, is_split: bo
     topology = config.topology if is_split else Topology()
     rows = -(-config.model.vocab_size // topology.tensor) * topology.tensor  # each tensor rank has as many
     shapes = parameter_shapes(config.model) | {EMBEDDING: (rows, config.model.hidden_size)}
-    shards = shards_of(config.parallel, topology)
+    shards = config.parallel.shards if is_split else 1
     layouts = [
         {row: _layout(row, row.shape(shapes), topology, shards) for row in _rows_of(stage, config.model, topology)}
         for stage in range(topology.pipeline)

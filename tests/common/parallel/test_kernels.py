@@ -24,7 +24,7 @@ def config(*overrides: str, on: Hardware | None = None) -> Run:
 
 def saved(run: Run) -> int:
     [stage] = make_plan(run).stages
-    return stage.memory.activations
+    return stage.activations
 
 
 def scores(run: Run) -> int:

@@ -16,10 +16,9 @@ import pytest
 from common.cluster.environment import Process
 from common.errors import ConfigError, DataError, GPT2Error, RunError, StopRequested, StorageError
 from common.log import LOG
-from common.parallel import arrival as module
-from common.parallel.arrival import Arrival, BarrierServer, TcpBarrier, connect
+from common.parallel import world as module
 from common.parallel.topology import Topology
-from common.parallel.world import WorldBase, exit_barrier
+from common.parallel.world import Arrival, BarrierServer, TcpBarrier, WorldBase, connect, exit_barrier
 from common.processes.addresses import free_port, listen
 
 

@@ -58,7 +58,7 @@ def test_memory_of_a_machine_or_a_container(tmp_path: Path, monkeypatch: pytest.
 
 def test_weights_and_moments_are_certain_the_rest_is_a_warning(warned: Any) -> None:
     run = config()
-    plan = make_plan(run).stages[0].memory
+    plan = make_plan(run).stages[0]
     state = plan.weights + plan.optimizer
     likely = plan.peak + state  # a checkpoint is written from a copy
     said = "memory is short: a rank needs .* GiB by the plan, and .* GiB of this machine's .* GiB are free; end other"

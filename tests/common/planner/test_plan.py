@@ -22,7 +22,7 @@ from common.planner.memory import Memory
 from common.planner.plan import describe_plan, make_plan, time_of
 from common.planner.show import layout_warnings, plan_text
 from common.planner.suggest import suggest
-from common.planner.timing import ELEMENTS, PRODUCTS, StepTime
+from common.planner.timing import ELEMENTS, PRODUCTS, StepTime, traffic_of
 from common.weights.names import count_parameters
 from tests.cluster_tables import write_tutorial_table
 from tests.common.planner.runs import FOLDER, H100, preset, small, written
@@ -80,7 +80,7 @@ def test_parameters_and_memory_of_a_rank(name: str) -> None:
     assert found or parameters < 125e6  # the small ones have no such comment
     if found:
         assert parameters == int(found[1].replace(",", ""))
-        average = sum(state(each.memory) for each in plan.stages) / len(plan.stages) / 1e9
+        average = sum(state(each) for each in plan.stages) / len(plan.stages) / 1e9
         # one digit after the point
         assert average / (1 + twice / parameters) == pytest.approx(float(found[2]), abs=0.05)
 
@@ -106,8 +106,8 @@ def test_zero_divides_by_data_parallel() -> None:
         (3, "native", 1.0, 1.0, 2.0),
     ):
         config = small(data=4, precision=precision, engine=engine, parallel={"zero_stage": zero})
-        (stage,) = make_plan(config).stages
-        memory, parameters = stage.memory, stage.parameters
+        (memory,) = make_plan(config).stages
+        parameters = memory.parameters
         held = (memory.weights, memory.gradients, memory.optimizer - steps_of_adam(config))
         assert [each / parameters for each in held] == expected
         whole = {0: 0, 1: parameters, 2: parameters} if engine == "native" else {1: 0, 2: 0}
@@ -132,19 +132,18 @@ def test_deepspeed_with_gradients_in_float16_is_the_papers(zero: int) -> None:
     found = []
     for data in (1, 4, 16, 64, 256, 1024):
         config = small(data=data, train={"micro_batch_size": 1, "accumulation_steps": 1}, **sections)
-        (stage,) = make_plan(config).stages
-        memory = stage.memory
+        (memory,) = make_plan(config).stages
         held = state(memory) - memory.gathered - steps_of_adam(config)
-        found.append(held / stage.parameters * 7.5)
+        found.append(held / memory.parameters * 7.5)
         # the update has float32 gradients too, of the rank's own part
-        assert memory.peak >= state(memory) + 4 * stage.parameters // data
+        assert memory.peak >= state(memory) + 4 * memory.parameters // data
     assert found == pytest.approx(PAPER[zero], rel=0.005, abs=0.005)
 
 
 def test_zero_beside_other_axes() -> None:
-    def each(**keys: Any) -> list[tuple[float, float, float]]:
-        found = [(stage.memory, stage.parameters) for stage in make_plan(small(**keys)).stages]
-        return [(m.weights / count, m.gathered / count, m.gradients / count) for m, count in found]
+    def each(**keys: Any) -> list[tuple[float, ...]]:
+        stages = make_plan(small(**keys)).stages
+        return [tuple(size / m.parameters for size in (m.weights, m.gathered, m.gradients)) for m in stages]
 
     one, stage_3 = {"accumulation_steps": 1}, {"zero_stage": 3}
     # nothing adds up: gradients are reduced at once
@@ -155,7 +154,7 @@ def test_zero_beside_other_axes() -> None:
     assert each(data=8, parallel={**stage_3, "shard_size": 2})[0][0] == 2
     offload = {"offload_optimizer": True, "offload_parameters": True}
     [stage] = make_plan(small(data=4, engine="deepspeed", deepspeed=offload, parallel=stage_3)).stages
-    assert (stage.memory.weights, stage.memory.optimizer) == (0, 0) and stage.memory.gathered > 0
+    assert (stage.weights, stage.optimizer) == (0, 0) and stage.gathered > 0
 
 
 def test_parts_of_zero_are_rounded_up() -> None:
@@ -164,13 +163,13 @@ def test_parts_of_zero_are_rounded_up() -> None:
     stage = make_plan(config).stages[0]
     assert stage.parameters % 7
     # two moments and DeepSpeed's copy of float32 weights, which its ZeRO makes in every stage
-    own = stage.memory.optimizer - steps_of_adam(config)
+    own = stage.optimizer - steps_of_adam(config)
     assert 0 < 7 * own - 12 * stage.parameters < 7 * 12
     stage = make_plan(small(data=7, parallel={"zero_stage": 1})).stages[0]
     # 16 rows are 3 on a rank, 64 are 10
     per_layer = 4 * (3 * 16 + 3) + (10 * 16 + 10) + (3 * 64 + 3) + 4 * 3
     # 1024 rows are 147, 32 positions are 5
-    assert stage.memory.weights == 4 * (147 * 16 + 5 * 16 + 4 * per_layer + 2 * 3)
+    assert stage.weights == 4 * (147 * 16 + 5 * 16 + 4 * per_layer + 2 * 3)
 
 
 def test_state_of_each_optimizer() -> None:
@@ -178,8 +177,8 @@ def test_state_of_each_optimizer() -> None:
         config = small(optimizer={"name": name, "momentum": momentum})
         stage = make_plan(config).stages[0]
         counters = steps_of_adam(config) if "adam" in name else 0
-        assert stage.memory.weights == stage.memory.gradients == 4 * stage.parameters
-        assert stage.memory.optimizer == bytes_each * stage.parameters + counters
+        assert stage.weights == stage.gradients == 4 * stage.parameters
+        assert stage.optimizer == bytes_each * stage.parameters + counters
 
 
 def test_a_model_of_a_million_million_layers_is_planned_at_once() -> None:
@@ -188,7 +187,7 @@ def test_a_model_of_a_million_million_layers_is_planned_at_once() -> None:
     runs = [small(model={"num_layers": layers}) for layers in (2**40, 2, 3)]
     plan, two, three = map(make_plan, runs)
     assert time.process_time() - start < 1
-    all_of, of_two, of_three = (each.stages[0].memory.weights for each in (plan, two, three))
+    all_of, of_two, of_three = (each.stages[0].weights for each in (plan, two, three))
     assert all_of == of_two + (2**40 - 2) * (of_three - of_two)
     assert f"0-{2**40 - 1}" in describe_plan(plan)
     for axes in ({"pipeline_stage": 10**6}, {"pipeline_stage": 2, "virtual_stages": 2**39}):
@@ -207,19 +206,19 @@ def test_a_pipelines_memory_by_hand() -> None:
         config = small(pipeline=2, train={"recompute": "full"}, parallel={"pipeline_schedule": schedule})
         stages = make_plan(config).stages
         if schedule == "zbv_zero_bubble":  # ranks with the stages 0, 3 and 1, 2, a layer each
-            assert [stage.memory.communication for stage in stages] == [one, one]
+            assert [stage.communication for stage in stages] == [one, one]
             continue
         # beside two blocks each: the first keeps what it sends and the ids; what the last receives
         # is its first block's input
-        assert [stage.memory.activations for stage in stages] == [first * (3 * one + ids), last * (2 * one + norm)]
-        assert [stage.memory.loss for stage in stages] == [0, last * (one + 4 * 1024 * 16)]
-        assert [stage.memory.communication for stage in stages] == [one, 0]
+        assert [stage.activations for stage in stages] == [first * (3 * one + ids), last * (2 * one + norm)]
+        assert [stage.loss for stage in stages] == [0, last * (one + 4 * 1024 * 16)]
+        assert [stage.communication for stage in stages] == [one, 0]
 
 
 def test_traffic_by_hand() -> None:
     """Ring formulas with the numbers of a small layout: 2 x 2 x 2 ranks, 8 micro batches, two layers a stage."""
     config = small(data=2, tensor=2, pipeline=2, precision={"compute": "bfloat16"})
-    first, last = (stage.traffic for stage in make_plan(config).stages)
+    first, last = (traffic_of(config, place) for place in range(2))
     tokens, table = 2 * 32 * 16, 1024 * 16 // 2
     embedding, loss = tokens * 4, tokens * 2 + 3 * 2 * 32 * 4
     assert first.tensor == 8 * (2 * 4 * tokens * 2 + embedding)
@@ -229,10 +228,10 @@ def test_traffic_by_hand() -> None:
     assert [first.data, last.data] == [4 * stage.parameters for stage in make_plan(config).stages]
     split = {"sequence_parallel": True}
     config = small(data=2, tensor=2, precision={"compute": "bfloat16"}, parallel=split)
-    (stage,) = make_plan(config).stages
+    sent = traffic_of(config, 0)
     whole = 4 * 6 * 16 + 2 * 16 + 32 * 16
-    assert stage.traffic.tensor == 0
-    assert stage.traffic.sequence == 8 * (4 * 4 * tokens * 2 + embedding + loss) + 4 * whole
+    assert sent.tensor == 0
+    assert sent.sequence == 8 * (4 * 4 * tokens * 2 + embedding + loss) + 4 * whole
 
 
 def text(config: Run, **options: Any) -> list[str]:

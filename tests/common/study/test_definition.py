@@ -16,7 +16,7 @@ from common.errors import ConfigError
 from common.planner.fitting import resolve_on
 from common.planner.plan import make_plan, time_of
 from common.run_config import load_config
-from common.study.cells import PlannedCell, as_word, expand
+from common.study.cells import PlannedCell, expand, words_of
 from common.study.command import describe_cells, predict
 from common.study.loading import Definition, load_definition
 from tools.config_schema import study_schema
@@ -188,7 +188,7 @@ def test_a_word_says_the_value() -> None:
     values = (7, True, 1e-05, None, ["0.3", "a: b", "0.7", "c"], [1, 3], "42", "a b: c")
     keys = "seed train.deterministic optimizer.learning_rate optimizer.decay_steps data.train parallel.stage_layers"
     for key, value in zip((*keys.split(), "logging.project", "logging.project"), values, strict=True):
-        config = load_config(TINY, [as_word(key, value)])
+        config = load_config(TINY, [*words_of({key: value})])
         assert dict(flatten(config.model_dump()))[key] == value
 
 
@@ -211,10 +211,8 @@ def test_the_prediction_is_the_plan_of_the_same_run() -> None:
     words = ["parallel.pipeline_stage=2", "train.micro_batch_size=2", "train.max_steps=15"]
     config = resolve_on(load_config(TINY, words), device, world_size=2)
     plan = make_plan(config)
-    assert found.peak == [stage.memory.peak for stage in plan.stages]
-    assert [sum(parts.values()) for parts in found.memory] == [
-        each.memory.peak + each.memory.shared for each in plan.stages
-    ]
+    assert found.peak == [stage.peak for stage in plan.stages]
+    assert [sum(parts.values()) for parts in found.memory] == [each.peak + each.shared for each in plan.stages]
     assert found.step_seconds == time_of(plan, device).total
 
 

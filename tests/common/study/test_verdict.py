@@ -11,9 +11,8 @@ import pytest
 
 from common.study.report import remarks, templates
 from common.study.results import CellResult, State
-from common.study.same_losses import Departure, Kind
 from common.study.statistics import compare, noise_of, summarize
-from common.study.verdict import judge
+from common.study.verdict import Departure, Kind, judge
 from tests.common.study.synthetic import MIB, TOKENS, cell, losses, measured, norms, prediction, speeds, study
 
 EXACT = 3e-8
