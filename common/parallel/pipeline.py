@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
 from itertools import count
-from typing import NamedTuple
 
 from common.parallel.topology import Topology
 
@@ -25,7 +24,8 @@ class Pass(StrEnum):
     """Gradients of weights; saved activations are kept until here."""
 
 
-class Action(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Action:
     what: Pass
     stage: int
     micro_batch: int
@@ -168,9 +168,39 @@ def held_at_most(
     sizes: bytes that one micro batch keeps, by stage.
     """
     stages = topology.stages_of(place)
-    moments = (held for held, _ in _moments(schedule, topology, place, micro_batches))
+    moments = _held_at_turns(schedule, topology, place, micro_batches)
     most = max(moments, key=lambda held: sum(sizes[stage] * number for stage, number in zip(stages, held, strict=True)))
     return dict(zip(stages, most, strict=True))
+
+
+def _held_at_turns(schedule: str, topology: Topology, place: int, micro_batches: int) -> Iterator[tuple[int, ...]]:
+    """Yield the micro batches held by each stage of a rank, at moments that include the peak of memory.
+
+    This holds for any sizes of the stages: between these moments the bytes grow or shrink evenly.
+    """
+    if schedule in ("gpipe", "1f1b"):
+        yield (_waiting(schedule, topology, place, micro_batches),)
+        return
+    if schedule == "zbv_zero_bubble":
+        down = 2 * topology.pipeline - 1 - place
+        yield min(micro_batches, down), min(micro_batches, place + 1)
+        if micro_batches > down:
+            yield down + 1, place
+        return
+    splits, virtual, total = (schedule == "interleaved_zero_bubble", topology.virtual, micro_batches * topology.virtual)
+    per_round, ahead = _rounds(topology, place, micro_batches, splits=splits)
+    lag = ahead + (place if splits else 0)
+
+    def passed(count: int, turn: int) -> int:
+        """Return how many of the first ``count`` passes are of the stage with this turn in a round."""
+        rounds, rest = divmod(count, per_round * virtual)
+        return rounds * per_round + min(max(rest - turn * per_round, 0), per_round)
+
+    first, last = min(lag, total - 1), min(lag + per_round * virtual, total) - 1
+    forward_turns = range(first - first % per_round + per_round - 1, last, per_round)
+    for number in sorted({first, last, *forward_turns, *range(lag, last, per_round)}):
+        done = max(0, number - lag)
+        yield tuple(passed(number + 1, turn) - passed(done, virtual - 1 - turn) for turn in range(virtual))
 
 
 def gradients_at_most(schedule: str, topology: Topology, place: int, micro_batches: int) -> int:
@@ -179,26 +209,20 @@ def gradients_at_most(schedule: str, topology: Topology, place: int, micro_batch
     A gradient is held from the backward pass of its stage on, or until the pass of the weights
     where the backward pass is split. One or two more may come early.
     """
-    return max(gradients for _, gradients in _moments(schedule, topology, place, micro_batches))
-
-
-@lru_cache(maxsize=4096)
-def _moments(
-    schedule: str, topology: Topology, place: int, micro_batches: int
-) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """Return what a rank holds after the passes of a step: micro batches by stage, and gradients from other ranks."""
-    stages = topology.stages_of(place)
-    sent = {stage: stage + 1 < topology.stages and topology.place_of_stage(stage + 1) != place for stage in stages}
-    if schedule in ("gpipe", "1f1b"):
-        return (((_waiting(schedule, topology, place, micro_batches),), int(sent[place])),)
-    per_round, _ = _rounds(topology, place, micro_batches, splits=False)
-    held, gradients, found = dict.fromkeys(stages, 0), 0, []
-    for action in order_of_rank(schedule, topology, place, min(micro_batches, 3 * per_round)):  # more bring nothing new
-        held[action.stage] += {Pass.FORWARD: 1, Pass.INPUT: 0}.get(action.what, -1)
-        gradients += sent[action.stage] and action.what in (Pass.BACKWARD, Pass.INPUT)
-        found.append((tuple(held.values()), gradients))
-        gradients -= sent[action.stage] and action.what in (Pass.BACKWARD, Pass.WEIGHT)
-    return tuple(dict.fromkeys(found))
+    ranks, stages = topology.pipeline, topology.stages_of(place)
+    sent = [stage + 1 < topology.stages and topology.place_of_stage(stage + 1) != place for stage in stages]
+    if not any(sent) or not schedule.endswith("zero_bubble"):
+        return int(any(sent))
+    if schedule == "zbv_zero_bubble":
+        planned = max(2 * ranks - 1, micro_batches)
+        # at the end, input gradients of ``place`` micro batches reach both stages before their weight gradients
+        begun = (planned - ranks, planned - place)
+        late = sum(
+            min(max(micro_batches - number, 0), place) for number, is_sent in zip(begun, sent, strict=True) if is_sent
+        )
+        return max(1, late + (sent[0] and micro_batches > planned - ranks + place))
+    per_round, _ = _rounds(topology, place, micro_batches, splits=True)
+    return min(place + 1, sum(sent) * (micro_batches if all(sent) else per_round))
 
 
 def bubble(schedule: str, topology: Topology, micro_batches: int, *, recomputes: bool = False) -> float:
