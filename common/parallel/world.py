@@ -234,15 +234,12 @@ class TcpBarrier:
             try:
                 if peer.recv(1) != b"\n":
                     raise ConnectionError
-            except TimeoutError:
-                raise RunError(
-                    f"rank {self._rank}: no word from rank {rank} for {self._limit:.0f} s; see its"
-                    " log, or raise runtime.stall_limit"
-                ) from None
-            except OSError:
-                raise RunError(
-                    f"rank {self._rank}: rank {rank} has left the run; see the log of the rank that failed first"
-                ) from None
+            except OSError as error:
+                if isinstance(error, TimeoutError) and self._limit is not None:  # without one it is the kernel's
+                    why = f"no word from rank {rank} for {self._limit:.0f} s; see its log, or raise runtime.stall_limit"
+                else:
+                    why = f"rank {rank} has left the run; see the log of the rank that failed first"
+                raise RunError(f"rank {self._rank}: {why}") from None
 
 
 class BarrierServer:

@@ -2,6 +2,7 @@
 others to come: what it says, when it gives up, and what it refuses at once. How ranks agree.
 """
 
+import errno
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -72,6 +74,12 @@ def test_one_that_has_gone_is_named() -> None:
             peer.close()
         with pytest.raises(RunError, match="rank 1: rank 0 has left the run"):
             other.result(timeout=20)
+
+
+def test_a_connection_that_the_kernel_gives_up_is_one_line() -> None:
+    peer = Mock(**{"recv.side_effect": TimeoutError(errno.ETIMEDOUT, "Connection timed out")})
+    with pytest.raises(RunError, match="rank 0: rank 1 has left the run"):
+        TcpBarrier(0, {1: peer}).wait()
 
 
 def test_strangers_are_turned_away_and_a_wait_has_an_end() -> None:
