@@ -163,7 +163,8 @@ def plan_row(row: dict[str, str]) -> Figure:
 def errors(figures: Sequence[Figure]) -> tuple[float, float, float]:
     """Return the median error, and the parts of the rows within 15 and 25 %."""
     found = [each.error for each in figures]
-    return median(found), *(sum(e <= most for e in found) / len(found) for most in (0.15, 0.25))
+    near, fair = (sum(e <= most for e in found) / len(found) for most in (0.15, 0.25))
+    return median(found), near, fair
 
 
 def set_factors(factors: Sequence[float]) -> None:
