@@ -159,8 +159,8 @@ class Engine:
         """Fail the jobs, waiting or at work, for which ``is_out`` is true; return their number."""
         with self._changed:
             out = [job for jobs in self._waiting for job in jobs if is_out(job)]
-            if out:
-                kept = (deque(job for job in jobs if job not in out) for jobs in self._waiting)
+            if gone := {id(job) for job in out}:
+                kept = (deque(job for job in jobs if id(job) not in gone) for jobs in self._waiting)
                 self._waiting = deque(jobs for jobs in kept if jobs)
         for slot in self._slots:
             if slot.job is not None and is_out(slot.job):
