@@ -20,6 +20,8 @@ from common.errors import ConfigError
 
 MAX_RANKS = 2**18
 """Most processes of a run: more than any cluster has, and few enough to list."""
+MAX_INCREMENTS = 2**16
+"""Most increments of a ramp: more sizes of a batch than any run has, and few enough to list."""
 
 
 def plan_batch(
@@ -204,6 +206,8 @@ def batch_sizes(full: int, ramp: Ramp | None) -> BatchSizes:
             f" train.global_batch_size={full}; give an increment that divides the"
             f" {full - start} in between"
         )
+    if (count := (full - start) // increment) > MAX_INCREMENTS:
+        raise ConfigError(f"{named} has {count} increments, and {MAX_INCREMENTS} is the most; raise the increment")
     steps = ((0, start), *_first_samples(start, increment, samples, full))
     return BatchSizes(steps=steps, increments=(start, increment, samples))
 

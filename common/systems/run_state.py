@@ -110,8 +110,12 @@ def checked_run(path: Path, record: Any) -> dict[str, Any]:
     """
     try:
         _RUN.model_validate(record)
-        TrainState.from_dict(record["state"])
+        state = TrainState.from_dict(record["state"])
         EngineState(**record["engine"])
+        if not state.skipped_in_a_row <= state.skipped_steps <= state.step:
+            raise ValueError(f"{state.skipped_in_a_row} skipped in a row, {state.skipped_steps} of {state.step} steps")
+        if len(state.losses) != len(state.grad_norms):
+            raise ValueError(f"{len(state.losses)} losses and {len(state.grad_norms)} gradient norms")
         if (
             record["engine"]["loss_scale"].get("mode") == "dynamic"
             and not record["engine"]["loss_scale"].keys() >= NO_SCALE.keys()
