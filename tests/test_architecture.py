@@ -37,7 +37,7 @@ LAYERS = (
     ("generation", "evaluation"),
     ("conversion", "serving"),
     ("inference",),
-    ("run_config", "bundle"),
+    ("run_config",),
     ("backends",),
     ("modelarts", "study", "program"),
     ("compare",),

@@ -60,7 +60,6 @@ def test_nothing_is_above_its_ceiling() -> None:
 
 USERS = {
     "socket": {
-        "common/bundle.py": "name of this host",
         "common/cluster/environment.py": "name of this host",
         "common/doctor/machine.py": "names and ports that it checks",
         "common/launcher/host_channel.py": "the launcher's connections between hosts",

@@ -13,8 +13,6 @@ all-reduce over them.
         the same without a table
     python tools/doctor.py --explain output/RUN
         what the known errors in these logs (or in one log, or a code) mean, and the next steps
-    python tools/doctor.py --bundle report.tar.gz --output_dir output/RUN
-        logs, config, versions and rank table for a report, without secrets and addresses
 
 Exit code 0: no errors; 2: errors, or bad arguments; 1: --explain found no known error.
 """
@@ -28,10 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.bundle import write_bundle
 from common.doctor.examine import DoctorRequest, examine
 from common.doctor.report import as_json, as_table, exit_code
-from common.errors import ConfigError
 from common.failures import explain_code, explain_log, language_of
 from common.flags import flag
 from common.program import command
@@ -44,29 +40,10 @@ class Request(DoctorRequest):
         "LOG|CODE: explain the known errors in a log or a run folder, or one code or message; no checks"
     )
     language: Literal["en", "zh"] | None = flag("language of the explanation (default: that of the locale)")
-    bundle: Path | None = flag("FILE.tar.gz: pack the run of --output_dir for a report; no checks")
-    with_addresses: bool = flag("keep IP addresses and the host name in the bundle (default: masked by stable names)")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.explain is not None and self.bundle is not None:
-            raise ConfigError("--explain and --bundle are two commands; give one of them")
 
 
 @command(Request, stopped="")
 def main(request: Request) -> int:
-    if request.bundle is not None:
-        notes = write_bundle(
-            request.bundle,
-            run=request.output_dir,
-            table=request.rank_table,
-            environ=os.environ,
-            with_addresses=request.with_addresses,
-        )
-        for note in notes:
-            print(f"note: {note}", file=sys.stderr)
-        print(f"{request.bundle}: {request.bundle.stat().st_size:,} bytes; look at its content before you send it")
-        return 0
     if request.explain is not None:
         language = request.language or language_of(os.environ)
         if os.path.exists(request.explain):

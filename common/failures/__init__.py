@@ -151,7 +151,7 @@ def find_in_logs(place: Path) -> list[Found]:
         logs = list(dict.fromkeys(found))[:MAX_LOGS]
     if not logs:
         raise DataError(f"{place}: a folder without logs; expected {', '.join(_LOGS)}")
-    texts = ((read_ends(path, MAX_LOG_BYTES)[0].replace("\r", "\n"), path) for path in logs)
+    texts = ((_read_ends(path, MAX_LOG_BYTES).replace("\r", "\n"), path) for path in logs)
     return merged(find_errors(text, path) for text, path in texts)
 
 
@@ -164,22 +164,22 @@ def merged(searched: Iterable[list[Found]]) -> list[Found]:
     return sorted(best.values(), key=lambda hit: hit.error.kind)
 
 
-def read_ends(path: Path, most: int) -> tuple[str, int]:
-    """Return the text of a file, and how many bytes of it are left out.
+def _read_ends(path: Path, most: int) -> str:
+    """Return the text of a file; of more than ``most`` bytes, whole lines or states of a progress bar stay.
 
-    Of more than ``most`` bytes, whole lines or states of a progress bar stay. Raises DataError.
+    Raises DataError.
     """
     try:
         with path.open("rb") as file:
-            left_out = os.fstat(file.fileno()).st_size - most
-            data = file.read(most if left_out <= 0 else most // 2)
-            if left_out > 0:
+            too_long = os.fstat(file.fileno()).st_size > most
+            data = file.read(most // 2 if too_long else most)
+            if too_long:
                 file.seek(-(most // 2), os.SEEK_END)
                 end = re.sub(rb"\A[^\r\n]*", b"", file.read(most // 2))
                 data = data[: max(data.rfind(b"\r"), data.rfind(b"\n")) + 1] + b"[...]" + end
     except OSError as error:
         raise DataError(f"{path}: {unreadable(error)}") from None
-    return data.decode("utf-8", "replace"), max(0, left_out)
+    return data.decode("utf-8", "replace")
 
 
 def error_of(code: str) -> KnownError:
