@@ -8,10 +8,10 @@ import base64
 import html
 import re
 import shlex
-from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
@@ -19,19 +19,10 @@ from common.accelerators import GIB
 from common.files import atomic_write
 from common.study import table
 from common.study.drawing import draw
-from common.study.results import Machine, State, Study
-from common.study.statistics import CONFIDENCE, Summary, summarize
-from common.study.table import Table, Word, as_csv, main_table, split_table
-from common.study.verdict import (
-    MAX_LISTED,
-    MEMORY_TOLERANCE,
-    OTHER_KERNELS,
-    Departure,
-    GroupVerdict,
-    Remark,
-    Verdict,
-    judge,
-)
+from common.study.results import Machine, Study
+from common.study.statistics import CONFIDENCE
+from common.study.table import Word, as_csv, main_table, make_table, split_rows
+from common.study.verdict import OTHER_KERNELS, Departure, judge
 from common.yaml_files import dump_yaml
 
 PAGE = "report.html"
@@ -43,16 +34,16 @@ def write_outcome(study: Study, folder: Path) -> None:
 
     Older ones are replaced. Raises StorageError.
     """
-    cells, verdict = summarize(study), judge(study)
-    pictures = draw(study, cells, verdict, folder)
+    verdict = judge(study)
+    pictures = draw(study, verdict, folder)
     failed = [
-        [f"`{name}`", str(run.index), Word(run.state), run.reason or "–"]
-        for name, cell in cells.items()
+        {"cell": f"`{name}`", "repeat": str(run.index), "state": Word(run.state), "reason": run.reason}
+        for name, cell in verdict.cells.items()
         for run in cell.failures
     ]
     more = {
-        "Time of a step": split_table(cells),
-        "Cells without a result": Table(head=["cell", "repeat", "state", "reason"], rows=failed, words=True),
+        "Time of a step": (split_rows(verdict.cells.values()), False),
+        "Cells without a result": (failed, True),
     }
     blocks = {"The definition of the study, as it was run": dump_yaml(study.definition).rstrip("\n")}
     typed = [(each.cell.id, next((run.command for run in each.repeats if run.command), None)) for each in study.cells]
@@ -67,15 +58,15 @@ def write_outcome(study: Study, folder: Path) -> None:
             "confidence": CONFIDENCE,
             "other_kernels": OTHER_KERNELS,
         },
-        "remarks": remarks(study, cells, verdict),
-        "results": main_table(study, cells, verdict),
+        "remarks": verdict.remarks,
+        "results": main_table(study, verdict),
         "pictures": {name: base64.b64encode(picture).decode() for name, picture in pictures.items()},
-        "more": [(title, table) for title, table in more.items() if table and table.rows],
+        "more": [(title, make_table(rows, words=words)) for title, (rows, words) in more.items() if rows],
         "method": ["how_timed", "how_compared", "how_judged"],
         "machine": _machine(study),
         "blocks": [*blocks.items()],
     }
-    texts = {"table.csv": as_csv(cells, verdict), PAGE: templates().get_template("report.html.j2").render(facts)}
+    texts = {"table.csv": as_csv(verdict), PAGE: templates().get_template("report.html.j2").render(facts)}
     for name, language in REPORTS.items():
         texts[name] = templates().get_template("report.md.j2").render(facts, language=language)
     for name, text in texts.items():
@@ -118,7 +109,7 @@ def _devices(machine: Machine) -> str:
     return devices or f"{machine.cpu}, {machine.cores} cores"
 
 
-def _machine(study: Study) -> Table:
+def _machine(study: Study) -> dict[str, Any]:
     machine = study.machine
     found = {
         "host": machine.host,
@@ -126,56 +117,7 @@ def _machine(study: Study) -> Table:
         "memory": f"{machine.memory / GIB:.1f} GiB",
         **({"accelerators": _devices(machine)} if machine.accelerators else {}),
         "started": study.started,
-        "finished at": study.finished or "–",
+        "finished at": study.finished,
     }
-    rows = [[Word(name), value] for name, value in found.items()]
-    rows += [[name, value] for name, value in study.versions.items()]
-    return Table(head=["what", "found"], rows=rows, words=True)
-
-
-def remarks(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> list[Remark]:
-    """Return the lines of the verdict, most important first."""
-    found: list[Remark] = []
-    running = [name for name, cell in cells.items() if cell.state in (None, State.FINISHED)]
-    if missing := [name for name in running if len(cells[name].result.repeats) < study.repeats]:
-        found.append(dict(what="unfinished", mark="note", cells=missing, count=len(cells)))
-    found += [line for group in verdict.groups for line in _group(group)]
-    found += verdict.rankings
-    for state in State:
-        failed = [name for name, cell in cells.items() if cell.state is state]
-        if state is not State.FINISHED and failed:
-            mark = "note" if state is State.REFUSED else "bad"
-            found.append(dict(what="no_result", mark=mark, state=state, cells=failed, count=len(cells)))
-    if partly := [name for name, cell in cells.items() if cell.runs and cell.failures]:
-        found.append(dict(what="some_failed", mark="bad", cells=partly))
-    found += _memory(verdict)
-    return [*found, verdict.order] if verdict.order else found
-
-
-def _group(group: GroupVerdict) -> Iterator[Remark]:
-    facts = {**vars(group), "group": "" if group.name == "all" else group.name}
-    if len(group.same) > 1:
-        yield {**facts, "what": "same_losses", "mark": "good"}
-    elif not group.different:
-        yield {**facts, "what": "not_compared", "mark": "note"}
-    for each in group.different[:MAX_LISTED]:
-        yield {**facts, **vars(each), "what": "different", "mark": "bad"}
-    if left := [each.cell for each in group.different[MAX_LISTED:]]:
-        yield {**facts, "what": "different_too", "mark": "bad", "cells": left}
-
-
-def _memory(verdict: Verdict) -> Iterator[Remark]:
-    """Yield one line for each kind of memory that was measured."""
-    for kind in dict.fromkeys(check.kind for check in verdict.memory):
-        checks = [check for check in verdict.memory if check.kind == kind]
-        wrong = sorted((check for check in checks if not check.is_right), key=lambda check: -abs(check.error))
-        yield dict(
-            what="memory",
-            mark="good" if not wrong else "bad" if kind != "resident" else "note",
-            kind=kind,
-            bound=MEMORY_TOLERANCE,
-            right=len(checks) - len(wrong),
-            count=len(checks),
-            wrong=wrong[:MAX_LISTED],
-            more=len(wrong[MAX_LISTED:]),
-        )
+    named = {Word(name): value for name, value in found.items()} | study.versions
+    return make_table([{"what": name, "found": value} for name, value in named.items()], words=True)

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from common.accelerators import GIB
 from common.planner.plan import three_digits as speed
@@ -17,34 +17,34 @@ from common.study.verdict import Verdict
 MIB = 2**20
 PARTS = {"forward_backward": "forward and backward"}
 """Parts of a step whose names say too little."""
+Row = Mapping[str, str | None]
 
 
 class Word(str):
     """A value that a report translates; a head of a table always is."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """Heads and rows of equal length. Numbers go to the right, the first column to the left."""
+def make_table(rows: Sequence[Row], *, marks: Sequence[str] = (), words: bool = False) -> dict[str, Any]:
+    """Return a table for the templates, without the columns in which no row has a value.
 
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    marks: Sequence[str] = ()
-    """Mark of each row: "bad" where a cell has no result or computes something else, else empty."""
-    words: bool = False
-    """True where all columns hold words, which go to the left."""
+    Numbers go to the right, the first column to the left. marks: of each row: "bad" where a cell has no result or
+    computes something else, else empty. words: True where all columns hold words, which go to the left.
+    """
+    head = [name for name in rows[0] if any(row[name] for row in rows)]
+    cells = [[row[name] or "–" for name in head] for row in rows]
+    return {"head": head, "rows": cells, "marks": marks, "words": words}
 
 
-def main_table(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> Table:
+def main_table(study: Study, verdict: Verdict) -> dict[str, Any]:
     """Return what a reader wants first: speed, its spread, speed-up, memory, losses, prediction."""
-    different = verdict.different
+    cells, different = verdict.cells.values(), verdict.different
     compared = {name for group in verdict.groups if len(group.same) + len(group.different) > 1 for name in group.same}
-    many_hosts = any(cell.result.cell.hosts > 1 for cell in cells.values())
+    many_hosts = any(cell.cell.hosts > 1 for cell in cells)
     rows = [
         {
             "cell": f"`{cell.id}`",
-            "ranks": str(cell.result.cell.ranks),
-            "hosts": str(cell.result.cell.hosts) if many_hosts else None,
+            "ranks": str(cell.cell.ranks),
+            "hosts": str(cell.cell.hosts) if many_hosts else None,
             "tokens/s": _text(speed, cell.tokens_per_second),
             "lowest to highest": (
                 "–".join(speed(end(cell.speeds.values())) for end in (min, max)) if len(cell.speeds) > 1 else None
@@ -61,35 +61,26 @@ def main_table(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> 
             "planned step": _text(seconds, cell.planned.step_seconds),
             "repeats": f"{len(cell.runs)}/{study.repeats}" if cell.runs else Word(cell.state or "not run yet"),
         }
-        for cell in cells.values()
+        for cell in cells
     ]
-    return _table(rows, ["bad" if cell.id in different or not cell.speeds else "" for cell in cells.values()])
+    return make_table(rows, marks=["bad" if cell.id in different or not cell.speeds else "" for cell in cells])
 
 
-def split_table(cells: Mapping[str, Summary]) -> Table | None:
-    """Return where the time of a step goes, or None where runs tell fewer than two parts."""
-    parts = parts_of(cells.values())
-    if len(parts) < 2:
-        return None
-    return _table(
-        [
-            {"cell": f"`{cell.id}`"}
-            | {PARTS.get(part, part): _text(seconds, cell.split.get(part)) for part in parts}
-            | {"a step": _text(seconds, cell.step_seconds)}
-            for cell in cells.values()
-            if cell.split
-        ]
-    )
+def split_rows(cells: Iterable[Summary]) -> list[Row]:
+    """Return where the time of a step goes; no rows where runs tell fewer than two parts."""
+    split = [cell for cell in cells if cell.split]
+    parts = parts_of(split)
+    return [
+        {"cell": f"`{cell.id}`"}
+        | {PARTS.get(part, part): _text(seconds, cell.split.get(part)) for part in parts}
+        | {"a step": _text(seconds, cell.step_seconds)}
+        for cell in split
+        if len(parts) > 1
+    ]
 
 
 def _text(shown: Callable[[float], str], value: float | None) -> str | None:
     return None if value is None else shown(value)
-
-
-def _table(rows: Sequence[Mapping[str, str | None]], marks: Sequence[str] = ()) -> Table:
-    """Return a table without the columns in which no row has a value."""
-    head = [name for name in rows[0] if any(row[name] for row in rows)]
-    return Table(head=head, rows=[[row[name] or "–" for name in head] for row in rows], marks=marks)
 
 
 def parts_of(cells: Iterable[Summary]) -> list[str]:
@@ -102,26 +93,25 @@ def parts_of(cells: Iterable[Summary]) -> list[str]:
 # ---- CSV ----
 
 
-def as_csv(cells: Mapping[str, Summary], verdict: Verdict) -> str:
+def as_csv(verdict: Verdict) -> str:
     """Return every figure of every cell in base units, without rounding. Empty: not known."""
-    rows = [_flat(cell, verdict) for cell in cells.values()]
-    head = dict.fromkeys(name for row in rows for name in row)
+    rows = [_flat(cell, verdict) for cell in verdict.cells.values()]
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(head), restval="", lineterminator="\n")
+    writer = csv.DictWriter(text, [*dict.fromkeys(name for row in rows for name in row)], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
 
 
 def _flat(found: Summary, verdict: Verdict) -> dict[str, object]:
-    cell, expected, first = found.result.cell, found.planned, found.first
-    different = verdict.different.get(cell.id)
+    cell, expected, first = found.cell, found.planned, found.first
+    departure = verdict.different.get(cell.id)
     return {
         "cell": cell.id,
         **{f"axis:{axis}": text for axis, text in cell.axes.items()},
         "backend": cell.backend,
         "engine": cell.engine,
-        "peer": cell.peer or "",
+        "peer": cell.peer,
         "ranks": cell.ranks,
         "hosts": cell.hosts,
         "state": found.state or "not run yet",
@@ -131,20 +121,20 @@ def _flat(found: Summary, verdict: Verdict) -> dict[str, object]:
         "tokens_per_second_highest": max(found.speeds.values(), default=None),
         "samples_per_second": found.samples_per_second,
         "step_seconds": found.step_seconds,
-        "first_step_seconds": first.first_step_seconds if first else None,
+        "first_step_seconds": first and first.first_step_seconds,
         **{f"split:{part}": value for part, value in found.split.items()},
         "speed_up": found.speed_up,
         "efficiency": found.efficiency,
-        "baseline": cell.baseline or "",
+        "baseline": cell.baseline,
         "peak_memory_bytes": max(found.peak_memory, default=None),
         "counted_memory_bytes": found.counted_memory,
         "mfu": found.mfu,
         "last_loss": first.loss[-1] if first and first.loss else None,
-        "last_gradient_norm": (first.gradient_norm[-1] if first and first.gradient_norm else None),
-        "validation_loss": first.validation_loss if first else None,
-        "group": cell.group or "",
-        "differs_in": different.departure.kind if different else "",
-        "differs_from_step": (different.departure.step or "") if different else "",
+        "last_gradient_norm": first.gradient_norm[-1] if first and first.gradient_norm else None,
+        "validation_loss": first and first.validation_loss,
+        "group": cell.group,
+        "differs_in": departure and departure.kind,
+        "differs_from_step": (departure and departure.step) or None,
         "predicted_memory_bytes": max(expected.peak, default=None),
         "predicted_step_seconds": expected.step_seconds,
         "reason": found.failures[-1].reason if found.failures else expected.reason,
