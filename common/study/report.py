@@ -21,7 +21,7 @@ from common.study import table
 from common.study.drawing import draw
 from common.study.results import Machine, Study
 from common.study.statistics import CONFIDENCE
-from common.study.table import Word, as_csv, main_table, make_table, split_rows
+from common.study.table import Row, Word, as_csv, main_table, make_table, split_rows
 from common.study.verdict import OTHER_KERNELS, Departure, judge
 from common.yaml_files import dump_yaml
 
@@ -36,7 +36,7 @@ def write_outcome(study: Study, folder: Path) -> None:
     """
     verdict = judge(study)
     pictures = draw(study, verdict, folder)
-    failed = [
+    failed: list[Row] = [
         {"cell": f"`{name}`", "repeat": str(run.index), "state": Word(run.state), "reason": run.reason}
         for name, cell in verdict.cells.items()
         for run in cell.failures
