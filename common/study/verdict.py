@@ -8,7 +8,7 @@ nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import permutations
@@ -47,7 +47,7 @@ class Verdict:
 def judge(study: Study) -> Verdict:
     """Return the verdict of a study, whatever part of it has run."""
     cells = summarize(study)
-    groups, memory = [*_groups(cells, study.tolerance)], [*_memory(cells)]
+    groups, memory = [*_groups(cells.values(), study.tolerance)], [*_memory(cells.values())]
     # with a speed, those of one model together: the others' tokens are not worth the same
     models: dict[str, list[Summary]] = {}
     for cell in cells.values():
@@ -114,8 +114,8 @@ def _rank(family: Sequence[Summary], families: Sequence[Sequence[Summary]]) -> R
 # ---- predictions ----
 
 
-def _memory(cells: Mapping[str, Summary]) -> Iterator[Remark]:
-    for name, cell in cells.items():
+def _memory(cells: Iterable[Summary]) -> Iterator[Remark]:
+    for cell in cells:
         expected = cell.planned
         if not expected.peak or cell.first is None:
             continue
@@ -130,22 +130,21 @@ def _memory(cells: Mapping[str, Summary]) -> Iterator[Remark]:
         for kind, (predicted, measured) in pairs.items():
             if measured:
                 error = predicted / measured - 1
-                yield dict(cell=name, kind=kind, predicted=predicted, measured=measured, error=error)
+                yield dict(cell=cell.id, kind=kind, predicted=predicted, measured=measured, error=error)
 
 
 def _remarks_on_memory(checks: Sequence[Remark]) -> Iterator[Remark]:
     """Yield one line for each kind of memory that was measured."""
     for kind in dict.fromkeys(check["kind"] for check in checks):
-        errors = {check["cell"]: abs(check["error"]) for check in checks if check["kind"] == kind}
-        wrong = [check for check in checks if check["kind"] == kind and abs(check["error"]) > MEMORY_TOLERANCE]
-        wrong.sort(key=lambda check: -abs(check["error"]))
+        of_kind = sorted((c for c in checks if c["kind"] == kind), key=lambda check: -abs(check["error"]))
+        wrong = [check for check in of_kind if abs(check["error"]) > MEMORY_TOLERANCE]
         yield dict(
             what="memory",
             mark="good" if not wrong else "bad" if kind != "resident" else "note",
             kind=kind,
             bound=MEMORY_TOLERANCE,
-            right=len(errors) - len(wrong),
-            count=len(errors),
+            right=len(of_kind) - len(wrong),
+            count=len(of_kind),
             wrong=wrong[:MAX_LISTED],
             more=len(wrong[MAX_LISTED:]),
         )
@@ -235,15 +234,15 @@ class GroupVerdict:
     """Largest relative difference of losses and of norms among those that agree."""
 
 
-def _groups(cells: Mapping[str, Summary], tolerance: float) -> Iterator[GroupVerdict]:
+def _groups(cells: Iterable[Summary], tolerance: float) -> Iterator[GroupVerdict]:
     """Yield the verdict of each group. A cell in no group is one of its own, which is left out
     where its repeats agree.
     """
     named: dict[tuple[str, bool], list[Summary]] = {}
-    for name, cell in cells.items():
-        if cell.first:
-            group = cell.cell.group
-            named.setdefault((name, False) if group is None else (group, True), []).append(cell)
+    for cell in cells:
+        if cell.runs:
+            shared = cell.cell.group is not None
+            named.setdefault((cell.cell.group or cell.id, shared), []).append(cell)
     for (name, shared), members in named.items():
         verdict = _judge_group(name, members, tolerance)
         if shared or verdict.different:
@@ -251,42 +250,38 @@ def _groups(cells: Mapping[str, Summary], tolerance: float) -> Iterator[GroupVer
 
 
 def _judge_group(name: str, cells: Sequence[Summary], tolerance: float) -> GroupVerdict:
+    def bound(cell: Cell, other: Cell) -> float:
+        same = (cell.backend, cell.peer) == (other.backend, other.peer)
+        return tolerance if same else max(tolerance, OTHER_KERNELS)
+
+    def first_departure(cell: Summary, reference: Summary, expected: Measured) -> Departure | None:
+        for index, run in cell.runs.items():
+            if departure := depart(run, expected, bound(cell.cell, reference.cell)):
+                return replace(departure, repeat=index)
+        return None
+
     trials = []
     # the one-process cell is the natural reference, then the order of the study
     for reference in sorted(cells, key=lambda cell: cell.cell.baseline != cell.id):
-        departures = [_first_departure(cell, reference, tolerance) for cell in cells]
-        trials.append((departures.count(None), reference, departures))
-        if not any(departures):
+        expected = next(iter(reference.runs.values()))
+        found = {cell.id: first_departure(cell, reference, expected) for cell in cells}
+        same = [name for name, departure in found.items() if departure is None]
+        trials.append((reference, expected, found, same))
+        if len(same) == len(cells):
             break
-    _, reference, departures = max(trials, key=lambda trial: trial[0])
-    found = dict(zip([cell.id for cell in cells], departures, strict=True))
-    runs = [run for cell in cells if found[cell.id] is None for run in cell.runs.values()]
-    expected = reference.first
-    assert expected is not None
+    reference, expected, found, same = max(trials, key=lambda trial: len(trial[-1]))
+    runs = [run for cell in cells if cell.id in same for run in cell.runs.values()]
     return GroupVerdict(
         name=name,
         reference=reference.id,
-        tolerance=max(_tolerance(tolerance, cell.cell, reference.cell) for cell in cells),
-        same=[name for name, departure in found.items() if departure is None],
+        tolerance=max(bound(cell.cell, reference.cell) for cell in cells),
+        same=same,
         different={name: departure for name, departure in found.items() if departure is not None},
         largest={
             Kind.LOSS: max((_largest(run.loss, expected.loss) for run in runs), default=0.0),
             Kind.NORM: max((_largest(run.gradient_norm, expected.gradient_norm) for run in runs), default=0.0),
         },
     )
-
-
-def _first_departure(cell: Summary, reference: Summary, tolerance: float) -> Departure | None:
-    assert reference.first is not None
-    for index, run in cell.runs.items():
-        if departure := depart(run, reference.first, _tolerance(tolerance, cell.cell, reference.cell)):
-            return replace(departure, repeat=index)
-    return None
-
-
-def _tolerance(tolerance: float, one: Cell, other: Cell) -> float:
-    same = (one.backend, one.peer) == (other.backend, other.peer)
-    return tolerance if same else max(tolerance, OTHER_KERNELS)
 
 
 def _remarks_on_losses(group: GroupVerdict) -> Iterator[Remark]:
