@@ -282,23 +282,22 @@ def run_cells(study: Study, planned: Sequence[PlannedCell], folder: Path, where:
 
     study.json is written after every repeat, so that a killed study resumes after the last one that it recorded.
     """
-    limit = float(study.definition["time_limit"])
     plans = {each.cell.id: each for each in planned}
     left, done = list(missing(study)), sum(len(found.repeats) for found in study.cells)
     bar = progress_bar(total=done + len(left), initial=done, unit="run", description="study")
     with exiting_at_sigterm(), bar:
-        for number, (found, index) in enumerate(left):
+        while left:
+            found, index = left[0]
             name = found.cell.id
-            if _is_over(found):
-                bar.update()
-                continue
-            cells_left = len({other.cell.id for other, _ in left[number:] if not _is_over(other)})
+            cells_left = len({other.cell.id for other, _ in left})
             bar.set_postfix_str(f"{name} {index}/{study.repeats}, {cells_left} cells left")
-            repeat = _run_once(study, plans[name], index, folder, where, limit)
+            repeat = _run_once(study, plans[name], index, folder, where)
             found.repeats.append(repeat)
             found.repeats.sort(key=lambda each: each.index)
             write_study(study, folder)
+            left = list(missing(study))  # fewer where the cell is over
             bar.update()
+            bar.total = bar.n + len(left)
             why = f": {repeat.reason}" if repeat.reason else ""
             LOG.info(f"{name} {index}/{study.repeats}: {repeat.state} after {repeat.seconds:.1f} s{why}")
     study.finished = now()
@@ -313,12 +312,9 @@ def missing(study: Study) -> Iterator[tuple[CellResult, int]]:
     """
     for index in range(1, study.repeats + 1):
         for found in study.cells if index % 2 else reversed(study.cells):
-            if not _is_over(found) and all(each.index != index for each in found.repeats):
+            known = found.repeats
+            if not any(each.index == index or each.state in _FINAL for each in known):
                 yield found, index
-
-
-def _is_over(found: CellResult) -> bool:
-    return any(each.state in _FINAL for each in found.repeats)
 
 
 def now() -> str:
@@ -329,7 +325,7 @@ def now() -> str:
 # ---- one run ----
 
 
-def _run_once(study: Study, planned: PlannedCell, index: int, folder: Path, where: Where, limit: float) -> Repeat:
+def _run_once(study: Study, planned: PlannedCell, index: int, folder: Path, where: Where) -> Repeat:
     own = Path(CELLS) / planned.cell.id / f"repeat_{index}"
     place = folder / own
     typed = []
@@ -345,7 +341,7 @@ def _run_once(study: Study, planned: PlannedCell, index: int, folder: Path, wher
         place.mkdir(parents=True)
     except OSError as error:
         raise StorageError(f"{place}: cannot be made: {error.strerror or error}") from None
-    outcome = run_launches(launches(planned, place, where), place, limit)
+    outcome = run_launches(launches(planned, place, where), place, float(study.definition["time_limit"]))
     repeat.seconds, repeat.state, repeat.reason = outcome.seconds, outcome.state, outcome.reason
     if repeat.state is State.FINISHED:
         try:
