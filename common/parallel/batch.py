@@ -15,7 +15,6 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from operator import itemgetter
 
-from common.config.schema import ParallelConfig
 from common.errors import ConfigError
 
 MAX_RANKS = 2**18
@@ -64,21 +63,20 @@ def _quotient(whole: int, what: str, part: int, wanted: str) -> int:
     return whole // part
 
 
-def plan_data_parallel(parallel: ParallelConfig, world_size: int) -> int:
+def plan_data_parallel(data: int | None, tensor: int, pipeline: int, world_size: int) -> int:
     """Return the data-parallel ranks: those left after tensor and pipeline parallelism.
 
     Raises ConfigError unless data x tensor x pipeline equals ``world_size`` exactly, and for more ranks than MAX_RANKS.
     """
-    data_parallel = parallel.data_parallel
-    factors = f"parallel.model_parallel={parallel.model_parallel} x parallel.pipeline_stage={parallel.pipeline_stage}"
-    split = parallel.model_parallel * parallel.pipeline_stage
+    factors = f"parallel.model_parallel={tensor} x parallel.pipeline_stage={pipeline}"
+    split = tensor * pipeline
     if world_size > MAX_RANKS:
         raise ConfigError(
             f"a run of {world_size} ranks is asked for, and {MAX_RANKS} is the most here; lower the parallel sizes"
         )
-    if data_parallel is not None and data_parallel * split != world_size:
+    if data is not None and data * split != world_size:
         raise ConfigError(
-            f"parallel.data_parallel={data_parallel} x {factors} = {data_parallel * split} processes, but {world_size}"
+            f"parallel.data_parallel={data} x {factors} = {data * split} processes, but {world_size}"
             " are running; start that many, or leave data_parallel out"
         )
     if world_size % split:
