@@ -147,6 +147,14 @@ class BatchSizes:
         known = bisect_right(self.steps, max(0, consumed_samples), key=lambda step: step[0])
         return self.steps[known - 1][1]
 
+    def micro_batches(self, data_parallel: int) -> tuple[int, ...]:
+        """Return the micro batches that divide every batch over the ranks, in ascending order.
+
+        It is 1 where the ranks do not even divide the batches.
+        """
+        common = math.gcd(*self.all)
+        return (1,) if common % data_parallel else divisors(common // data_parallel)
+
     def samples_after(self, steps: int) -> int:
         """Return the samples that so many steps from the start of a run consume."""
         step, samples, size = self._stages[bisect_right(self._stages, steps, key=itemgetter(0)) - 1]
@@ -190,7 +198,7 @@ def batch_sizes(full: int, ramp: Ramp | None) -> BatchSizes:
                 f" train.global_batch_size={full}"
             )
         return BatchSizes(steps=steps)
-    start, increment, samples = _numbers(ramp)
+    start, increment, samples = (number for number in ramp if isinstance(number, int))
     if start >= full:
         raise ConfigError(
             f"{named} starts with {start} samples, and train.global_batch_size={full} is not above"
@@ -223,20 +231,6 @@ def _first_samples(start: int, increment: int, samples: int, full: int) -> Itera
 def _steps(ramp: Ramp) -> tuple[tuple[int, int], ...]:
     """Return the pairs of a ramp; a ramp of three numbers has none."""
     return tuple((pair[0], pair[1]) for pair in ramp if not isinstance(pair, int))
-
-
-def _numbers(ramp: Ramp) -> list[int]:
-    return [number for number in ramp if isinstance(number, int)]
-
-
-def micro_batches(full: int, ramp: Ramp | None, data_parallel: int) -> tuple[int, ...]:
-    """Return the micro batches that divide every batch over the ranks, in ascending order.
-
-    It is 1 where the ranks do not even divide the batches.
-    """
-    ramp = ramp or ()
-    common = math.gcd(full, *_numbers(ramp)[:2], *(size for _, size in _steps(ramp)))
-    return (1,) if common % data_parallel else divisors(common // data_parallel)
 
 
 def describe_ramp(sizes: BatchSizes) -> str:

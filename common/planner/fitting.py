@@ -26,7 +26,7 @@ from common.config.schema import RunConfig
 from common.device import sees_accelerator
 from common.errors import ConfigError
 from common.log import LOG
-from common.parallel.batch import divisors, micro_batches
+from common.parallel.batch import divisors
 from common.parallel.run import Run
 from common.planner.memory import memory_of
 from common.planner.timing import step_time
@@ -61,11 +61,6 @@ V100s of 16 GB (OneFlow's report of May 2021, the median of 13 runs without a pi
 """
 
 
-def usable_memory(memory: float) -> float:
-    """Return the bytes of an accelerator's memory that a rank may plan with."""
-    return memory - max(RESERVED * memory, MIN_RESERVED)
-
-
 def memory_limit(config: RunConfig, device: Accelerator | Hardware | None, *, ranks: int = 1) -> float | None:
     """Return the bytes that the plan may give a rank, or None if unknown.
 
@@ -75,8 +70,10 @@ def memory_limit(config: RunConfig, device: Accelerator | Hardware | None, *, ra
     most = config.context.most_bytes
     if isinstance(device, Hardware) and device.kind == "cpu":
         return machine_memory() / ranks * (1 - RESERVED) if most is None else most
-    known = None if device is None or device.memory is None else usable_memory(device.memory)
-    return min((limit for limit in (most, known) if limit is not None), default=None)
+    limits: list[float | None] = [most]
+    if device is not None and device.memory is not None:
+        limits.append(device.memory - max(RESERVED * device.memory, MIN_RESERVED))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def limit_name(config: RunConfig, device: Accelerator | None) -> str:
@@ -310,7 +307,7 @@ class Fitting:
         if self.config.train.micro_batch_size != "auto":
             return run
         full, ranks = run.train.global_batch_size, run.parallel.data_parallel
-        sizes = micro_batches(full, run.train.rampup_batch_size, ranks)
+        sizes = run.batch_sizes.micro_batches(ranks)
         busy = [size for size in sizes if full >= size * ranks * run.parallel.pipeline_stage]
         for size in reversed(busy or sizes):
             with suppress(ConfigError):

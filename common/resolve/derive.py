@@ -17,7 +17,6 @@ from common.parallel.batch import (
     batch_sizes,
     check_divides,
     check_ramp,
-    micro_batches,
     pad_vocabulary,
     plan_batch,
     plan_data_parallel,
@@ -93,7 +92,7 @@ def resolve_config(
     if micro_batch != "auto":
         return resolve_with(micro_batch)
     refused = []
-    for size in micro_batches(train.global_batch_size or 1, train.rampup_batch_size, data_parallel):
+    for size in batch_sizes(train.global_batch_size or 1, train.rampup_batch_size).micro_batches(data_parallel):
         try:
             return resolve_with(size)
         except ConfigError as error:
