@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 from benchmarks.measure import Row
 from common.dataset.indexed import IndexedWriter
 from common.errors import ConfigError, RunError
+from common.study.report import size, speed
 from common.study.results import Study, read_study
 from common.study.statistics import Summary, compare, noise_of
-from common.study.table import size, speed
 from common.study.verdict import judge
 
 STUDIES = {"cpu": "training_step", "cuda": "training_step_cuda"}

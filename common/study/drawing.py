@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.accelerators import GIB
 from common.files import atomic_write
 from common.study.results import Study
-from common.study.statistics import Summary
-from common.study.table import MIB, PARTS, parts_of
+from common.study.statistics import PARTS, Summary, parts_of, unit_of_bytes
 from common.study.verdict import Verdict, relative_difference
 from common.training.plot import open_pyplot
 
@@ -104,7 +102,7 @@ def draw_memory(verdict: Verdict) -> Any:
     if not cells:
         return None
     peaks = [max(cell.peak_memory) for cell in cells]
-    unit, name = (GIB, "GiB") if max(peaks) >= GIB else (MIB, "MiB")
+    unit, name = unit_of_bytes(max(peaks))
     marks = [[value / unit for value in cell.peak_memory] for cell in cells]
     axes = _rows(cells, [peak / unit for peak in peaks], marks)
     rows = {cell.id: row for row, cell in enumerate(cells)}

@@ -10,8 +10,11 @@ from statistics import fmean, median, stdev
 
 import numpy as np
 
+from common.accelerators import GIB
 from common.study.results import CellResult, Prediction, State, Study
 
+PARTS = {"forward_backward": "forward and backward"}
+"""Parts of a step whose names say too little."""
 CONFIDENCE = 0.95
 """Probability that no two equal cells of a comparison are called different."""
 
@@ -77,6 +80,18 @@ def _median(values: Iterable[float]) -> float | None:
 def _common(cells: Sequence[Summary]) -> list[int]:
     """Return the indices of the repeats that all of these cells have."""
     return sorted(set.intersection(*(set(cell.speeds) for cell in cells)))
+
+
+def parts_of(cells: Iterable[Summary]) -> list[str]:
+    """Return the parts of a step that take time in any cell, in one order for all studies."""
+    splits = [cell.split for cell in cells]
+    parts = dict.fromkeys(part for split in splits for part in split)
+    return [part for part in parts if any(split.get(part) for split in splits)]
+
+
+def unit_of_bytes(value: float) -> tuple[int, str]:
+    """Return the unit in which sizes up to this one are written, and its name."""
+    return (GIB, "GiB") if value >= GIB else (2**20, "MiB")
 
 
 # ---- which of two is faster ----
