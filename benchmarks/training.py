@@ -60,8 +60,7 @@ def rows_of(study: Study) -> list[Row]:
         other = cells.get(cell.cell.baseline or "")
         if other is cell and cell.speeds:
             continue
-        axes = cell.cell.axes
-        names = ", ".join(text for axis, text in axes.items() if axis != "program")
+        names = ", ".join(text for axis, text in cell.cell.axes.items() if axis != "program")
         compared, memory = "", ""
         if cell.id in different:
             compared = "other losses"

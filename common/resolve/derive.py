@@ -50,9 +50,8 @@ def resolve_config(
             f"train.micro_batch_size=auto divides train.global_batch_size, found {train.global_batch_size}, and gives"
             f" train.accumulation_steps, found {train.accumulation_steps}; set the first, and leave the second out"
         )
-    data_parallel = plan_data_parallel(
-        parallel.data_parallel, parallel.model_parallel, parallel.pipeline_stage, world_size
-    )
+    axes = parallel.data_parallel, parallel.model_parallel, parallel.pipeline_stage
+    data_parallel = plan_data_parallel(*axes, world_size)
     # a config for many devices also runs on one
     splits_nothing = world_size == 1 and config.engine == "native" and parallel.shard_size is None
     halves = "float16" in (config.precision.compute, config.precision.parameters)
