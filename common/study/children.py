@@ -48,13 +48,6 @@ class Launch:
     cores: tuple[int, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def typed(self) -> list[str]:
-        """Return the words as a user types them, in the folder of the project."""
-        words = list(self.command)
-        if words[1:3] == [str(TOOL), "distribute"]:
-            return ["bash", os.path.relpath(_SCRIPT, ROOT), *words[4:]]
-        return words
-
 
 def reason_not_started(planned: PlannedCell, where: Where) -> str:
     """Return why a cell cannot be started there, one line; empty where it can."""
@@ -101,11 +94,14 @@ def launches(planned: PlannedCell, folder: Path, where: Where) -> list[Launch]:
 
 
 def shell_command(found: Sequence[Launch]) -> list[str]:
-    """Return the shell command of the same run; launches of several hosts as one line for bash."""
-    if len(found) == 1:
-        return found[0].typed()
-    lines = [shlex.join(launch.typed()) for launch in found]
-    return ["bash", "-c", " & ".join(lines) + " & wait"]
+    """Return what a user types in the folder of the project for the same run; launches of several hosts are one line
+    for bash.
+    """
+    typed = [[*launch.command] for launch in found]
+    for words in typed:
+        if words[1:3] == [str(TOOL), "distribute"]:
+            words[:4] = ["bash", os.path.relpath(_SCRIPT, ROOT)]
+    return typed[0] if len(typed) == 1 else ["bash", "-c", " & ".join(map(shlex.join, typed)) + " & wait"]
 
 
 LAUNCHER_LOG = "launcher.log"

@@ -123,7 +123,7 @@ def run_study(request: StudyRequest) -> int:
             if planned.config is not None:
                 place = folder / "by_hand" / planned.cell.id
                 for launch in launches(planned, place, where):
-                    show(f"# {planned.cell.id}\n{shlex.join(launch.typed())}\n")
+                    show(f"# {planned.cell.id}\n{shlex.join(shell_command([launch]))}\n")
         return 0
     study = _new_study(request, definition, cells)
     here = next(map(find_accelerator, study.machine.accelerators), None)
@@ -346,7 +346,7 @@ def _run_once(study: Study, planned: PlannedCell, index: int, folder: Path, wher
     if repeat.state is State.FINISHED:
         try:
             repeat.measured = measure(planned.cell, place, warmup_steps=study.warmup_steps)
-        except DataError as error:
+        except (ConfigError, DataError) as error:
             repeat.state, repeat.reason = State.FAILED, " ".join(str(error).split())
     if not any(key.startswith("checkpoint.") for key in study.definition["settings"]):
         shutil.rmtree(place / "checkpoints", ignore_errors=True)

@@ -18,7 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, DataError
+from common.errors import DataError
 from common.run_config import load_config
 from common.structured_files import MalformedError, parse_json_item, read_json_mapping
 from common.study.results import Cell, Measured
@@ -45,7 +45,7 @@ def measure(cell: Cell, folder: Path, *, warmup_steps: int) -> Measured:
     """Return the measurements of the run in ``folder``.
 
     warmup_steps: steps at the start whose times are left out, as are those of traced steps. Raises
-    DataError where the run recorded no other step.
+    DataError where the run recorded no other step, and ConfigError without its configuration.
     """
     path = folder / METRICS_FILE
     try:
@@ -65,10 +65,7 @@ def measure(cell: Cell, folder: Path, *, warmup_steps: int) -> Measured:
         raise DataError(
             f"{path}: {len(steps)} steps, expected more than the {warmup_steps} of warm-up; the run ended too early"
         )
-    try:
-        config = load_config(folder / "config.yaml", ())
-    except ConfigError as error:
-        raise DataError(str(error)) from None
+    config = load_config(folder / "config.yaml", ())
     validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
     mfu = [row["mfu"] for row in timed if row.get("mfu")]
     memory: dict[str, Any] = {"device": "", "ranks": []}
