@@ -182,12 +182,12 @@ def draw_difference(verdict: Verdict) -> Any:
     rows: list[tuple[Summary, list[float]]] = []
     tolerances = set()
     for group in verdict.groups:
-        reference = verdict.cells[group.reference].first
+        reference = verdict.cells[group["reference"]].first
         assert reference is not None
-        others = {*group.same, *group.different} - {group.reference}
+        others = {*group["same"], *group["different"]} - {group["reference"]}
         for name, cell in verdict.cells.items():
             if name in others and cell.first:
-                tolerances.add(group.tolerance)
+                tolerances.add(group["tolerance"])
                 rows.append((cell, [*map(relative_difference, cell.first.loss, reference.loss)]))
     if not rows:
         return None

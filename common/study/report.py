@@ -147,7 +147,8 @@ def make_table(rows: Sequence[Row], *, marks: Sequence[str] = (), words: bool = 
 def main_table(study: Study, verdict: Verdict) -> dict[str, Any]:
     """Return what a reader wants first: speed, its spread, speed-up, memory, losses, prediction."""
     cells, different = verdict.cells.values(), verdict.different
-    compared = {name for group in verdict.groups if len(group.same) + len(group.different) > 1 for name in group.same}
+    several = [group for group in verdict.groups if len(group["same"]) + len(group["different"]) > 1]
+    compared = {name for group in several for name in group["same"]}
     many_hosts = any(cell.cell.hosts > 1 for cell in cells)
     rows = [
         {

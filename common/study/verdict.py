@@ -31,7 +31,12 @@ class Verdict:
     """The cells of a study in its order, and what is said of them."""
 
     cells: Mapping[str, Summary]
-    groups: Sequence[GroupVerdict]
+    groups: Sequence[Remark]
+    """Cells that must compute the same losses. reference: the cell that most others agree with, the earliest of
+    several. tolerance: the widest that was used, between the reference and any cell. same: cells that agree with the
+    reference, itself included. different: the first difference of each other cell. largest: the largest relative
+    difference of losses and of norms among those that agree.
+    """
     memory: Sequence[Remark]
     """Predicted and measured bytes of a cell, on the fullest rank of each, by a kind of memory_kinds in the templates;
     and the error of the plan.
@@ -41,7 +46,7 @@ class Verdict:
 
     @property
     def different(self) -> dict[str, Departure]:
-        return {name: found for group in self.groups for name, found in group.different.items()}
+        return {name: found for group in self.groups for name, found in group["different"].items()}
 
 
 def judge(study: Study) -> Verdict:
@@ -217,24 +222,7 @@ class Departure:
         return math.isfinite(self.relative)
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupVerdict:
-    """Cells that must compute the same losses, and whether they did."""
-
-    name: str
-    reference: str
-    """The cell that most others agree with, the earliest of several."""
-    tolerance: float
-    """The widest that was used, between the reference and any cell."""
-    same: Sequence[str]
-    """Cells that agree with the reference, itself included."""
-    different: Mapping[str, Departure]
-    """The first difference of each other cell."""
-    largest: Mapping[Kind, float]
-    """Largest relative difference of losses and of norms among those that agree."""
-
-
-def _groups(cells: Iterable[Summary], tolerance: float) -> Iterator[GroupVerdict]:
+def _groups(cells: Iterable[Summary], tolerance: float) -> Iterator[Remark]:
     """Yield the verdict of each group. A cell in no group is one of its own, which is left out
     where its repeats agree.
     """
@@ -245,11 +233,11 @@ def _groups(cells: Iterable[Summary], tolerance: float) -> Iterator[GroupVerdict
             named.setdefault((cell.cell.group or cell.id, shared), []).append(cell)
     for (name, shared), members in named.items():
         verdict = _judge_group(name, members, tolerance)
-        if shared or verdict.different:
+        if shared or verdict["different"]:
             yield verdict
 
 
-def _judge_group(name: str, cells: Sequence[Summary], tolerance: float) -> GroupVerdict:
+def _judge_group(name: str, cells: Sequence[Summary], tolerance: float) -> Remark:
     def bound(cell: Cell, other: Cell) -> float:
         same = (cell.backend, cell.peer) == (other.backend, other.peer)
         return tolerance if same else max(tolerance, OTHER_KERNELS)
@@ -271,8 +259,8 @@ def _judge_group(name: str, cells: Sequence[Summary], tolerance: float) -> Group
             break
     reference, expected, found, same = max(trials, key=lambda trial: len(trial[-1]))
     runs = [run for cell in cells if cell.id in same for run in cell.runs.values()]
-    return GroupVerdict(
-        name=name,
+    return dict(
+        group="" if name == "all" else name,
         reference=reference.id,
         tolerance=max(bound(cell.cell, reference.cell) for cell in cells),
         same=same,
@@ -284,17 +272,16 @@ def _judge_group(name: str, cells: Sequence[Summary], tolerance: float) -> Group
     )
 
 
-def _remarks_on_losses(group: GroupVerdict) -> Iterator[Remark]:
-    facts = {**vars(group), "group": "" if group.name == "all" else group.name}
-    if len(group.same) > 1:
-        yield {**facts, "what": "same_losses", "mark": "good"}
-    elif not group.different:
-        yield {**facts, "what": "not_compared", "mark": "note"}
-    different = [*group.different.items()]
+def _remarks_on_losses(group: Remark) -> Iterator[Remark]:
+    different = [*group["different"].items()]
+    if len(group["same"]) > 1:
+        yield {**group, "what": "same_losses", "mark": "good"}
+    elif not different:
+        yield {**group, "what": "not_compared", "mark": "note"}
     for cell, departure in different[:MAX_LISTED]:
-        yield {**facts, "what": "different", "mark": "bad", "cell": cell, "departure": departure}
+        yield {**group, "what": "different", "mark": "bad", "cell": cell, "departure": departure}
     if left := [cell for cell, _ in different[MAX_LISTED:]]:
-        yield {**facts, "what": "different_too", "mark": "bad", "cells": left}
+        yield {**group, "what": "different_too", "mark": "bad", "cells": left}
 
 
 def depart(found: Measured, expected: Measured, tolerance: float) -> Departure | None:

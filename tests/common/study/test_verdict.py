@@ -37,7 +37,7 @@ def planted(**changes: Any) -> Departure:
     verdict = judge(study(cells))
     (group,) = verdict.groups
     assert set(verdict.different) == {"fault"}
-    assert group.same == ["dp", "tpp", "pppp"] and group.reference == "dp"
+    assert (group["same"], group["reference"]) == (["dp", "tpp", "pppp"], "dp")
     return verdict.different["fault"]
 
 
@@ -85,7 +85,7 @@ def test_a_planted_fault_is_named(changes: dict[str, Any], kind: Kind, step: int
 def test_cells_without_figures_are_not_the_same() -> None:
     for changes in ({"loss": [math.nan] * 10}, {"gradient_norm": []}):
         verdict = judge(study([cell(name, [measured(**changes)] * 2) for name in ("a", "b")]))
-        assert set(verdict.different) == {"a", "b"} and verdict.groups[0].same == []
+        assert set(verdict.different) == {"a", "b"} and verdict.groups[0]["same"] == []
 
 
 def test_steps_that_both_skipped_for_their_loss_scale_are_the_same() -> None:
@@ -94,7 +94,7 @@ def test_steps_that_both_skipped_for_their_loss_scale_are_the_same() -> None:
     values[:2] = [math.nan, math.inf]
     same = [cell(name, [measured(gradient_norm=values)] * 2) for name in ("a", "b")]
     verdict = judge(study(same))
-    assert not verdict.different and verdict.groups[0].largest[Kind.NORM] == 0
+    assert not verdict.different and verdict.groups[0]["largest"][Kind.NORM] == 0
 
     def third(**changes: Any) -> Departure:
         found = judge(study([*same, cell("c", [measured(**changes)] * 2)])).different
@@ -119,9 +119,9 @@ def test_groups_are_judged_apart_and_no_group_is_not_compared() -> None:
     cells = [good("dp"), good("tpp"), cell("z", [measured(loss=losses(4))] * 2, group=None)]
     cells += [cell(name, [measured(loss=losses(3))] * 2, group="other") for name in "xy"]
     verdict = judge(study(cells))
-    assert [group.same for group in verdict.groups] == [["dp", "tpp"], ["x", "y"]]
+    assert [group["same"] for group in verdict.groups] == [["dp", "tpp"], ["x", "y"]]
     assert not verdict.different
-    assert 0 < verdict.groups[0].largest[Kind.LOSS] <= 2.1 * EXACT
+    assert 0 < verdict.groups[0]["largest"][Kind.LOSS] <= 2.1 * EXACT
     bad = cell("bad", [measured(loss=losses(7))] * 2, baseline="bad")
     assert set(judge(study([bad, good("dp", baseline="bad"), good("tpp", baseline="bad")])).different) == {"bad"}
 
@@ -203,7 +203,7 @@ def test_failures_are_named_and_never_compared() -> None:
     cells = [good("dp"), good("tpp"), cell("late", [measured(), State.TIMED_OUT, measured()])]
     cells += [cell("oom", [State.OUT_OF_MEMORY] * 3), cell("todo", [])]
     verdict = judge(study(cells))
-    assert verdict.groups[0].same == ["dp", "tpp", "late"] and not verdict.different
+    assert verdict.groups[0]["same"] == ["dp", "tpp", "late"] and not verdict.different
     found = text_of(cells)
     assert "No result, out of memory: `oom`" in found
     assert "Some repeats failed, others finished: `late`" in found
