@@ -14,13 +14,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from common.accelerators import Hardware
-from common.config.resolved import (
-    ResolvedModel,
-    ResolvedParallel,
-    ResolvedTrain,
-    ResolvedValidation,
-    as_run,
-)
+from common.config.resolved import ResolvedModel, ResolvedParallel, ResolvedTrain, ResolvedValidation, as_run
 from common.config.schema import DataConfig, ParallelConfig, RunConfig
 from common.errors import ConfigError
 from common.parallel.batch import BatchSizes, batch_sizes, pad_vocabulary

@@ -30,13 +30,7 @@ from common.planner.plan import make_plan, table, time_of
 from common.processes.process_tree import run_program
 from common.run_folder import owned_folder
 from common.study.cells import PlannedCell, expand
-from common.study.children import (
-    Where,
-    launches,
-    reason_not_started,
-    run_launches,
-    shell_command,
-)
+from common.study.children import Where, launches, reason_not_started, run_launches, shell_command
 from common.study.loading import Definition, did_you_mean, load_definition
 from common.study.measure import measure
 from common.study.report import PAGE, write_outcome
