@@ -189,7 +189,7 @@ def batch_sizes(full: int, ramp: Ramp | None) -> BatchSizes:
     if ramp is None:
         return BatchSizes(steps=((0, full),))
     named = f"train.rampup_batch_size={list(ramp)}"
-    if steps := _steps(ramp):
+    if steps := tuple((pair[0], pair[1]) for pair in ramp if not isinstance(pair, int)):
         firsts, sizes = zip(*steps, strict=True)
         rising = all(a < b for each in (firsts, sizes) for a, b in pairwise(each))
         if firsts[0] != 0 or not rising or sizes[-1] != full:
@@ -226,11 +226,6 @@ def _first_samples(start: int, increment: int, samples: int, full: int) -> Itera
         while int(first / per_increment) < number:
             first += 1
         yield min(first, samples + 1), start + number * increment
-
-
-def _steps(ramp: Ramp) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of a ramp; a ramp of three numbers has none."""
-    return tuple((pair[0], pair[1]) for pair in ramp if not isinstance(pair, int))
 
 
 def describe_ramp(sizes: BatchSizes) -> str:

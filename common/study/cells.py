@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,13 +22,12 @@ from common.parallel.run import Run
 from common.paths import ROOT
 from common.resolve.derive import resolve_config, written_ranks
 from common.run_config import read_config
-from common.study.loading import SPECIAL, Condition, Definition, base_of, label
+from common.study.loading import SPECIAL, Condition, Definition, label
 from common.study.measure import TRACED_STEPS, trace_settings
 from common.study.results import Cell
 from common.systems.config import ConfigFile
 
 MAX_CELLS = 1000
-Read = Callable[[Path], ConfigFile]
 _MAX_ID_LENGTH = 120
 _SHORT = {
     "data_parallel": "dp",
@@ -176,13 +176,16 @@ def words_of(settings: Mapping[str, Any]) -> Iterator[str]:
         yield f"{key}={text}"
 
 
-def _plan(definition: Definition, study: Path, read: Read, **names: Any) -> PlannedCell:
+def _plan(definition: Definition, study: Path, read: Callable[[Path], ConfigFile], **names: Any) -> PlannedCell:
     """Return a cell. names: the fields that say which one it is."""
     name, settings = names["id"], _settings(definition, names["axes"])
     special = {key: settings.pop(key) for key in SPECIAL if key in settings}
     steps = definition.warmup_steps + definition.measured_steps
     settings["train.max_steps"] = steps
-    base = base_of(special.get("base") or definition.base, study)
+    given = special.get("base") or definition.base
+    base = Path(os.path.abspath(study.parent / given))
+    if not base.is_file():
+        raise ConfigError(f"{study}: base: {given}: there is no file {base}; give a path relative to the study's")
 
     def opened() -> RunConfig:
         try:

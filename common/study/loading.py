@@ -6,7 +6,6 @@ Each fault is a ConfigError that names file, line and key.
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -179,14 +178,6 @@ def _narrowed(definition: Definition, only: Sequence[str]) -> Definition:
         others[axis] = [other for other in others.get(axis, labels) if other != name]
     gone: list[Condition] = [{axis: [*labels]} for axis, labels in others.items()]
     return definition.model_copy(update={"leave_out": [*definition.leave_out, *gone]})
-
-
-def base_of(base: str, config: Path) -> Path:
-    """Return the configuration that a study in the file ``config`` names. Raises ConfigError."""
-    path = Path(os.path.abspath(config.parent / base))
-    if not path.is_file():
-        raise ConfigError(f"{config}: base: {base}: there is no file {path}; give a path relative to the study's")
-    return path
 
 
 def _build(tree: dict[str, Any], sources: Sources, words: Sequence[str], path: Path) -> Definition:
