@@ -287,17 +287,12 @@ def _value_faults(key: str, value: Any, at: tuple[Any, ...]) -> Iterator[Fault]:
 
 def _condition_faults(definition: Definition) -> Iterator[Fault]:
     """Yield the filters, groups and baselines that name an axis or a label that is not there."""
-    same = definition.same_losses
+    same = definition.same_losses or SameLosses(along=[])
+    lists = {"only": definition.only, "except": definition.leave_out, "same_losses.except": same.leave_out}
     listed: dict[tuple[str | int, ...], Condition] = {
-        (name, number): each
-        for name, found in (("only", definition.only), ("except", definition.leave_out))
-        for number, each in enumerate(found)
+        (*name.split("."), number): each for name, found in lists.items() for number, each in enumerate(found)
     }
-    if same is not None:
-        listed |= {("same_losses", "except", number): each for number, each in enumerate(same.leave_out)}
-    listed["baseline",] = definition.baseline
-    if same is not None:
-        listed["same_losses", "along"] = {axis: [] for axis in same.along}
+    listed |= {("baseline",): definition.baseline, ("same_losses", "along"): {axis: [] for axis in same.along}}
     for at, condition in listed.items():
         name = ".".join(part for part in at if isinstance(part, str))
         for axis, wanted in condition.items():

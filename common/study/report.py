@@ -94,7 +94,7 @@ def templates() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,  # noqa: S701 - Markdown; the page escapes by the filters inline and escape
     )
-    found.filters |= {each.__name__: each for each in (percent, size, small, number)} | {"speed": speed}
+    found.filters |= {each.__name__: each for each in (percent, size, small)} | {"speed": speed}
     found.filters["escape"] = html.escape
     # HTML of text with Markdown's code and strong words
     found.filters["inline"] = lambda text: re.sub(
@@ -267,7 +267,3 @@ def size(value: float) -> str:
 def small(value: float) -> str:
     """Return a relative difference such as ``3.1e-08``; 0 is exact."""
     return f"{value:.1e}" if value else "0"
-
-
-def number(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.7g}"
