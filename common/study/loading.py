@@ -287,7 +287,7 @@ def _value_faults(key: str, value: Any, at: tuple[Any, ...]) -> Iterator[Fault]:
 
 def _condition_faults(definition: Definition) -> Iterator[Fault]:
     """Yield the filters, groups and baselines that name an axis or a label that is not there."""
-    same = definition.same_losses or SameLosses(along=[])
+    same = definition.same_losses or SameLosses.model_validate({"along": []})
     lists = {"only": definition.only, "except": definition.leave_out, "same_losses.except": same.leave_out}
     listed: dict[tuple[str | int, ...], Condition] = {
         (*name.split("."), number): each for name, found in lists.items() for number, each in enumerate(found)
