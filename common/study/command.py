@@ -120,9 +120,6 @@ def run_study(request: StudyRequest) -> int:
                     show(f"# {planned.cell.id}\n{shlex.join(shell_command([launch]))}\n")
         return 0
     study = _new_study(request, definition, cells)
-    here = next(map(find_accelerator, study.machine.accelerators), None)
-    for found, planned in zip(study.cells, cells, strict=True):
-        found.prediction = predict(planned, here)
     with owned_folder(folder):
         if (folder / STUDY_FILE).exists():
             take_over(study, read_study(folder), request.redo, folder)
@@ -140,7 +137,8 @@ def _end(study: Study, folder: Path) -> int:
 
 
 def _new_study(request: StudyRequest, definition: Definition, cells: list[PlannedCell]) -> Study:
-    same = definition.same_losses
+    same, machine = definition.same_losses, machine_here()
+    here = next(map(find_accelerator, machine.accelerators), None)
     return Study(
         **definition.model_dump(include={"title", "warmup_steps", "measured_steps", "repeats"}),
         name=request.config.stem,
@@ -148,10 +146,10 @@ def _new_study(request: StudyRequest, definition: Definition, cells: list[Planne
         definition=definition.model_dump(by_alias=True),
         tolerance=same.tolerance if same else 0.0,
         tolerance_reason=same.reason if same else "",
-        machine=machine_here(),
+        machine=machine,
         versions=versions_here(),
         started=now(),
-        cells=[CellResult(cell=planned.cell) for planned in cells],
+        cells=[CellResult(cell=each.cell, prediction=predict(each, here)) for each in cells],
     )
 
 
