@@ -61,6 +61,11 @@ V100s of 16 GB (OneFlow's report of May 2021, the median of 13 runs without a pi
 """
 
 
+def usable_memory(memory: float) -> float:
+    """Return the bytes of an accelerator's memory that a rank may plan with."""
+    return memory - max(RESERVED * memory, MIN_RESERVED)
+
+
 def memory_limit(config: RunConfig, device: Accelerator | Hardware | None, *, ranks: int = 1) -> float | None:
     """Return the bytes that the plan may give a rank, or None if unknown.
 
@@ -70,10 +75,8 @@ def memory_limit(config: RunConfig, device: Accelerator | Hardware | None, *, ra
     most = config.context.most_bytes
     if isinstance(device, Hardware) and device.kind == "cpu":
         return machine_memory() / ranks * (1 - RESERVED) if most is None else most
-    limits: list[float | None] = [most]
-    if device is not None and device.memory is not None:
-        limits.append(device.memory - max(RESERVED * device.memory, MIN_RESERVED))
-    return min((limit for limit in limits if limit is not None), default=None)
+    known = None if device is None or device.memory is None else usable_memory(device.memory)
+    return min((limit for limit in (most, known) if limit is not None), default=None)
 
 
 def limit_name(config: RunConfig, device: Accelerator | None) -> str:
