@@ -50,7 +50,7 @@ class Summary:
         self.samples_per_second = _median(self.runs[n].samples_per_step / took for n, took in timed.items())
         self.step_seconds = _median(seconds.values())
         parts = [(part, value) for run in found for part, value in run.split.items() if value is not None]
-        self.split = {part: median(value for name, value in parts if name == part) for part, _ in parts}
+        self.split = {part: median(value for name, value in parts if name == part) for part in dict(parts)}
         """Seconds a step by part, of those parts that are known."""
         self.peak_memory = [*map(max, zip_longest(*(run.peak_memory for run in found), fillvalue=0))]
         """Bytes of each rank."""
