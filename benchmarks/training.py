@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 from benchmarks.measure import Row
 from common.dataset.indexed import IndexedWriter
 from common.errors import ConfigError, RunError
+from common.study.report import size, speed
 from common.study.results import Study, read_study
-from common.study.statistics import Summary, compare, noise_of, summarize
-from common.study.table import size, speed
+from common.study.statistics import Summary, compare, noise_of
 from common.study.verdict import judge
 
 STUDIES = {"cpu": "training_step", "cuda": "training_step_cuda"}
@@ -52,16 +52,15 @@ def write_random_tokens(folder: Path) -> Path:
 
 def rows_of(study: Study) -> list[Row]:
     """Return a row for each cell beside its baseline; a cell that has no speed has its reason."""
-    cells = summarize(study)
-    different = judge(study).different
+    verdict = judge(study)
+    cells, different = verdict.cells, verdict.different
     timed = [cell for cell in cells.values() if cell.speeds]
     rows = []
     for cell in cells.values():
-        other = cells.get(cell.result.cell.baseline or "")
+        other = cells.get(cell.cell.baseline or "")
         if other is cell and cell.speeds:
             continue
-        axes = cell.result.cell.axes
-        names = ", ".join(text for axis, text in axes.items() if axis != "program")
+        names = ", ".join(text for axis, text in cell.cell.axes.items() if axis != "program")
         compared, memory = "", ""
         if cell.id in different:
             compared = "other losses"
@@ -77,7 +76,7 @@ def rows_of(study: Study) -> list[Row]:
 
 
 def _described(cell: Summary, study: Study) -> str:
-    program = cell.result.cell.axes.get("program", cell.id)
+    program = cell.cell.axes.get("program", cell.id)
     if not cell.tokens_per_second or cell.first is None:
         last = cell.failures[-1] if cell.failures else None
         return f"{program}: {f'{last.state}: {last.reason}' if last else 'not run'}"
@@ -109,5 +108,6 @@ def rows(device: str, folder: Path, repeats: int, only: Sequence[str], small: bo
         raise kind("the study has ended; its message is above")
     study = read_study(folder / name)
     yield from rows_of(study)
-    if judge(study).different or not all(cell.speeds for cell in summarize(study).values()):
+    verdict = judge(study)
+    if verdict.different or not all(cell.speeds for cell in verdict.cells.values()):
         raise RunError("a cell has failed or has other losses")

@@ -15,7 +15,6 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from operator import itemgetter
 
-from common.config.schema import ParallelConfig
 from common.errors import ConfigError
 
 MAX_RANKS = 2**18
@@ -66,21 +65,20 @@ def _quotient(whole: int, what: str, part: int, wanted: str) -> int:
     return whole // part
 
 
-def plan_data_parallel(parallel: ParallelConfig, world_size: int) -> int:
+def plan_data_parallel(data: int | None, tensor: int, pipeline: int, world_size: int) -> int:
     """Return the data-parallel ranks: those left after tensor and pipeline parallelism.
 
     Raises ConfigError unless data x tensor x pipeline equals ``world_size`` exactly, and for more ranks than MAX_RANKS.
     """
-    data_parallel = parallel.data_parallel
-    factors = f"parallel.model_parallel={parallel.model_parallel} x parallel.pipeline_stage={parallel.pipeline_stage}"
-    split = parallel.model_parallel * parallel.pipeline_stage
+    factors = f"parallel.model_parallel={tensor} x parallel.pipeline_stage={pipeline}"
+    split = tensor * pipeline
     if world_size > MAX_RANKS:
         raise ConfigError(
             f"a run of {world_size} ranks is asked for, and {MAX_RANKS} is the most here; lower the parallel sizes"
         )
-    if data_parallel is not None and data_parallel * split != world_size:
+    if data is not None and data * split != world_size:
         raise ConfigError(
-            f"parallel.data_parallel={data_parallel} x {factors} = {data_parallel * split} processes, but {world_size}"
+            f"parallel.data_parallel={data} x {factors} = {data * split} processes, but {world_size}"
             " are running; start that many, or leave data_parallel out"
         )
     if world_size % split:
@@ -151,6 +149,14 @@ class BatchSizes:
         known = bisect_right(self.steps, max(0, consumed_samples), key=lambda step: step[0])
         return self.steps[known - 1][1]
 
+    def micro_batches(self, data_parallel: int) -> tuple[int, ...]:
+        """Return the micro batches that divide every batch over the ranks, in ascending order.
+
+        It is 1 where the ranks do not even divide the batches.
+        """
+        common = math.gcd(*self.all)
+        return (1,) if common % data_parallel else divisors(common // data_parallel)
+
     def samples_after(self, steps: int) -> int:
         """Return the samples that so many steps from the start of a run consume."""
         step, samples, size = self._stages[bisect_right(self._stages, steps, key=itemgetter(0)) - 1]
@@ -185,7 +191,7 @@ def batch_sizes(full: int, ramp: Ramp | None) -> BatchSizes:
     if ramp is None:
         return BatchSizes(steps=((0, full),))
     named = f"train.rampup_batch_size={list(ramp)}"
-    if steps := _steps(ramp):
+    if steps := tuple((pair[0], pair[1]) for pair in ramp if not isinstance(pair, int)):
         firsts, sizes = zip(*steps, strict=True)
         rising = all(a < b for each in (firsts, sizes) for a, b in pairwise(each))
         if firsts[0] != 0 or not rising or sizes[-1] != full:
@@ -194,7 +200,7 @@ def batch_sizes(full: int, ramp: Ramp | None) -> BatchSizes:
                 f" train.global_batch_size={full}"
             )
         return BatchSizes(steps=steps)
-    start, increment, samples = _numbers(ramp)
+    start, increment, samples = (number for number in ramp if isinstance(number, int))
     if start >= full:
         raise ConfigError(
             f"{named} starts with {start} samples, and train.global_batch_size={full} is not above"
@@ -224,25 +230,6 @@ def _first_samples(start: int, increment: int, samples: int, full: int) -> Itera
         while int(first / per_increment) < number:
             first += 1
         yield min(first, samples + 1), start + number * increment
-
-
-def _steps(ramp: Ramp) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of a ramp; a ramp of three numbers has none."""
-    return tuple((pair[0], pair[1]) for pair in ramp if not isinstance(pair, int))
-
-
-def _numbers(ramp: Ramp) -> list[int]:
-    return [number for number in ramp if isinstance(number, int)]
-
-
-def micro_batches(full: int, ramp: Ramp | None, data_parallel: int) -> tuple[int, ...]:
-    """Return the micro batches that divide every batch over the ranks, in ascending order.
-
-    It is 1 where the ranks do not even divide the batches.
-    """
-    ramp = ramp or ()
-    common = math.gcd(full, *_numbers(ramp)[:2], *(size for _, size in _steps(ramp)))
-    return (1,) if common % data_parallel else divisors(common // data_parallel)
 
 
 def describe_ramp(sizes: BatchSizes) -> str:

@@ -9,7 +9,6 @@ communication but Megatron's (arXiv 1909.08053, and with sequence parallelism ar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from common.parallel.run import Run
 from common.parallel.sharding import Role, local_shape, padded_shapes, role_of, slice_of
@@ -19,18 +18,10 @@ from common.weights.names import EMBEDDING
 from common.weights.pieces import TensorSlice
 
 Parts = tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Strategy:
-    """Split of one operator.
-
-    inputs: parts of each dim of each input. output: parts of the result, where a sum over ranks
-    leaves each rank a part of it.
-    """
-
-    inputs: tuple[Parts, ...]
-    output: Parts | None = None
+Strategy = tuple[tuple[Parts, ...], tuple[Parts] | None]
+"""Split of one operator: the parts of each dim of each input, and of the result where a sum over ranks leaves each
+rank a part of it.
+"""
 
 
 def operator_strategies(config: Run, *, fused: bool = False) -> dict[str, Strategy]:
@@ -46,50 +37,50 @@ def operator_strategies(config: Run, *, fused: bool = False) -> dict[str, Strate
     columns = tensor if splits_vocabulary(config) else 1
     row = (data * tensor // columns,)
     logits = (*row, columns)
-    plan = {
-        "wte.gather": Strategy(inputs=((columns, 1), (data, 1))),
-        "wpe.gather": Strategy(inputs=((1, 1), (1,))),
-        "embed.add": Strategy(inputs=((data, 1, 1), (1, 1))),
-        "embed.dropout": Strategy(inputs=(stream,)),
-        "h.*.dropout": Strategy(inputs=(stream,)),
-        "h.*.add": Strategy(inputs=(stream, stream)),
-        "h.*.attn.split_heads": Strategy(inputs=((data, 1, tensor, 1),)),
-        "h.*.attn.join_heads": Strategy(inputs=(heads,)),
-        "h.*.mlp.gelu": Strategy(inputs=((data, tensor),)),
-        "head.matmul": Strategy(inputs=((*row, 1), (columns, 1))),
-        "loss.mask": Strategy(inputs=(logits, (columns,))),
-        "loss.largest": Strategy(inputs=(logits,)),
-        "loss.subtract": Strategy(inputs=(logits, (*row, 1))),
-        "loss.exp": Strategy(inputs=(logits,)),
-        "loss.sum": Strategy(inputs=(logits,)),
-        "loss.log": Strategy(inputs=(row,)),
-        "loss.one_hot": Strategy(inputs=(logits, (), ())),
-        "loss.multiply": Strategy(inputs=(logits, logits)),
-        "loss.difference": Strategy(inputs=(row, row)),
-        "loss.total": Strategy(inputs=(row,)),
-        "head.divide": Strategy(inputs=((), ())),
+    plan: dict[str, tuple[Parts, ...]] = {
+        "wte.gather": ((columns, 1), (data, 1)),
+        "wpe.gather": ((1, 1), (1,)),
+        "embed.add": ((data, 1, 1), (1, 1)),
+        "embed.dropout": (stream,),
+        "h.*.dropout": (stream,),
+        "h.*.add": (stream, stream),
+        "h.*.attn.split_heads": ((data, 1, tensor, 1),),
+        "h.*.attn.join_heads": (heads,),
+        "h.*.mlp.gelu": ((data, tensor),),
+        "head.matmul": ((*row, 1), (columns, 1)),
+        "loss.mask": (logits, (columns,)),
+        "loss.largest": (logits,),
+        "loss.subtract": (logits, (*row, 1)),
+        "loss.exp": (logits,),
+        "loss.sum": (logits,),
+        "loss.log": (row,),
+        "loss.one_hot": (logits, (), ()),
+        "loss.multiply": (logits, logits),
+        "loss.difference": (row, row),
+        "loss.total": (row,),
+        "head.divide": ((), ()),
     }
     if fused:
-        plan["h.*.attn.core.fused.causal"] = Strategy(inputs=(heads, heads, heads, (1, 1)))
+        plan["h.*.attn.core.fused.causal"] = (heads, heads, heads, (1, 1))
     else:
         plan |= {
-            "h.*.attn.core.multiply": Strategy(inputs=(heads, ())),
-            "h.*.attn.core.scores": Strategy(inputs=(heads, heads)),
-            "h.*.attn.core.add": Strategy(inputs=(heads, (1, 1))),
-            "h.*.attn.core.softmax": Strategy(inputs=(heads,)),
-            "h.*.attn.core.dropout": Strategy(inputs=(heads,)),
-            "h.*.attn.core.mix": Strategy(inputs=(heads, heads)),
+            "h.*.attn.core.multiply": (heads, ()),
+            "h.*.attn.core.scores": (heads, heads),
+            "h.*.attn.core.add": (heads, (1, 1)),
+            "h.*.attn.core.softmax": (heads,),
+            "h.*.attn.core.dropout": (heads,),
+            "h.*.attn.core.mix": (heads, heads),
         }
     for name in ("h.*.ln_1", "h.*.ln_2", "ln_f"):
-        plan[f"{name}.layer_norm"] = Strategy(inputs=(stream, (1,), (1,)))
+        plan[f"{name}.layer_norm"] = (stream, (1,), (1,))
     for name in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.c_fc"):
-        plan[f"h.*.{name}.matmul"] = Strategy(inputs=((data, 1), (tensor, 1)))
-        plan[f"h.*.{name}.add"] = Strategy(inputs=((data, tensor), (tensor,)))
+        plan[f"h.*.{name}.matmul"] = ((data, 1), (tensor, 1))
+        plan[f"h.*.{name}.add"] = ((data, tensor), (tensor,))
     for name in ("attn.c_proj", "mlp.c_proj"):
-        output = stream if rows > data else None
-        plan[f"h.*.{name}.matmul"] = Strategy(inputs=((data, tensor), (1, tensor)), output=output)
-        plan[f"h.*.{name}.add"] = Strategy(inputs=(stream, (1,)))
-    return plan
+        plan[f"h.*.{name}.matmul"] = ((data, tensor), (1, tensor))
+        plan[f"h.*.{name}.add"] = (stream, (1,))
+    sums = [name for name in plan if name.endswith("c_proj.matmul")] if rows > data else []
+    return {name: (inputs, (stream,) if name in sums else None) for name, inputs in plan.items()}
 
 
 def splits_vocabulary(config: Run) -> bool:

@@ -14,13 +14,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from common.accelerators import Hardware
-from common.config.resolved import (
-    ResolvedModel,
-    ResolvedParallel,
-    ResolvedTrain,
-    ResolvedValidation,
-    as_run,
-)
+from common.config.resolved import ResolvedModel, ResolvedParallel, ResolvedTrain, ResolvedValidation, as_run
 from common.config.schema import DataConfig, ParallelConfig, RunConfig
 from common.errors import ConfigError
 from common.parallel.batch import BatchSizes, batch_sizes, pad_vocabulary
@@ -44,26 +38,14 @@ class Sizes:
         self.between = self.tensor if run.parallel.sequence_parallel else 1
         self.held, self.compute = BYTES[precision.parameters], BYTES[precision.compute]
         self.norm, self.softmax = BYTES[precision.layer_norm], BYTES[precision.softmax]
-
-    @property
-    def residual(self) -> int:
-        """Residual stream between blocks, which stages also send each other."""
-        return self.tokens * self.hidden * self.compute // self.between
-
-    @property
-    def region(self) -> int:
+        self.region = self.tokens * self.hidden * self.compute
         """Input of attention or MLP, whole on each rank."""
-        return self.tokens * self.hidden * self.compute
-
-    @property
-    def inner(self) -> int:
+        self.residual = self.region // self.between
+        """Residual stream between blocks, which stages also send each other."""
+        self.inner = self.tokens * self.ffn * self.compute // self.tensor
         """One tensor of the MLP's inner width."""
-        return self.tokens * self.ffn * self.compute // self.tensor
-
-    @property
-    def mask(self) -> int:
+        self.mask = self.tokens * self.hidden // self.between
         """Dropout mask of a residual branch."""
-        return self.tokens * self.hidden // self.between
 
 
 UNCOUNTED = -1

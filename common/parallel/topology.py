@@ -135,10 +135,6 @@ class Topology:
         """
         return tuple(sorted({0, self.place_of_stage(self.stages - 1)}))
 
-    def holds_embedding(self, rank: int) -> bool:
-        """Tell whether a rank has the first stage: token and position embeddings."""
-        return self.coordinates(rank).pipeline == 0
-
     def holds_head(self, rank: int) -> bool:
         """Tell whether a rank has the last stage: the final layer norm, the head and the loss."""
         return self.coordinates(rank).pipeline == self.place_of_stage(self.stages - 1)

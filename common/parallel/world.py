@@ -202,44 +202,42 @@ _LATER = 30.0
 _HELLO_SECONDS, _HELLO_BYTES = 10.0, 64
 
 
+@dataclass
 class TcpBarrier:
     """Star of connections around rank 0, kept until the process that opened it ends.
 
-    peers: connections by rank; rank 0 has one to every other rank, each other rank has one to rank 0.
     An empty line says that a rank has arrived, or from rank 0 that all have.
     """
 
-    def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
-        self._rank = rank
-        self._peers = peers
-        self._limit: float | None = None
+    rank: int
+    peers: dict[int, socket.socket]
+    """Connections by rank: rank 0 has one to every other rank, each other rank has one to rank 0."""
+    limit: float | None = None
+    """Seconds that rank 0 waits at most. It gives up first, since it knows which rank is missing."""
 
     def wait(self) -> None:
         """Return when every rank has arrived. Raises RunError if one has left the run."""
-        if self._rank == 0:
+        if self.rank == 0:
             self._hear()
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             with suppress(OSError):  # the next wait reports a rank that has left
                 peer.sendall(b"\n")
-        if self._rank > 0:
+        if self.rank > 0:
             self._hear()
 
-    def limit(self, seconds: float) -> None:
-        """Limit a wait. Rank 0 gives up first, since it knows which rank is missing."""
-        self._limit = seconds if self._rank == 0 else seconds + _LATER
-
     def _hear(self) -> None:
-        for rank, peer in self._peers.items():
-            peer.settimeout(self._limit)
+        limit = None if self.limit is None else self.limit + (_LATER if self.rank else 0.0)
+        for rank, peer in self.peers.items():
+            peer.settimeout(limit)
             try:
                 if peer.recv(1) != b"\n":
                     raise ConnectionError
             except OSError as error:
-                if isinstance(error, TimeoutError) and self._limit is not None:  # without one it is the kernel's
-                    why = f"no word from rank {rank} for {self._limit:.0f} s; see its log, or raise runtime.stall_limit"
+                if isinstance(error, TimeoutError) and limit is not None:  # without one it is the kernel's
+                    why = f"no word from rank {rank} for {limit:.0f} s; see its log, or raise runtime.stall_limit"
                 else:
                     why = f"rank {rank} has left the run; see the log of the rank that failed first"
-                raise RunError(f"rank {self._rank}: {why}") from None
+                raise RunError(f"rank {self.rank}: {why}") from None
 
 
 class BarrierServer:

@@ -123,17 +123,13 @@ def moments_in_blocks(config: Run, layers: int) -> list[tuple[int, int]]:
     Each is the bytes of activations that are free by then, and temporary bytes beside the rest:
     recomputed tensors, gradients of the MLP, and its tensors that come back from the host.
     """
-    mode, again = config.train.recompute, recomputed(config, layers)
-    if not layers:
-        return []
-    if again == layers:
-        return [(0, _while_in_block(config, mode))]
-    plain = [(0, _while_in_block(config, "none"))]
-    if not again:
-        return plain
-    # the last blocks, which do not recompute, have gone backward
-    free = 0 if config.train.offload_activations else (layers - again) * block_bytes(config, "none")
-    return [*plain, (free, _while_in_block(config, mode))]
+    again = recomputed(config, layers)
+    found = [(0, _while_in_block(config, "none"))] if again < layers else []
+    if again:
+        # the last blocks, which do not recompute, have gone backward
+        free = 0 if config.train.offload_activations else (layers - again) * block_bytes(config, "none")
+        found.append((free, _while_in_block(config, config.train.recompute)))
+    return found
 
 
 def _while_in_block(config: Run, mode: str) -> int:

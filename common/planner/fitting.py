@@ -26,7 +26,7 @@ from common.config.schema import RunConfig
 from common.device import sees_accelerator
 from common.errors import ConfigError
 from common.log import LOG
-from common.parallel.batch import divisors, micro_batches
+from common.parallel.batch import divisors
 from common.parallel.run import Run
 from common.planner.memory import memory_of
 from common.planner.timing import step_time
@@ -310,7 +310,7 @@ class Fitting:
         if self.config.train.micro_batch_size != "auto":
             return run
         full, ranks = run.train.global_batch_size, run.parallel.data_parallel
-        sizes = micro_batches(full, run.train.rampup_batch_size, ranks)
+        sizes = run.batch_sizes.micro_batches(ranks)
         busy = [size for size in sizes if full >= size * ranks * run.parallel.pipeline_stage]
         for size in reversed(busy or sizes):
             with suppress(ConfigError):

@@ -284,18 +284,17 @@ def _buffers(config: Run, place: int, units: tuple[Unit, ...]) -> int:
     buffer only while it is needed. FSDP2 copies a unit into and out of one message, and keeps the
     unit's whole gradients beside the message that reduces them.
     """
-    received, topology = 0, config.topology
-    if topology.pipeline > 1:
-        schedule, micro_batches = config.parallel.pipeline_schedule, config.train.accumulation_steps
-        received = gradients_at_most(schedule, topology, place, micro_batches) * config.sizes.residual
+    topology, parallel = config.topology, config.parallel
+    waiting = gradients_at_most(parallel.pipeline_schedule, topology, place, config.train.accumulation_steps)
+    received = waiting * config.sizes.residual
     largest = max(unit.elements for unit in units)
     held, reduced = BYTES[config.precision.parameters], BYTES[config.precision.reduction]
     if is_fully_sharded(config):
         return received + largest * (held + held + reduced)
-    if config.engine == "deepspeed" and config.parallel.zero_stage in (1, 2):
-        in_type = config.parallel.zero_stage == 1 and has_low_gradients(config)
+    if config.engine == "deepspeed" and parallel.zero_stage in (1, 2):
+        in_type = parallel.zero_stage == 1 and has_low_gradients(config)
         return received + _DEEPSPEED_BUCKET * (reduced if in_type else held)
-    is_ddp = config.parallel.shards == topology.pipeline == 1 < topology.data
+    is_ddp = parallel.shards == topology.pipeline == 1 < topology.data
     if is_ddp and reduced < held:
         return received + _BUCKET // 4 * reduced
     return received

@@ -58,11 +58,8 @@ def traffic_of(config: Run, place: int) -> Traffic:
         for other in (stage - 1, stage + 1)
     )
     owners = config.parallel.shards if is_fully_sharded(config) else 1
-    embedding = 0.0
-    holders = topology.group(GroupKind.EMBEDDING, place * topology.data * topology.tensor)
-    if len(holders) > 1:
-        embedding = all_reduce(4 * sizes.vocabulary * sizes.hidden / topology.tensor, len(holders))
-        embedding /= owners
+    holders = topology.group(GroupKind.EMBEDDING, place * topology.data * topology.tensor) or [place]
+    embedding = all_reduce(4 * sizes.vocabulary * sizes.hidden / topology.tensor, len(holders)) / owners
     # once a step, gradients of parameters that every tensor-parallel rank holds: each of them has
     # seen only a part of the sequence
     replicated = sum(
@@ -72,7 +69,7 @@ def traffic_of(config: Run, place: int) -> Traffic:
         if split_dim(name) is None
     )
     replicated_bytes = all_reduce(4 * replicated, topology.tensor) / owners
-    shared = config.parallel.sequence_parallel and topology.tensor > 1
+    shared = config.parallel.sequence_parallel
     return Traffic(
         tensor=0.0 if shared else within,
         sequence=within + replicated_bytes if shared else 0.0,
@@ -91,8 +88,6 @@ def _within_layers(config: Run, place: int) -> float:
     last one keeps nothing for the backward pass. With sequence parallelism it repeats both gathers.
     """
     topology, sizes, ranks = config.topology, config.sizes, config.topology.tensor
-    if ranks == 1:
-        return 0.0
     one = all_reduce(sizes.region, ranks)
     total = 4 * one * topology.layer_count(place, config.model.num_layers)
     if config.train.recompute == "full":
@@ -115,8 +110,6 @@ def _data(config: Run, place: int) -> float:
     sharding the reduced parts are summed over the copies once a step.
     """
     ranks, cut, zero = config.topology.data, config.parallel.shards, config.parallel.zero_stage
-    if ranks == 1:
-        return 0.0
     micro_batches = config.train.accumulation_steps
     padded = is_fully_sharded(config)  # so that every rank has equally many rows
     blocks, *others = (
@@ -226,7 +219,7 @@ def step_time(config: Run, device: Accelerator, place: int, memory: Memory) -> S
     compiled = is_compiled(config, Hardware(kind="auto", name=device.name))
     elements = moved / device.bandwidth / ELEMENTS["compiled" if compiled else "eager"]
     work = products + elements
-    waiting = bubble(schedule, topology, micro_batches, recomputes=mode == "full") if topology.pipeline > 1 else 0.0
+    waiting = bubble(schedule, topology, micro_batches, recomputes=mode == "full")
     within = (traffic.tensor + traffic.sequence) / _speed(device, topology, GroupKind.TENSOR)
     all_work = micro_batches * work + within
     # messages between data-parallel ranks run beside backward passes, two thirds of the work: of

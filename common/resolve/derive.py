@@ -17,7 +17,6 @@ from common.parallel.batch import (
     batch_sizes,
     check_divides,
     check_ramp,
-    micro_batches,
     pad_vocabulary,
     plan_batch,
     plan_data_parallel,
@@ -51,7 +50,8 @@ def resolve_config(
             f"train.micro_batch_size=auto divides train.global_batch_size, found {train.global_batch_size}, and gives"
             f" train.accumulation_steps, found {train.accumulation_steps}; set the first, and leave the second out"
         )
-    data_parallel = plan_data_parallel(parallel, world_size)
+    axes = parallel.data_parallel, parallel.model_parallel, parallel.pipeline_stage
+    data_parallel = plan_data_parallel(*axes, world_size)
     # a config for many devices also runs on one
     splits_nothing = world_size == 1 and config.engine == "native" and parallel.shard_size is None
     halves = "float16" in (config.precision.compute, config.precision.parameters)
@@ -91,7 +91,7 @@ def resolve_config(
     if micro_batch != "auto":
         return resolve_with(micro_batch)
     refused = []
-    for size in micro_batches(train.global_batch_size or 1, train.rampup_batch_size, data_parallel):
+    for size in batch_sizes(train.global_batch_size or 1, train.rampup_batch_size).micro_batches(data_parallel):
         try:
             return resolve_with(size)
         except ConfigError as error:

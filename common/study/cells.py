@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,13 +22,12 @@ from common.parallel.run import Run
 from common.paths import ROOT
 from common.resolve.derive import resolve_config, written_ranks
 from common.run_config import read_config
-from common.study.loading import SPECIAL, Condition, Definition, base_of, label
+from common.study.loading import SPECIAL, Condition, Definition, label
 from common.study.measure import TRACED_STEPS, trace_settings
 from common.study.results import Cell
 from common.systems.config import ConfigFile
 
 MAX_CELLS = 1000
-Read = Callable[[Path], ConfigFile]
 _MAX_ID_LENGTH = 120
 _SHORT = {
     "data_parallel": "dp",
@@ -84,16 +84,15 @@ def expand(definition: Definition, config: Path) -> list[PlannedCell]:
         raise ConfigError(
             f"{config}: {len(points):,} cells are left, more than {MAX_CELLS}; add filters, or take fewer values"
         )
-    names = _names(points, axes, definition, config)
-    pairs = zip(points, names, strict=True) if definition.baseline else ()
-    chosen = [pair for pair in pairs if holds(definition.baseline, pair[0])]
-    groups = _groups(points, definition)
-    read = cache(read_config)
+    read, chosen = cache(read_config), []
+    ids = _names(points, axes, definition, config)
+    if definition.baseline:
+        chosen = [pair for pair in zip(points, ids, strict=True) if holds(definition.baseline, pair[0])]
     found = []
-    for point, name, group in zip(points, names, groups, strict=True):
+    for point, name, group in zip(points, ids, _groups(points, definition), strict=True):
         # the cell with the baseline's labels that shares most others
         near = max(chosen, key=lambda pair: len(point.items() & pair[0].items()), default=(None, None))
-        found.append(_plan(definition, config, read, point, name, group, near[1]))
+        found.append(_plan(definition, config, read, axes=point, id=name, group=group, baseline=near[1]))
     return found
 
 
@@ -177,20 +176,16 @@ def words_of(settings: Mapping[str, Any]) -> Iterator[str]:
         yield f"{key}={text}"
 
 
-def _plan(
-    definition: Definition,
-    study: Path,
-    read: Read,
-    point: Mapping[str, str],
-    name: str,
-    group: str | None,
-    baseline: str | None,
-) -> PlannedCell:
-    settings = _settings(definition, point)
+def _plan(definition: Definition, study: Path, read: Callable[[Path], ConfigFile], **names: Any) -> PlannedCell:
+    """Return a cell. names: the fields that say which one it is."""
+    name, settings = names["id"], _settings(definition, names["axes"])
     special = {key: settings.pop(key) for key in SPECIAL if key in settings}
     steps = definition.warmup_steps + definition.measured_steps
     settings["train.max_steps"] = steps
-    base = base_of(special.get("base") or definition.base, study)
+    given = special.get("base") or definition.base
+    base = Path(os.path.abspath(study.parent / given))
+    if not base.is_file():
+        raise ConfigError(f"{study}: base: {given}: there is no file {base}; give a path relative to the study's")
 
     def opened() -> RunConfig:
         try:
@@ -205,25 +200,20 @@ def _plan(
         settings |= trace_settings(written.backend, steps + 1)
         settings["train.max_steps"] = steps + TRACED_STEPS
         written = opened()
-    ranks, hosts = special.get("ranks") or written_ranks(written), special.get("hosts") or 1
     cell = Cell(
-        id=name,
-        axes=dict(point),
+        **names,
         base=str(base.relative_to(ROOT) if base.is_relative_to(ROOT) else base),
         settings=settings,
         backend=written.backend,
         engine=written.engine,
-        ranks=ranks,
-        hosts=hosts,
+        ranks=special.get("ranks") or written_ranks(written),
+        hosts=special.get("hosts") or 1,
         peer=special.get("peer"),
-        group=group,
-        baseline=baseline,
     )
-    if ranks % hosts:
-        reason = f"{ranks} ranks do not divide over {hosts} hosts; change ranks or hosts"
-        return PlannedCell(cell=cell, written=written, refusal=reason)
     try:
-        config = resolve_config(written, world_size=ranks, hardware=Hardware(kind=written.device))
+        if cell.ranks % cell.hosts:
+            raise ConfigError(f"{cell.ranks} ranks do not divide over {cell.hosts} hosts; change ranks or hosts")
+        config = resolve_config(written, world_size=cell.ranks, hardware=Hardware(kind=written.device))
     except ConfigError as error:
         return PlannedCell(cell=cell, written=written, refusal=" ".join(str(error).split()))
     return PlannedCell(cell=cell, written=written, config=config)

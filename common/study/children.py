@@ -48,13 +48,6 @@ class Launch:
     cores: tuple[int, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def typed(self) -> list[str]:
-        """Return the words as a user types them, in the folder of the project."""
-        words = list(self.command)
-        if words[1:3] == [str(TOOL), "distribute"]:
-            return ["bash", os.path.relpath(_SCRIPT, ROOT), *words[4:]]
-        return words
-
 
 def reason_not_started(planned: PlannedCell, where: Where) -> str:
     """Return why a cell cannot be started there, one line; empty where it can."""
@@ -86,29 +79,29 @@ def launches(planned: PlannedCell, folder: Path, where: Where) -> list[Launch]:
         return [Launch(command=("srun", "--kill-on-bad-exit=1", *shape, *rank))]
     start: tuple[str, ...] = (sys.executable, str(TOOL), "distribute", "--quiet")
     start += ("--program", str(program)) if program else ()
+
+    def positional(first: int) -> tuple[str, ...]:
+        return NO_TABLE[0], str(base), f"[{first},{first + each})", "train", *words
+
     if where.hosts or cell.hosts == 1:
         over_ssh = ("--ssh", "--hosts", ",".join(where.hosts[: cell.hosts])) if where.hosts else ()
-        return [Launch(command=(*start, *over_ssh, *_positional(base, range(each), words)))]
+        return [Launch(command=(*start, *over_ssh, *positional(0)))]
     meet = ("--master", f"{LOOPBACK}:{free_port()}", "--nnodes", str(cell.hosts), "--node_rank")
     return [
-        Launch(
-            command=(*start, *meet, str(node), *_positional(base, range(node * each, (node + 1) * each), words)),
-            cores=cores,
-        )
+        Launch(command=(*start, *meet, str(node), *positional(node * each)), cores=cores)
         for node, cores in enumerate(cores_of_ranks(cell.hosts))
     ]
 
 
-def _positional(base: Path, devices: range, words: Sequence[str]) -> tuple[str, ...]:
-    return (NO_TABLE[0], str(base), f"[{devices.start},{devices.stop})", "train", *words)
-
-
 def shell_command(found: Sequence[Launch]) -> list[str]:
-    """Return the shell command of the same run; launches of several hosts as one line for bash."""
-    if len(found) == 1:
-        return found[0].typed()
-    lines = [shlex.join(launch.typed()) for launch in found]
-    return ["bash", "-c", " & ".join(lines) + " & wait"]
+    """Return what a user types in the folder of the project for the same run; launches of several hosts are one line
+    for bash.
+    """
+    typed = [[*launch.command] for launch in found]
+    for words in typed:
+        if words[1:3] == [str(TOOL), "distribute"]:
+            words[:4] = ["bash", os.path.relpath(_SCRIPT, ROOT)]
+    return typed[0] if len(typed) == 1 else ["bash", "-c", " & ".join(map(shlex.join, typed)) + " & wait"]
 
 
 LAUNCHER_LOG = "launcher.log"
@@ -159,8 +152,7 @@ def run_launches(started: Sequence[Launch], folder: Path, limit: float) -> Outco
         except BaseException:  # Ctrl-C, or SIGTERM
             _stop(children)
             raise
-    codes = [child.returncode if child.returncode is not None else 1 for child in children]
-    code = code or next(filter(None, codes), 0)
+    code = code or next((child.returncode or 1 for child in children if child.returncode != 0), 0)
     state, reason = judge(code, folder, killed_for_memory=_kills_for_memory() > kills)
     if late:
         state, reason = State.TIMED_OUT, f"did not end within {round(limit, 1):g} s (time_limit)"
@@ -169,14 +161,14 @@ def run_launches(started: Sequence[Launch], folder: Path, limit: float) -> Outco
 
 def _wait(children: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
     """Wait until all have ended, or one has failed and the others had their time. Returns whether the deadline came."""
-    failed_at: float | None = None
+    end = deadline
     while None in (codes := [child.poll() for child in children]):
         moment = time.monotonic()
         if moment > deadline:
             return True
-        if failed_at is None and any(codes):
-            failed_at = moment
-        if failed_at is not None and moment - failed_at > _OTHERS_SECONDS:
+        if any(codes):
+            end = min(end, moment + _OTHERS_SECONDS)
+        if moment > end:
             return False
         time.sleep(_TICK_SECONDS)
     return False

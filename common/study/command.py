@@ -30,13 +30,7 @@ from common.planner.plan import make_plan, table, time_of
 from common.processes.process_tree import run_program
 from common.run_folder import owned_folder
 from common.study.cells import PlannedCell, expand
-from common.study.children import (
-    Where,
-    launches,
-    reason_not_started,
-    run_launches,
-    shell_command,
-)
+from common.study.children import Where, launches, reason_not_started, run_launches, shell_command
 from common.study.loading import Definition, did_you_mean, load_definition
 from common.study.measure import measure
 from common.study.report import PAGE, write_outcome
@@ -123,12 +117,9 @@ def run_study(request: StudyRequest) -> int:
             if planned.config is not None:
                 place = folder / "by_hand" / planned.cell.id
                 for launch in launches(planned, place, where):
-                    show(f"# {planned.cell.id}\n{shlex.join(launch.typed())}\n")
+                    show(f"# {planned.cell.id}\n{shlex.join(shell_command([launch]))}\n")
         return 0
     study = _new_study(request, definition, cells)
-    here = next(map(find_accelerator, study.machine.accelerators), None)
-    for found, planned in zip(study.cells, cells, strict=True):
-        found.prediction = predict(planned, here)
     with owned_folder(folder):
         if (folder / STUDY_FILE).exists():
             take_over(study, read_study(folder), request.redo, folder)
@@ -146,7 +137,8 @@ def _end(study: Study, folder: Path) -> int:
 
 
 def _new_study(request: StudyRequest, definition: Definition, cells: list[PlannedCell]) -> Study:
-    same = definition.same_losses
+    same, machine = definition.same_losses, machine_here()
+    here = next(map(find_accelerator, machine.accelerators), None)
     return Study(
         **definition.model_dump(include={"title", "warmup_steps", "measured_steps", "repeats"}),
         name=request.config.stem,
@@ -154,10 +146,10 @@ def _new_study(request: StudyRequest, definition: Definition, cells: list[Planne
         definition=definition.model_dump(by_alias=True),
         tolerance=same.tolerance if same else 0.0,
         tolerance_reason=same.reason if same else "",
-        machine=machine_here(),
+        machine=machine,
         versions=versions_here(),
         started=now(),
-        cells=[CellResult(cell=planned.cell) for planned in cells],
+        cells=[CellResult(cell=each.cell, prediction=predict(each, here)) for each in cells],
     )
 
 
@@ -282,23 +274,22 @@ def run_cells(study: Study, planned: Sequence[PlannedCell], folder: Path, where:
 
     study.json is written after every repeat, so that a killed study resumes after the last one that it recorded.
     """
-    limit = float(study.definition["time_limit"])
     plans = {each.cell.id: each for each in planned}
     left, done = list(missing(study)), sum(len(found.repeats) for found in study.cells)
     bar = progress_bar(total=done + len(left), initial=done, unit="run", description="study")
     with exiting_at_sigterm(), bar:
-        for number, (found, index) in enumerate(left):
+        while left:
+            found, index = left[0]
             name = found.cell.id
-            if _is_over(found):
-                bar.update()
-                continue
-            cells_left = len({other.cell.id for other, _ in left[number:] if not _is_over(other)})
+            cells_left = len({other.cell.id for other, _ in left})
             bar.set_postfix_str(f"{name} {index}/{study.repeats}, {cells_left} cells left")
-            repeat = _run_once(study, plans[name], index, folder, where, limit)
+            repeat = _run_once(study, plans[name], index, folder, where)
             found.repeats.append(repeat)
             found.repeats.sort(key=lambda each: each.index)
             write_study(study, folder)
+            left = list(missing(study))  # fewer where the cell is over
             bar.update()
+            bar.total = bar.n + len(left)
             why = f": {repeat.reason}" if repeat.reason else ""
             LOG.info(f"{name} {index}/{study.repeats}: {repeat.state} after {repeat.seconds:.1f} s{why}")
     study.finished = now()
@@ -313,12 +304,9 @@ def missing(study: Study) -> Iterator[tuple[CellResult, int]]:
     """
     for index in range(1, study.repeats + 1):
         for found in study.cells if index % 2 else reversed(study.cells):
-            if not _is_over(found) and all(each.index != index for each in found.repeats):
+            known = found.repeats
+            if not any(each.index == index or each.state in _FINAL for each in known):
                 yield found, index
-
-
-def _is_over(found: CellResult) -> bool:
-    return any(each.state in _FINAL for each in found.repeats)
 
 
 def now() -> str:
@@ -329,7 +317,7 @@ def now() -> str:
 # ---- one run ----
 
 
-def _run_once(study: Study, planned: PlannedCell, index: int, folder: Path, where: Where, limit: float) -> Repeat:
+def _run_once(study: Study, planned: PlannedCell, index: int, folder: Path, where: Where) -> Repeat:
     own = Path(CELLS) / planned.cell.id / f"repeat_{index}"
     place = folder / own
     typed = []
@@ -345,12 +333,12 @@ def _run_once(study: Study, planned: PlannedCell, index: int, folder: Path, wher
         place.mkdir(parents=True)
     except OSError as error:
         raise StorageError(f"{place}: cannot be made: {error.strerror or error}") from None
-    outcome = run_launches(launches(planned, place, where), place, limit)
+    outcome = run_launches(launches(planned, place, where), place, float(study.definition["time_limit"]))
     repeat.seconds, repeat.state, repeat.reason = outcome.seconds, outcome.state, outcome.reason
     if repeat.state is State.FINISHED:
         try:
             repeat.measured = measure(planned.cell, place, warmup_steps=study.warmup_steps)
-        except DataError as error:
+        except (ConfigError, DataError) as error:
             repeat.state, repeat.reason = State.FAILED, " ".join(str(error).split())
     if not any(key.startswith("checkpoint.") for key in study.definition["settings"]):
         shutil.rmtree(place / "checkpoints", ignore_errors=True)

@@ -6,7 +6,6 @@ Each fault is a ConfigError that names file, line and key.
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -153,7 +152,7 @@ def load_definition(
         kept = {key: place for key, place in sources.items() if key[:1] and key[0] not in reduced}
         variants.append(({**tree, **reduced}, kept | moved))
     # both are checked, so that a fault in one shows whichever is run
-    checked = [_build(*_changed(tree, places, words), path) for tree, places in variants]
+    checked = [_build(tree, places, words, path) for tree, places in variants]
     chosen = checked[-1 if small else 0]
     for key in (word.partition("=")[0] for word in words):
         for axis, values in chosen.axes.items():
@@ -181,40 +180,25 @@ def _narrowed(definition: Definition, only: Sequence[str]) -> Definition:
     return definition.model_copy(update={"leave_out": [*definition.leave_out, *gone]})
 
 
-def _changed(tree: Mapping[str, Any], sources: Sources, words: Sequence[str]) -> tuple[dict[str, Any], Sources]:
-    """Return the tree with the words of the command line put in, and where all keys are from."""
-    changed, places = dict(tree), dict(sources)
-    settings: dict[str, Any] = {}
+def _build(tree: dict[str, Any], sources: Sources, words: Sequence[str], path: Path) -> Definition:
+    """Return the definition with the words of the command line put in."""
+    changed, places, settings = dict(tree), dict(sources), {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key:
             raise ConfigError(f"command line: {word!r}: expected section.key=value")
         value = read_value(text, tuple(key.split(".")), f"command line: {key}")
         if key in ("repeats", "warmup_steps", "measured_steps", "time_limit"):
-            changed[key] = value
-            places[key,] = "command line"
+            changed[key], places[key,] = value, "command line"
         else:
-            settings[key] = value
-            places["settings", *key.split(".")] = "command line"
+            settings[key], places["settings", *key.split(".")] = value, "command line"
     if settings and isinstance(tree.get("settings", {}), dict):
         changed["settings"] = {**dict(flatten(tree.get("settings") or {})), **settings}
-    return changed, places
-
-
-def base_of(base: str, config: Path) -> Path:
-    """Return the configuration that a study in the file ``config`` names. Raises ConfigError."""
-    path = Path(os.path.abspath(config.parent / base))
-    if not path.is_file():
-        raise ConfigError(f"{config}: base: {base}: there is no file {path}; give a path relative to the study's")
-    return path
-
-
-def _build(tree: Mapping[str, Any], sources: Sources, path: Path) -> Definition:
     try:
-        definition = Definition.model_validate(tree)
-        lines = [f"{_place(at, sources, path)}: {text}" for at, text in _faults(definition)]
+        definition = Definition.model_validate(changed)
+        lines = [f"{_place(at, places, path)}: {text}" for at, text in _faults(definition)]
     except ValidationError as error:
-        lines = _explain(error.errors(), sources, path)
+        lines = _explain(error.errors(), places, path)
     if lines:
         raise ConfigError("\n".join(dict.fromkeys(lines)))
     return definition
@@ -258,29 +242,25 @@ def _place(at: tuple[Any, ...], sources: Sources, path: Path) -> str:
 
 def _faults(definition: Definition) -> Iterator[Fault]:
     """Yield where and what: names of axes, labels and keys that nothing has."""
-    axes = definition.axes
     for key, value in flatten(definition.settings):
-        at = ("settings", *key.split("."))
-        if key in SPECIAL:
-            yield at, f"{key}: is an axis; put it under axes"
-        else:
-            yield from _value_faults(key, value, at)
-    for axis, values in axes.items():
+        yield from _value_faults(key, value, ("settings", *key.split(".")))
+    for axis, values in definition.axes.items():
+        at = ("axes", axis)
         if not values:
-            yield ("axes", axis), f"axes.{axis}: has no values; name one, or leave the axis out"
+            yield at, f"axes.{axis}: has no values; name one, or leave the axis out"
         if isinstance(values, dict):
             for name, keys in values.items():
                 for key, value in flatten(keys):
-                    yield from _value_faults(key, value, ("axes", axis, name, *key.split(".")))
+                    yield from _value_faults(key, value, (*at, name, *key.split(".")))
             continue
         if axis in SPECIAL or _is_key(axis):
             for value in values:
-                yield from _value_faults(axis, value, ("axes", axis))
+                yield from _value_faults(axis, value, at)
         else:
             others = f"; name a key of the configuration, or one of {', '.join(SPECIAL)}, or give each label its keys"
-            yield ("axes", axis), f"axes.{axis}: unknown axis{did_you_mean(axis, SPECIAL) or hint(axis) or others}"
+            yield at, f"axes.{axis}: unknown axis{did_you_mean(axis, SPECIAL) or hint(axis) or others}"
         if len({*map(label, values)}) < len(values):
-            yield ("axes", axis), f"axes.{axis}: a value is there twice; name each once"
+            yield at, f"axes.{axis}: a value is there twice; name each once"
     yield from _condition_faults(definition)
 
 
@@ -292,6 +272,8 @@ def _is_key(name: str) -> bool:
 def _value_faults(key: str, value: Any, at: tuple[Any, ...]) -> Iterator[Fault]:
     if key in RESERVED:
         yield at, f"{key}: is set by the study: {RESERVED[key]}"
+    elif key in SPECIAL and at[0] == "settings":
+        yield at, f"{key}: is an axis; put it under axes"
     elif key not in SPECIAL and not _is_key(key):
         yield at, f"{key}: unknown key{hint(key)}"
     elif key in ("ranks", "hosts") and not (type(value) is int and 0 < value <= MAX_RANKS):
@@ -305,27 +287,21 @@ def _value_faults(key: str, value: Any, at: tuple[Any, ...]) -> Iterator[Fault]:
 
 def _condition_faults(definition: Definition) -> Iterator[Fault]:
     """Yield the filters, groups and baselines that name an axis or a label that is not there."""
-    same = definition.same_losses
-    lists = {"only": definition.only, "except": definition.leave_out}
-    lists |= {"same_losses.except": same.leave_out} if same else {}
-    listed = [
-        (name, (*name.split("."), number), each)
-        for name, conditions in lists.items()
-        for number, each in enumerate(conditions)
-    ]
-    listed.append(("baseline", ("baseline",), definition.baseline))
-    if same is not None:
-        listed.append(("same_losses.along", ("same_losses", "along"), {axis: [] for axis in same.along}))
-    for name, at, condition in listed:
+    same = definition.same_losses or SameLosses.model_validate({"along": []})
+    lists = {"only": definition.only, "except": definition.leave_out, "same_losses.except": same.leave_out}
+    listed: dict[tuple[str | int, ...], Condition] = {
+        (*name.split("."), number): each for name, found in lists.items() for number, each in enumerate(found)
+    }
+    listed |= {("baseline",): definition.baseline, ("same_losses", "along"): {axis: [] for axis in same.along}}
+    for at, condition in listed.items():
+        name = ".".join(part for part in at if isinstance(part, str))
         for axis, wanted in condition.items():
             if axis not in definition.axes:
-                meant = did_you_mean(axis, definition.axes)
                 have = f"; the axes are {', '.join(definition.axes) or 'none'}"
-                yield (*at, axis), f"{name}: {axis}: unknown axis{meant or have}"
+                yield (*at, axis), f"{name}: {axis}: unknown axis{did_you_mean(axis, definition.axes) or have}"
                 continue
             labels = [*map(label, definition.axes[axis])]
             for value in map(label, wanted if isinstance(wanted, list) else [wanted]):
                 if value not in labels:
-                    meant = did_you_mean(value, labels)
-                    have = f"; it has {', '.join(labels)}"
-                    yield (*at, axis), f"{name}: {axis}: has no {value!r}{meant or have}"
+                    meant = did_you_mean(value, labels) or f"; it has {', '.join(labels)}"
+                    yield (*at, axis), f"{name}: {axis}: has no {value!r}{meant}"

@@ -18,7 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, DataError
+from common.errors import DataError
 from common.run_config import load_config
 from common.structured_files import MalformedError, parse_json_item, read_json_mapping
 from common.study.results import Cell, Measured
@@ -26,7 +26,6 @@ from common.training.metrics import MEMORY_FILE, METRICS_FILE, read_metrics
 
 TRACED_STEPS = 2
 """Steps after the measured ones that are traced, which slows them down."""
-PARTS = ("data", "forward_backward", "communication", "update")
 _SOURCES = {
     "cpu": "resident memory of the process, less what it had before the model was made",
     "cuda": "most that torch or MindSpore had allocated on the device",
@@ -46,7 +45,7 @@ def measure(cell: Cell, folder: Path, *, warmup_steps: int) -> Measured:
     """Return the measurements of the run in ``folder``.
 
     warmup_steps: steps at the start whose times are left out, as are those of traced steps. Raises
-    DataError where the run recorded no other step.
+    DataError where the run recorded no other step, and ConfigError without its configuration.
     """
     path = folder / METRICS_FILE
     try:
@@ -66,10 +65,7 @@ def measure(cell: Cell, folder: Path, *, warmup_steps: int) -> Measured:
         raise DataError(
             f"{path}: {len(steps)} steps, expected more than the {warmup_steps} of warm-up; the run ended too early"
         )
-    try:
-        config = load_config(folder / "config.yaml", ())
-    except ConfigError as error:
-        raise DataError(str(error)) from None
+    config = load_config(folder / "config.yaml", ())
     validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
     mfu = [row["mfu"] for row in timed if row.get("mfu")]
     memory: dict[str, Any] = {"device": "", "ranks": []}
@@ -113,35 +109,39 @@ def _split(
     The wait for data is measured in every step. The rest is divided as the traced steps are, in the
     mean of the ranks that were traced.
     """
-    split: dict[str, float | None] = dict.fromkeys(PARTS)
     data = statistics.median(float(row["data_wait"]) for row in timed)
     rest = statistics.median(float(row["step_time"]) for row in timed) - data
-    split["data"] = data
     shares = []
     for (_, numbers), trace in traces.items():
         within = [row for row in steps if row["step"] in numbers]
         seconds = sum(float(row["step_time"]) - float(row["data_wait"]) for row in within)
         if trace.messages is not None and trace.update is not None and seconds > 0:
             shares.append((trace.messages / seconds, trace.update / seconds))
+    forward = update = None
+    communication = None if ranks > 1 else 0.0
     if shares:
-        messages, update = (statistics.fmean(column) for column in zip(*shares, strict=True))
-        split["communication"] = rest * messages if ranks > 1 else 0.0
-        split["update"] = rest * update
-        split["forward_backward"] = rest * (1 - update - (messages if ranks > 1 else 0.0))
-    elif ranks == 1:
-        split["communication"] = 0.0
-    return split
+        messages, updates = (statistics.fmean(column) for column in zip(*shares, strict=True))
+        messages = messages if ranks > 1 else 0.0
+        communication, update, forward = rest * messages, rest * updates, rest * (1 - updates - messages)
+    return {"data": data, "forward_backward": forward, "communication": communication, "update": update}
 
 
 MAX_BYTES = 2**29
 """Bytes of the text of a trace, at most; a longer one is not read."""
 _NAME = re.compile(r"steps_(\d+)_(\d+)_rank_(\d+)\.json\.gz")
-_MESSAGES = re.compile(r"(gloo|nccl|hccl):|ncclDevKernel|ncclKernel")
-"""torch's annotations of collectives on a CPU, NCCL's kernels on a GPU."""
-_UPDATE = "Optimizer.step#"
-_MINDSPORE_MESSAGES = re.compile(r"(All(Reduce|Gather|ToAll)|ReduceScatter|Broadcast|Send|Receive)\w*-op\d+$")
-_MINDSPORE_UPDATE = re.compile(r"(Adam|Apply|SGD|Momentum)\w*-op\d+$")
-
+_FORMS = {
+    "torch": ("user_annotation (gloo|nccl|hccl):", r"user_annotation Optimizer\.step#", "cpu_op aten::"),
+    # its own time counts: kernels, and the annotation as the GPU went through it
+    "torch on a GPU": ("kernel (nccl:|nccl(Dev)?Kernel)", r"gpu_user_annotation Optimizer\.step#", "kernel "),
+    "mindspore": (
+        r"CPU OP .*(All(Reduce|Gather|ToAll)|ReduceScatter|Broadcast|Send|Receive)\w*-op\d+$",
+        r"CPU OP .*(Adam|Apply|SGD|Momentum)\w*-op\d+$",
+        "CPU OP ",
+    ),
+}
+"""Patterns of messages, of the update and of other work in a trace: an event's category, of MindSpore's its process,
+and its name. The first one counts.
+"""
 Spans = list[tuple[float, float]]
 """Begin and end in microseconds."""
 
@@ -168,8 +168,7 @@ def read_trace(path: Path) -> Trace:
         if event.get("name") == "[memory]" and event.get("args", {}).get("Device Type") == 0
     )
     allocated = max(accumulate((size for _, size in changes), initial=0)) if changes else None
-    spans = _spans(events)
-    if spans is None:
+    if (spans := _spans(events)) is None:
         return Trace(messages=None, update=None, allocated=allocated)
     messages, update, work = spans
     return Trace(
@@ -197,42 +196,30 @@ def _spans(events: list[dict[str, Any]]) -> tuple[Spans, Spans, Spans] | None:
     processor, which holds one span an operator; or where it is of a device whose names are not known here.
     """
     kinds = {event.get("cat") for event in events}
-    is_torch, on_gpu = "cpu_op" in kinds, "kernel" in kinds
-    rows = {
+    processes = {
         event.get("pid"): event.get("args", {}).get("name")
         for event in events
         if event.get("ph") == "M" and event.get("name") == "process_name"
     }
-    if is_torch and not on_gpu and "privateuse1_runtime" in kinds:
+    if "cpu_op" in kinds:
+        form = "torch on a GPU" if "kernel" in kinds else "torch"
+        is_known = form != "torch" or "privateuse1_runtime" not in kinds
+    else:
+        form = "mindspore"
+        is_known = "CPU OP" in processes.values() and "Ascend Hardware" not in processes.values()
+    if not is_known:
         return None
-    if not is_torch and ("Ascend Hardware" in rows.values() or "CPU OP" not in rows.values()):
-        return None
+    patterns = [re.compile(pattern) for pattern in _FORMS[form]]
     found: tuple[Spans, Spans, Spans] = ([], [], [])
     for event in events:
         if event.get("ph") == "X" and {"name", "ts"} <= event.keys():
-            name, begin = str(event["name"]), float(event["ts"])  # MindSpore writes a text
-            if is_torch:
-                kind = _kind_in_torch(name, event.get("cat"), on_gpu=on_gpu)
-            elif rows.get(event.get("pid")) == "CPU OP":
-                kind = 0 if _MINDSPORE_MESSAGES.search(name) else 1 if _MINDSPORE_UPDATE.search(name) else 2
-            else:
-                continue
-            if kind is not None:
-                found[kind].append((begin, begin + float(event.get("dur", 0))))
+            kind = processes.get(event.get("pid")) if form == "mindspore" else event.get("cat")
+            text = f"{kind} {event['name']}"
+            spans = next((spans for spans, pattern in zip(found, patterns, strict=True) if pattern.match(text)), None)
+            if spans is not None:
+                begin = float(event["ts"])  # MindSpore writes a text
+                spans.append((begin, begin + float(event.get("dur", 0))))
     return found
-
-
-def _kind_in_torch(name: str, category: str | None, *, on_gpu: bool) -> int | None:
-    """Return 0 for messages, 1 for the update, 2 for other work and None for what is in no sum.
-
-    Where a GPU worked, its own time counts: kernels and, for the update, the annotation as the GPU went through it.
-    """
-    note, work = ("gpu_user_annotation", "kernel") if on_gpu else ("user_annotation", "cpu_op")
-    if _MESSAGES.match(name):
-        return 0 if category == (work if on_gpu else note) else None
-    if category == note:
-        return 1 if name.startswith(_UPDATE) else None
-    return 2 if category == work and (on_gpu or name.startswith("aten::")) else None
 
 
 def _covered(spans: Spans) -> float:

@@ -5,37 +5,32 @@ worded by the templates.
 from __future__ import annotations
 
 import base64
+import csv
 import html
+import io
+import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
 from common.accelerators import GIB
 from common.files import atomic_write
-from common.study import table
+from common.planner.plan import three_digits as speed
 from common.study.drawing import draw
-from common.study.results import Machine, State, Study
-from common.study.statistics import CONFIDENCE, Summary, summarize
-from common.study.table import Table, Word, as_csv, main_table, split_table
-from common.study.verdict import (
-    MAX_LISTED,
-    MEMORY_TOLERANCE,
-    OTHER_KERNELS,
-    Departure,
-    GroupVerdict,
-    Remark,
-    Verdict,
-    judge,
-)
+from common.study.results import Machine, Study
+from common.study.statistics import CONFIDENCE, PARTS, Summary, parts_of, unit_of_bytes
+from common.study.verdict import OTHER_KERNELS, Departure, Verdict, judge
 from common.yaml_files import dump_yaml
 
 PAGE = "report.html"
 REPORTS = {"report.md": "en", "report_zh.md": "zh"}
+Row = Mapping[str, str | None]
 
 
 def write_outcome(study: Study, folder: Path) -> None:
@@ -43,16 +38,16 @@ def write_outcome(study: Study, folder: Path) -> None:
 
     Older ones are replaced. Raises StorageError.
     """
-    cells, verdict = summarize(study), judge(study)
-    pictures = draw(study, cells, verdict, folder)
-    failed = [
-        [f"`{name}`", str(run.index), Word(run.state), run.reason or "–"]
-        for name, cell in cells.items()
+    verdict = judge(study)
+    pictures = draw(study, verdict, folder)
+    failed: list[Row] = [
+        {"cell": f"`{name}`", "repeat": str(run.index), "state": Word(run.state), "reason": run.reason}
+        for name, cell in verdict.cells.items()
         for run in cell.failures
     ]
     more = {
-        "Time of a step": split_table(cells),
-        "Cells without a result": Table(head=["cell", "repeat", "state", "reason"], rows=failed, words=True),
+        "Time of a step": (split_rows(verdict.cells.values()), False),
+        "Cells without a result": (failed, True),
     }
     blocks = {"The definition of the study, as it was run": dump_yaml(study.definition).rstrip("\n")}
     typed = [(each.cell.id, next((run.command for run in each.repeats if run.command), None)) for each in study.cells]
@@ -67,15 +62,15 @@ def write_outcome(study: Study, folder: Path) -> None:
             "confidence": CONFIDENCE,
             "other_kernels": OTHER_KERNELS,
         },
-        "remarks": remarks(study, cells, verdict),
-        "results": main_table(study, cells, verdict),
+        "remarks": verdict.remarks,
+        "results": main_table(study, verdict),
         "pictures": {name: base64.b64encode(picture).decode() for name, picture in pictures.items()},
-        "more": [(title, table) for title, table in more.items() if table and table.rows],
+        "more": [(title, make_table(rows, words=words)) for title, (rows, words) in more.items() if rows],
         "method": ["how_timed", "how_compared", "how_judged"],
         "machine": _machine(study),
         "blocks": [*blocks.items()],
     }
-    texts = {"table.csv": as_csv(cells, verdict), PAGE: templates().get_template("report.html.j2").render(facts)}
+    texts = {"table.csv": as_csv(verdict), PAGE: templates().get_template("report.html.j2").render(facts)}
     for name, language in REPORTS.items():
         texts[name] = templates().get_template("report.md.j2").render(facts, language=language)
     for name, text in texts.items():
@@ -99,8 +94,7 @@ def templates() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,  # noqa: S701 - Markdown; the page escapes by the filters inline and escape
     )
-    for name in ("percent", "speed", "size", "small", "number"):
-        found.filters[name] = getattr(table, name)
+    found.filters |= {each.__name__: each for each in (percent, size, small)} | {"speed": speed}
     found.filters["escape"] = html.escape
     # HTML of text with Markdown's code and strong words
     found.filters["inline"] = lambda text: re.sub(
@@ -118,7 +112,7 @@ def _devices(machine: Machine) -> str:
     return devices or f"{machine.cpu}, {machine.cores} cores"
 
 
-def _machine(study: Study) -> Table:
+def _machine(study: Study) -> dict[str, Any]:
     machine = study.machine
     found = {
         "host": machine.host,
@@ -126,56 +120,150 @@ def _machine(study: Study) -> Table:
         "memory": f"{machine.memory / GIB:.1f} GiB",
         **({"accelerators": _devices(machine)} if machine.accelerators else {}),
         "started": study.started,
-        "finished at": study.finished or "–",
+        "finished at": study.finished,
     }
-    rows = [[Word(name), value] for name, value in found.items()]
-    rows += [[name, value] for name, value in study.versions.items()]
-    return Table(head=["what", "found"], rows=rows, words=True)
+    named = {Word(name): value for name, value in found.items()} | study.versions
+    return make_table([{"what": name, "found": value} for name, value in named.items()], words=True)
 
 
-def remarks(study: Study, cells: Mapping[str, Summary], verdict: Verdict) -> list[Remark]:
-    """Return the lines of the verdict, most important first."""
-    found: list[Remark] = []
-    running = [name for name, cell in cells.items() if cell.state in (None, State.FINISHED)]
-    if missing := [name for name in running if len(cells[name].result.repeats) < study.repeats]:
-        found.append(dict(what="unfinished", mark="note", cells=missing, count=len(cells)))
-    found += [line for group in verdict.groups for line in _group(group)]
-    found += verdict.rankings
-    for state in State:
-        failed = [name for name, cell in cells.items() if cell.state is state]
-        if state is not State.FINISHED and failed:
-            mark = "note" if state is State.REFUSED else "bad"
-            found.append(dict(what="no_result", mark=mark, state=state, cells=failed, count=len(cells)))
-    if partly := [name for name, cell in cells.items() if cell.runs and cell.failures]:
-        found.append(dict(what="some_failed", mark="bad", cells=partly))
-    found += _memory(verdict)
-    return [*found, verdict.order] if verdict.order else found
+# ---- tables ----
 
 
-def _group(group: GroupVerdict) -> Iterator[Remark]:
-    facts = {**vars(group), "group": "" if group.name == "all" else group.name}
-    if len(group.same) > 1:
-        yield {**facts, "what": "same_losses", "mark": "good"}
-    elif not group.different:
-        yield {**facts, "what": "not_compared", "mark": "note"}
-    for each in group.different[:MAX_LISTED]:
-        yield {**facts, **vars(each), "what": "different", "mark": "bad"}
-    if left := [each.cell for each in group.different[MAX_LISTED:]]:
-        yield {**facts, "what": "different_too", "mark": "bad", "cells": left}
+class Word(str):
+    """A value that a report translates; a head of a table always is."""
 
 
-def _memory(verdict: Verdict) -> Iterator[Remark]:
-    """Yield one line for each kind of memory that was measured."""
-    for kind in dict.fromkeys(check.kind for check in verdict.memory):
-        checks = [check for check in verdict.memory if check.kind == kind]
-        wrong = sorted((check for check in checks if not check.is_right), key=lambda check: -abs(check.error))
-        yield dict(
-            what="memory",
-            mark="good" if not wrong else "bad" if kind != "resident" else "note",
-            kind=kind,
-            bound=MEMORY_TOLERANCE,
-            right=len(checks) - len(wrong),
-            count=len(checks),
-            wrong=wrong[:MAX_LISTED],
-            more=len(wrong[MAX_LISTED:]),
-        )
+def make_table(rows: Sequence[Row], *, marks: Sequence[str] = (), words: bool = False) -> dict[str, Any]:
+    """Return a table for the templates, without the columns in which no row has a value.
+
+    Numbers go to the right, the first column to the left. marks: of each row: "bad" where a cell has no result or
+    computes something else, else empty. words: True where all columns hold words, which go to the left.
+    """
+    head = [name for name in rows[0] if any(row[name] for row in rows)]
+    cells = [[row[name] or "–" for name in head] for row in rows]
+    return {"head": head, "rows": cells, "marks": marks, "words": words}
+
+
+def main_table(study: Study, verdict: Verdict) -> dict[str, Any]:
+    """Return what a reader wants first: speed, its spread, speed-up, memory, losses, prediction."""
+    cells, different = verdict.cells.values(), verdict.different
+    several = [group for group in verdict.groups if len(group["same"]) + len(group["different"]) > 1]
+    compared = {name for group in several for name in group["same"]}
+    many_hosts = any(cell.cell.hosts > 1 for cell in cells)
+    rows = [
+        {
+            "cell": f"`{cell.id}`",
+            "ranks": str(cell.cell.ranks),
+            "hosts": str(cell.cell.hosts) if many_hosts else None,
+            "tokens/s": _text(speed, cell.tokens_per_second),
+            "lowest to highest": (
+                "–".join(speed(end(cell.speeds.values())) for end in (min, max)) if len(cell.speeds) > 1 else None
+            ),
+            "speed-up": _text("{:.2f}".format, cell.speed_up),
+            "efficiency": _text(percent, cell.efficiency),
+            "a step": _text(seconds, cell.step_seconds),
+            "memory a rank": size(max(cell.peak_memory)) if any(cell.peak_memory) else None,
+            "MFU": _text(percent, cell.mfu),
+            "last loss": f"{cell.first.loss[-1]:.4f}" if cell.first and cell.first.loss else None,
+            "same losses": (Word("**no**") if cell.id in different else Word("yes") if cell.id in compared else None),
+            "memory of tensors": _text(size, cell.counted_memory),
+            "planned memory": _text(size, max(cell.planned.peak, default=None)),
+            "planned step": _text(seconds, cell.planned.step_seconds),
+            "repeats": f"{len(cell.runs)}/{study.repeats}" if cell.runs else Word(cell.state or "not run yet"),
+        }
+        for cell in cells
+    ]
+    return make_table(rows, marks=["bad" if cell.id in different or not cell.speeds else "" for cell in cells])
+
+
+def split_rows(cells: Iterable[Summary]) -> list[Row]:
+    """Return where the time of a step goes; no rows where runs tell fewer than two parts."""
+    split = [cell for cell in cells if cell.split]
+    parts = parts_of(split)
+    return [
+        {"cell": f"`{cell.id}`"}
+        | {PARTS.get(part, part): _text(seconds, cell.split.get(part)) for part in parts}
+        | {"a step": _text(seconds, cell.step_seconds)}
+        for cell in split
+        if len(parts) > 1
+    ]
+
+
+def _text(shown: Callable[[float], str], value: float | None) -> str | None:
+    return None if value is None else shown(value)
+
+
+# ---- CSV ----
+
+
+def as_csv(verdict: Verdict) -> str:
+    """Return every figure of every cell in base units, without rounding. Empty: not known."""
+    rows = [_flat(cell, verdict) for cell in verdict.cells.values()]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*dict.fromkeys(name for row in rows for name in row)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _flat(found: Summary, verdict: Verdict) -> dict[str, object]:
+    cell, expected, first = found.cell, found.planned, found.first
+    departure = verdict.different.get(cell.id)
+    return {
+        "cell": cell.id,
+        **{f"axis:{axis}": text for axis, text in cell.axes.items()},
+        "backend": cell.backend,
+        "engine": cell.engine,
+        "peer": cell.peer,
+        "ranks": cell.ranks,
+        "hosts": cell.hosts,
+        "state": found.state or "not run yet",
+        "repeats_finished": len(found.runs),
+        "tokens_per_second": found.tokens_per_second,
+        "tokens_per_second_lowest": min(found.speeds.values(), default=None),
+        "tokens_per_second_highest": max(found.speeds.values(), default=None),
+        "samples_per_second": found.samples_per_second,
+        "step_seconds": found.step_seconds,
+        "first_step_seconds": first and first.first_step_seconds,
+        **{f"split:{part}": value for part, value in found.split.items()},
+        "speed_up": found.speed_up,
+        "efficiency": found.efficiency,
+        "baseline": cell.baseline,
+        "peak_memory_bytes": max(found.peak_memory, default=None),
+        "counted_memory_bytes": found.counted_memory,
+        "mfu": found.mfu,
+        "last_loss": first.loss[-1] if first and first.loss else None,
+        "last_gradient_norm": first.gradient_norm[-1] if first and first.gradient_norm else None,
+        "validation_loss": first and first.validation_loss,
+        "group": cell.group,
+        "differs_in": departure and departure.kind,
+        "differs_from_step": (departure and departure.step) or None,
+        "predicted_memory_bytes": max(expected.peak, default=None),
+        "predicted_step_seconds": expected.step_seconds,
+        "reason": found.failures[-1].reason if found.failures else expected.reason,
+    }
+
+
+# ---- figures as text ----
+
+
+def percent(value: float, signed: bool = False) -> str:
+    """Return ``12 %``, ``1.2 %`` or ``0.12 %``: two digits that say something."""
+    size = abs(100 * value)
+    digits = 0 if size >= 9.95 or not size else min(3, 1 - math.floor(math.log10(size)))
+    return f"{100 * value:{'+' if signed else ''},.{digits}f} %"
+
+
+def seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+
+
+def size(value: float) -> str:
+    """Return bytes in GiB or MiB, three digits."""
+    unit, name = unit_of_bytes(value)
+    return f"{speed(value / unit)} {name}"
+
+
+def small(value: float) -> str:
+    """Return a relative difference such as ``3.1e-08``; 0 is exact."""
+    return f"{value:.1e}" if value else "0"

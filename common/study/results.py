@@ -156,10 +156,6 @@ class Study(Record):
     """None while repeats are missing."""
     cells: list[CellResult]
 
-    def cell(self, name: str) -> CellResult:
-        """Return the cell of this id. Raises KeyError."""
-        return next(found for found in self.cells if found.cell.id == name)
-
 
 def write_study(study: Study, folder: Path) -> None:
     """Write study.json into the folder, whole or not at all. Raises StorageError."""

@@ -3,109 +3,73 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, zip_longest
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import fmean, median, stdev
 
 import numpy as np
 
-from common.study.results import CellResult, Measured, Prediction, Repeat, State, Study
+from common.accelerators import GIB
+from common.study.results import CellResult, Prediction, State, Study
 
+PARTS = {"forward_backward": "forward and backward"}
+"""Parts of a step whose names say too little."""
 CONFIDENCE = 0.95
 """Probability that no two equal cells of a comparison are called different."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Summary:
     """A cell over its repeats: medians, and for memory the most that any repeat took."""
 
-    result: CellResult
-    runs: tuple[Repeat, ...]
-    """The repeats that finished and were measured."""
-    speeds: Mapping[int, float]
-    """Tokens a second by the index of the repeat."""
-    tokens_per_second: float | None
-    samples_per_second: float | None
-    step_seconds: float | None
-    split: Mapping[str, float]
-    """Seconds a step by part, of those parts that are known."""
-    peak_memory: tuple[int, ...]
-    """Bytes of each rank."""
-    mfu: float | None
     speed_up: float | None = None
     """Against the cell's baseline: the median over repeats that both finished."""
     efficiency: float | None = None
     """The speed-up by the ratio of ranks."""
 
-    @property
-    def id(self) -> str:
-        return self.result.cell.id
-
-    @property
-    def planned(self) -> Prediction:
-        """The plan of the cell; an empty one where nothing was predicted."""
-        return self.result.prediction or Prediction()
-
-    @property
-    def first(self) -> Measured | None:
-        """The measurements of the first repeat that finished."""
-        return self.runs[0].measured if self.runs else None
-
-    @property
-    def counted_memory(self) -> int | None:
-        """Bytes of tensors on the fullest rank, where state and step were both counted."""
-        parts = self.first.memory_parts if self.first else {}
-        return sum(parts.values()) if parts.keys() >= {"state", "step"} else None
-
-    @property
-    def state(self) -> State | None:
+    def __init__(self, result: CellResult) -> None:
+        self.cell, self.id, self.repeats = result.cell, result.cell.id, result.repeats
+        self.planned = result.prediction or Prediction()
+        self.runs = {
+            run.index: run.measured
+            for run in result.repeats
+            if run.state is State.FINISHED and run.measured is not None
+        }
+        """The repeats that finished, by index."""
+        self.failures = [run for run in result.repeats if run.index not in self.runs]
+        found = [*self.runs.values()]
+        self.first = found[0] if found else None
+        last = result.repeats[-1].state if result.repeats else None
+        self.state = State.FINISHED if found else last
         """Finished if any repeat did, else what became of the last one; None: not run yet."""
-        if self.runs:
-            return State.FINISHED
-        return self.result.repeats[-1].state if self.result.repeats else None
-
-    @property
-    def failures(self) -> tuple[Repeat, ...]:
-        return tuple(run for run in self.result.repeats if run not in self.runs)
+        seconds = {n: median(run.step_seconds) for n, run in self.runs.items() if run.step_seconds}
+        timed = {n: took for n, took in seconds.items() if took}
+        self.speeds = {n: self.runs[n].tokens_per_step / took for n, took in timed.items()}
+        """Tokens a second by the index of the repeat."""
+        self.tokens_per_second = _median(self.speeds.values())
+        self.samples_per_second = _median(self.runs[n].samples_per_step / took for n, took in timed.items())
+        self.step_seconds = _median(seconds.values())
+        parts = [(part, value) for run in found for part, value in run.split.items() if value is not None]
+        self.split = {part: median(value for name, value in parts if name == part) for part in dict(parts)}
+        """Seconds a step by part, of those parts that are known."""
+        self.peak_memory = [*map(max, zip_longest(*(run.peak_memory for run in found), fillvalue=0))]
+        """Bytes of each rank."""
+        counted = self.first.memory_parts if self.first else {}
+        self.counted_memory = sum(counted.values()) if counted.keys() >= {"state", "step"} else None
+        """Bytes of tensors on the fullest rank, where state and step were both counted."""
+        self.mfu = _median(run.mfu for run in found if run.mfu is not None)
 
 
 def summarize(study: Study) -> dict[str, Summary]:
     """Return the summary of every cell, by id in the order of the study."""
-    cells = {result.cell.id: _measured(result) for result in study.cells}
-    for name, cell in cells.items():
-        base = cells.get(cell.result.cell.baseline or "")
-        if base is None or not (cell.tokens_per_second and base.tokens_per_second):
-            continue
-        pairs = [cell.speeds[index] / base.speeds[index] for index in _common([cell, base])]
-        speed_up = median(pairs or [cell.tokens_per_second / base.tokens_per_second])
-        ranks = cell.result.cell.ranks / base.result.cell.ranks
-        cells[name] = replace(cell, speed_up=speed_up, efficiency=speed_up / ranks)
+    cells = {result.cell.id: Summary(result) for result in study.cells}
+    for cell in cells.values():
+        base = cells.get(cell.cell.baseline or "")
+        if base is not None and cell.tokens_per_second and base.tokens_per_second:
+            pairs = [cell.speeds[index] / base.speeds[index] for index in _common([cell, base])]
+            cell.speed_up = median(pairs or [cell.tokens_per_second / base.tokens_per_second])
+            cell.efficiency = cell.speed_up / (cell.cell.ranks / base.cell.ranks)
     return cells
-
-
-def _measured(result: CellResult) -> Summary:
-    runs = tuple(run for run in result.repeats if run.state is State.FINISHED and run.measured is not None)
-    measured = {run.index: run.measured for run in runs if run.measured is not None}
-    found = list(measured.values())
-    seconds = {n: median(each.step_seconds) for n, each in measured.items() if each.step_seconds}
-    speeds = {n: measured[n].tokens_per_step / took for n, took in seconds.items() if took}
-    splits: dict[str, list[float]] = {}
-    for part, value in chain.from_iterable(each.split.items() for each in found):
-        if value is not None:
-            splits.setdefault(part, []).append(value)
-    ranks = zip_longest(*(each.peak_memory for each in found), fillvalue=0)
-    return Summary(
-        result=result,
-        runs=runs,
-        speeds=speeds,
-        tokens_per_second=_median(speeds.values()),
-        samples_per_second=_median(measured[n].samples_per_step / took for n, took in seconds.items() if took),
-        step_seconds=_median(seconds.values()),
-        split={part: median(values) for part, values in splits.items()},
-        peak_memory=tuple(map(max, ranks)),
-        mfu=_median(each.mfu for each in found if each.mfu is not None),
-    )
 
 
 def _median(values: Iterable[float]) -> float | None:
@@ -115,7 +79,19 @@ def _median(values: Iterable[float]) -> float | None:
 
 def _common(cells: Sequence[Summary]) -> list[int]:
     """Return the indices of the repeats that all of these cells have."""
-    return sorted(set.intersection(*(set(cell.speeds) for cell in cells))) if cells else []
+    return sorted(set.intersection(*(set(cell.speeds) for cell in cells)))
+
+
+def parts_of(cells: Iterable[Summary]) -> list[str]:
+    """Return the parts of a step that take time in any cell, in one order for all studies."""
+    splits = [cell.split for cell in cells]
+    parts = dict.fromkeys(part for split in splits for part in split)
+    return [part for part in parts if any(split.get(part) for split in splits)]
+
+
+def unit_of_bytes(value: float) -> tuple[int, str]:
+    """Return the unit in which sizes up to this one are written, and its name."""
+    return (GIB, "GiB") if value >= GIB else (2**20, "MiB")
 
 
 # ---- which of two is faster ----
@@ -145,12 +121,12 @@ def noise_of(cells: Sequence[Summary]) -> tuple[float, int]:
     round of repeats is not noise. (0, 0) where there is nothing to estimate it from.
     """
     several = [cell for cell in cells if len(cell.speeds) > 1]
-    common = _common(several)
-    freedom = (len(several) - 1) * (len(common) - 1)
-    if len(several) < 2 or freedom < 1:
+    common = _common(several) if len(several) > 1 else []
+    if len(common) < 2:
         return 0.0, 0
     logs = np.log([[cell.speeds[index] for index in common] for cell in several])
     residual = logs - logs.mean(axis=0) - logs.mean(axis=1, keepdims=True) + logs.mean()
+    freedom = (len(several) - 1) * (len(common) - 1)
     return math.sqrt(2 * float(np.square(residual).sum()) / freedom), freedom
 
 

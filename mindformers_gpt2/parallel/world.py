@@ -145,7 +145,7 @@ def _barrier(everyone: Group, seconds: float) -> TcpBarrier:
             if host is not None
             else connect(everyone.rank, os.environ["MS_SCHED_HOST"], port, token)
         )
-    _barriers[everyone.name].limit(seconds)
+    _barriers[everyone.name].limit = seconds
     return _barriers[everyone.name]
 
 

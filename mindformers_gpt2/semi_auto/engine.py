@@ -92,7 +92,7 @@ class SemiAutoEngine(BaseEngine):
         group = self.world.groups.get(GroupKind.EMBEDDING)
         if group is None:
             return
-        first = self.world.topology.holds_embedding(self.world.rank)
+        first = self.world.at.pipeline == 0
         shared = all_reduce(group)(self._embedding * 1.0 if first else ops.zeros_like(self._embedding))
         if not first:
             ops.assign(self._embedding, shared)

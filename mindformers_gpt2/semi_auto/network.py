@@ -169,7 +169,7 @@ def build_network(config: Run, device: MindSporeDevice) -> TrainingGraph:
         plan = operator_strategies(config, fused=takes_fused_attention(config, device))
         for name, strategy in plan.items():
             for primitive in _primitives(network, name):
-                primitive.shard(strategy.inputs, None if strategy.output is None else (strategy.output,))
+                primitive.shard(*strategy)
     if parallel.pipeline_stage > 1:
         network.embed.pipeline_stage, network.head.pipeline_stage = 0, config.topology.stages - 1
         for layer, block in enumerate(network.h):

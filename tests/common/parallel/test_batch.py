@@ -18,7 +18,6 @@ from common.parallel.batch import (
     check_ramp,
     describe_ramp,
     divisors,
-    micro_batches,
     pad_vocabulary,
     plan_batch,
 )
@@ -98,7 +97,7 @@ def test_a_size_begins_with_the_batch_at_or_after_its_first_sample() -> None:
             assert sizes.at(consumed) == [size for first, size in steps if first <= consumed][-1]
         check_ramp(sizes, steps, micro_batch=1, data_parallel=1)
     full, steps = STEPS[0]
-    assert micro_batches(full, steps, 2) == (1, 2)
+    assert batch_sizes(full, steps).micro_batches(2) == (1, 2)
     text = "4 samples, 8 from sample 10, 32 from sample 100; full after step 14"
     assert describe_ramp(batch_sizes(full, steps)) == text  # 4 x 3 and 8 x 11 are 100
 

@@ -35,7 +35,6 @@ def test_groups_and_coordinates_are_megatrons(layout: str) -> None:
     for rank in range(topology.world_size):
         at = Coordinates(**{axis: place[rank] for axis, place in places.items()})
         assert topology.coordinates(rank) == at and topology.rank(at) == rank
-        assert topology.holds_embedding(rank) == (at.pipeline == 0)
         assert topology.holds_head(rank) == (at.pipeline == pipeline - 1)
         assert (rank in topology.group(GroupKind.EMBEDDING, rank)) == (rank in holders)
 

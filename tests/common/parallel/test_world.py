@@ -65,12 +65,12 @@ def test_nobody_continues_before_the_last_has_come(late: int) -> None:
 
 def test_one_that_has_gone_is_named() -> None:
     everyone = barriers(3)
-    everyone[2]._peers[0].close()
+    everyone[2].peers[0].close()
     with ThreadPoolExecutor(2) as pool:
         other = pool.submit(everyone[1].wait)
         with pytest.raises(RunError, match="rank 0: rank 2 has left the run"):
             everyone[0].wait()
-        for peer in everyone[0]._peers.values():  # what the end of its process does
+        for peer in everyone[0].peers.values():  # what the end of its process does
             peer.close()
         with pytest.raises(RunError, match="rank 1: rank 0 has left the run"):
             other.result(timeout=20)
@@ -91,8 +91,8 @@ def test_strangers_are_turned_away_and_a_wait_has_an_end() -> None:
             assert stranger.recv(1) == b""
         others = {1: connect(1, "127.0.0.1", host.port, host.token)}
         found = first.result(timeout=20)
-    assert set(found._peers) == set(others)
-    found.limit(0.2)
+    assert set(found.peers) == set(others)
+    found.limit = 0.2
     with pytest.raises(RunError, match=r"rank 0: no word from rank 1 for 0 s; see its log, or raise runtime"):
         found.wait()
     port = free_port()

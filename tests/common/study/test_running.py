@@ -102,7 +102,7 @@ def test_rounds_alternate_their_direction(study: Fixture) -> None:
     rounds = enumerate((forwards, backwards, forwards), 1)
     assert study.started == [f"{name}/{index}" for index, names in rounds for name in names]
     assert states(found) == dict.fromkeys(forwards, [State.FINISHED] * 3)
-    measured = found.cell("seed2").repeats[0].measured
+    measured = found.cells[1].repeats[0].measured
     assert measured is not None
     assert (measured.step_seconds, measured.tokens_per_step) == ([0.5, 0.5], 8 * 128)
     assert found.finished and list(missing(found)) == []
@@ -163,7 +163,7 @@ open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')
 time.sleep(99)
 """
     found = study.run("time_limit=1.5")
-    repeats = found.cell("seed2").repeats
+    repeats = found.cells[1].repeats
     assert [each.state for each in repeats] == [State.TIMED_OUT]  # it would only happen again
     assert repeats[0].reason == "did not end within 1.5 s (time_limit)"
     assert not any(psutil.pid_exists(int(pid)) for pid in pids.read_text().split())

@@ -171,7 +171,7 @@ def layers_of(config: RunConfig, rank: int) -> range:
 def own_names(config: RunConfig, rank: int) -> list[str]:
     topology, layers = config.topology, layers_of(config, rank)
     names = [name for name in padded_shapes(config) if name.startswith("h.") and int(name.split(".")[1]) in layers]
-    if topology.holds_embedding(rank):
+    if topology.coordinates(rank).pipeline == 0:
         names += [EMBEDDING, "wpe.weight"]
     return names + (["ln_f.weight", "ln_f.bias"] if topology.holds_head(rank) else [])
 
@@ -210,7 +210,7 @@ def expected_collectives(config: RunConfig, rank: int, split: set[str]) -> Count
             counts[operator, tensor, operation] += (4 * layers + topology.holds_head(rank)) * micro
     else:
         counts["AllReduce", tensor, "sum"] += 4 * layers * micro
-    if topology.holds_embedding(rank):
+    if topology.coordinates(rank).pipeline == 0:
         counts["AllReduce", tensor, "sum"] += 2 * micro
     # the largest logit, the sum and the target's, forward and backward, the loss, forward and backward
     if topology.holds_head(rank):
