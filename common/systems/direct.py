@@ -24,7 +24,7 @@ from common.systems.table import FORMATS, detect
 from common.systems.weights import Weight, Weights
 from common.tokenizer.folder import Folder
 from common.weights.names import EMBEDDING, check_tensors
-from common.weights.pieces import TensorSlice
+from common.weights.pieces import TensorSlice, shape_of
 
 _OF_HUGGING_FACE = (".safetensors", ".bin", ".index.json")
 """Endings of files that may be named in place of their folder."""
@@ -118,6 +118,6 @@ class ForeignTensors:
     def read(self, name: str, piece: TensorSlice) -> NDArray[np.float32]:
         """Return a copy of a rectangle of a tensor. Elements beyond its rows are 0."""
         part = self.weights[name].cut(piece, "float32")
-        values = np.zeros(piece.shape, np.float32)
+        values = np.zeros(shape_of(piece), np.float32)
         values[: len(part)] = part
         return values

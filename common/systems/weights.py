@@ -25,7 +25,7 @@ from common.tensor_files.arrays import (
     widen_bfloat16,
 )
 from common.weights.names import check_tensors, parameter_shapes
-from common.weights.pieces import Scheme, TensorSlice, to_rectangle
+from common.weights.pieces import Scheme, TensorSlice
 
 FLOATS = ("float32", "float16", "bfloat16")
 MAX_LAYERS = 10_000
@@ -45,7 +45,7 @@ class Weight(TensorKind):
 
     def cut(self, piece: TensorSlice, dtype: str) -> NDArray[Any]:
         """Return a rectangle of the tensor in another type."""
-        return to_type(self.load()[tuple(slice(*span) for span in to_rectangle(piece))], self.dtype, dtype)
+        return to_type(self.load()[tuple(slice(*span) for span in piece)], self.dtype, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
