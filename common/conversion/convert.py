@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.resolved import ResolvedModel
-from common.conversion.logits import Runner, compare_logits
+from common.conversion.logits import compare_logits
 from common.errors import CheckpointError, ConfigError, StorageError, TokenizerError, UserError
 from common.files import atomic_write, fsync_folder, reading, refuse_to_overwrite, temporary_folder, whole_folder
 from common.hub import located
@@ -66,15 +66,14 @@ def convert(
     verify: bool = False,
     model_parallel: int = 1,
     pipeline_stage: int = 1,
-    runners: Mapping[str, Runner] | None = None,
 ) -> dict[str, Any]:
     """Convert the weights of ``source`` into ``target``. Return what its conversion.json says, and the step of the run
     that went along: None for weights alone.
 
     source: a path, or a model by name as ``common.hub`` takes it. dtype: type of the weights; the optimizer's state
     keeps its own. weights_only: leave out the optimizer's state and the position of the run. verify: read the target
-    back, compare it bit for bit, and compare the logits of both by ``runners`` (one for each format). model_parallel,
-    pipeline_stage: numbers of ranks, for a target that has a file for each rank.
+    back, compare it bit for bit, and compare the logits of both. model_parallel, pipeline_stage: numbers of ranks, for
+    a target that has a file for each rank.
 
     Raises CheckpointError, ConfigError and StorageError; ``target`` then does not exist.
     """
@@ -128,7 +127,7 @@ def convert(
                 if _is_readable(target_format, dtype):
                     report["sha256"] = _compare(weights, written)
                 report["text"] = _compare_text(weights, temporary)
-                report["logits"] = compare_logits(runners or {}, weights, source_format, written, target_format)
+                report["logits"] = compare_logits(weights, source_format, written, target_format)
         with atomic_write(temporary / REPORT, "w") as file:
             json.dump(report, file, indent=1)
         return report | {"step": None if weights.run is None else weights.run["state"]["step"]}

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from common import run_folder
 from common.config.resolved import ResolvedModel
-from common.conversion.logits import installed_runners, run_logits
+from common.conversion.logits import run_logits, why_not
 from common.errors import CheckpointError, ConfigError, RunError
 from common.files import atomic_write, reading
 from common.generation.generate import ExportedModel
@@ -235,8 +235,7 @@ def _check(program: ProgramFormat, folder: Path, weights: Weights, source_format
         return {"largest_difference": None}
     own = {"torch": _OWN, "mindspore": "mindspore"}[config.backend]
     runner = own if source_format == _OWN else source_format
-    runners = installed_runners()
-    if runner not in runners:
+    if why_not(runner):
         raise ConfigError(
             f"export.check: nothing here computes the logits of {weights.path} ({source_format});"
             " install its framework, or set export.check=false"
@@ -248,7 +247,7 @@ def _check(program: ProgramFormat, folder: Path, weights: Weights, source_format
         # each of the 4 products of a layer, the embedding and the head add the noise of one rounding
         allowed = min(_MARGIN * rounding * math.sqrt(4 * weights.model.num_layers + 2), _MAX_NOISE)
     opened = program.open(folder, weights.model)
-    largest, noises = compare(opened, ids, run_logits(runners, runner, weights, ids), allowed)
+    largest, noises = compare(opened, ids, run_logits(runner, weights, ids), allowed)
     for case, difference in largest.items():
         noise = "" if allowed is None else f", noise {noises[case]:.2g} of {allowed:.2g} allowed"
         LOG.info(f"{case}: the export differs from backend={config.backend} by {difference:.2g}{noise}")
