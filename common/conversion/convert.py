@@ -9,7 +9,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -86,21 +86,23 @@ def convert(
         raise ConfigError(f"{target}: exists and is not empty; choose another --output, or move it away")
     source = located(source)
     _require_source(source)
-    write = _writer(target_format, model_parallel, pipeline_stage)
-    if dtype is not None and dtype not in FORMATS[target_format].dtypes:
-        raise ConfigError(
-            f"--dtype {dtype}: {target_format} holds {', '.join(FORMATS[target_format].dtypes)}; choose one of these"
-        )
+    format, write = FORMATS[target_format], _writer(target_format, model_parallel, pipeline_stage)
+    if dtype is not None and dtype not in format.dtypes:
+        raise ConfigError(f"--dtype {dtype}: {target_format} holds {', '.join(format.dtypes)}; choose one of these")
     with ExitStack() as stack:
         with reading(source, CheckpointError):
             source_format = source_format or detect(source)
-            weights = stack.enter_context(_opener(source_format)(source))
+            if (opened := FORMATS[source_format].open) is None:
+                raise ConfigError(
+                    f"--from {source_format}: this format is written only; give the weights that it was made of"
+                )
+            weights = stack.enter_context(opened(source))
         temporary = stack.enter_context(
             whole_folder(target, what="the weights", remedy="make room there, or choose another --output")
         )
         warn_of_heads(source, weights.model)
         is_float = dtype is None or dtype in FLOATS
-        if weights_only or not FORMATS[target_format].holds_run or not is_float:
+        if weights_only or not format.holds_run or not is_float:
             weights = weights.without_run()
         if (why := put_tokenizer(temporary, weights)) is not None:
             left_out = {"tokenizer": f"files of the tokenizer: {why}"}
@@ -110,7 +112,7 @@ def convert(
         bar = stack.enter_context(progress_bar(total=size * reads, unit="B", description=target.name))
         weights = weights.with_progress(bar.update)
         sums = write(temporary, weights, dtype)
-        if FORMATS[target_format].hugging_face_config:
+        if format.hugging_face_config:
             write_config(temporary / CONFIG, weights.model, "float32", special_ids(weights))
         _open_again(temporary, target_format, source)
         report: dict[str, Any] = {
@@ -123,11 +125,14 @@ def convert(
             "crc32": sums,
         }
         if verify:
-            with _written(temporary, weights, target_format, dtype) as written:
-                if _is_readable(target_format, dtype):
-                    report["sha256"] = _compare(weights, written)
-                report["text"] = _compare_text(weights, temporary)
-                report["logits"] = compare_logits(weights, source_format, written, target_format)
+            if is_float and (open_written := format.open) is not None:
+                written = stack.enter_context(open_written(temporary))
+                report["sha256"] = _compare(weights, written)
+            else:  # the source's weights describe it: the program that runs it may compare logits
+                tensors = {name: replace(each, dtype=dtype or "float32") for name, each in weights.tensors.items()}
+                written = replace(weights, path=temporary, format=target_format, tensors=tensors)
+            report["text"] = _compare_text(weights, temporary)
+            report["logits"] = compare_logits(weights, source_format, written, target_format)
         with atomic_write(temporary / REPORT, "w") as file:
             json.dump(report, file, indent=1)
         return report | {"step": None if weights.run is None else weights.run["state"]["step"]}
@@ -135,17 +140,6 @@ def convert(
 
 def _counts(weights: Weights) -> dict[str, int]:
     return {"weights": len(weights.tensors), "optimizer": len(weights.moments), "left_out": len(weights.ignored)}
-
-
-def _opener(source_format: str) -> Callable[[Path], AbstractContextManager[Weights]]:
-    opened = FORMATS[source_format].open
-    if opened is None:
-        raise ConfigError(f"--from {source_format}: this format is written only; give the weights that it was made of")
-    return opened
-
-
-def _is_readable(format: str, dtype: str | None) -> bool:
-    return FORMATS[format].open is not None and (dtype is None or dtype in FLOATS)
 
 
 def _open_again(folder: Path, format: str, source: Path) -> None:
@@ -160,16 +154,6 @@ def _open_again(folder: Path, format: str, source: Path) -> None:
             f"{source}: what was made of it cannot be read back: {reason}. A value in its config or"
             " in its run is wrong; fix or remove it there"
         ) from error
-
-
-def _written(folder: Path, source: Weights, format: str, dtype: str | None) -> AbstractContextManager[Weights]:
-    """Open what was written. If it cannot be read, the source's weights describe it: the program
-    that runs it may compare logits.
-    """
-    if _is_readable(format, dtype):
-        return _opener(format)(folder)
-    tensors = {name: replace(weight, dtype=dtype or "float32") for name, weight in source.tensors.items()}
-    return nullcontext(replace(source, path=folder, format=format, tensors=tensors))
 
 
 def _writer(target_format: str, tensor: int, stages: int) -> Callable[[Path, Weights, str | None], dict[str, int]]:
