@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorKind, bytes_of
 from common.tensor_files.checksummed import ChecksummedFile
-from common.tensor_files.protobuf import bytes_field, bytes_key, read_fields, read_numbers, to_varint
+from common.tensor_files.protobuf import bytes_field, bytes_key, read_message, read_numbers, to_varint
 
 _TYPES = {
     "float64": "Float64", "float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16",
@@ -47,7 +47,7 @@ def read_mindspore(path: Path, content: Bytes) -> TensorFile:
         if found != expected:
             raise ValueError(f"its checksum is {found}, and the file says {expected}")
     tensors: dict[str, FileTensor] = {}
-    values = (_value(part) for number, part in read_fields(content) if number == 1)
+    values = map(_value, read_message(content).get(1, ()))
     for tag, group in groupby(values, lambda value: value.tag):
         slices = [*group]
         if tag in tensors:
@@ -88,25 +88,17 @@ def _tensor(slices: list[_Value]) -> FileTensor:
 
 
 def _value(message: Bytes) -> _Value:
-    fields = dict(read_fields(message))
-    tag, tensor = fields.get(1), fields.get(2)
-    if tag is None:
+    fields = read_message(message)
+    if 1 not in fields:
         raise ValueError("a value has no tag")
-    name = tag.tobytes().decode()
-    if tensor is None:
+    name = fields[1][-1].tobytes().decode()
+    if 2 not in fields:
         raise ValueError(f"{name} is a map parameter, not a tensor; GPT-2 has none")
-    dims: list[int] = []
-    kind, data = None, None
-    for number, part in read_fields(tensor):
-        if number == 1:
-            dims += read_numbers(part)
-        elif number == 2:
-            kind = part.tobytes().decode()
-        elif number == 3:
-            data = part
-    if kind is None or data is None:
+    tensor = read_message(fields[2][-1])
+    if 2 not in tensor or 3 not in tensor:
         raise ValueError(f"{name} has no type or no content")
-    return _Value(name, tuple(dims), kind, data)
+    dims = tuple(size for part in tensor.get(1, ()) for size in read_numbers(part))
+    return _Value(name, dims, tensor[2][-1].tobytes().decode(), tensor[3][-1])
 
 
 def stream_mindspore(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]) -> int:

@@ -16,7 +16,8 @@ from common.errors import TokenizerError
 from common.files import atomic_write
 from common.structured_files import MAX_JSON_BYTES, parse_json, read_bytes
 from common.systems.weights import Weights
-from common.tensor_files.protobuf import read_fields
+from common.tensor_files.arrays import Bytes
+from common.tensor_files.protobuf import read_message
 from common.tokenizer import WORDS, Tokenizer, load_tokenizer
 from common.tokenizer.folder import CONFIG, companions_in, ids_in, vocabulary_in
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
@@ -80,16 +81,17 @@ def tokenizer_json(model: bytes) -> str:
 
 def _read(model: bytes) -> tuple[list[tuple[str, float, int]], dict[int, Any], dict[int, Any]]:
     """Return the pieces (text, score, type), and the fields of trainer_spec and of normalizer_spec."""
-    pieces: list[tuple[str, float, int]] = []
-    specs: dict[int, dict[int, Any]] = {_TRAINER: {}, _NORMALIZER: {}}
-    for number, value in read_fields(np.frombuffer(model, np.uint8)):
-        if number == _PIECE:
-            fields = dict(read_fields(value))
-            score = float(np.frombuffer(fields[2].tobytes(), "<f4")[0]) if 2 in fields else 0.0
-            pieces.append((fields[1].tobytes().decode(), score, fields.get(3, 1)))
-        elif number in specs:
-            specs[number] = dict(read_fields(value))
-    return pieces, specs[_TRAINER], specs[_NORMALIZER]
+    parts = read_message(np.frombuffer(model, np.uint8))
+
+    def last(message: Bytes) -> dict[int, Any]:
+        return {number: values[-1] for number, values in read_message(message).items()}
+
+    pieces = []
+    for fields in map(last, parts.get(_PIECE, ())):
+        score = float(np.frombuffer(fields[2].tobytes(), "<f4")[0]) if 2 in fields else 0.0
+        pieces.append((fields[1].tobytes().decode(), score, fields.get(3, 1)))
+    trainer, normalizer = (last(parts[number][-1]) if number in parts else {} for number in (_TRAINER, _NORMALIZER))
+    return pieces, trainer, normalizer
 
 
 def _merges(pieces: list[tuple[str, float, int]], ids: dict[str, int]) -> list[tuple[str, str]]:
