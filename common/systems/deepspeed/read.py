@@ -8,6 +8,7 @@ bf16_optimizer.py, fp16/fused_optimizer.py, fp16/unfused_optimizer.py, and of to
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from common.dialects.rules import whole
 from common.errors import CheckpointError, ConfigError
 from common.systems.deepspeed.files import NAME_MAP, Checkpoint, find_folder, open_checkpoint, short_name
 from common.systems.megatron_args import args_of, in_version, weights_of_ranks
-from common.systems.name_map import Ranks, name_in_order, require_same
+from common.systems.name_map import name_in_order, require_same
 from common.systems.run_state import NO_SCALE, first_number, new_run
 from common.systems.strangers import UNDER_DEEPSPEED
 from common.systems.weights import Weights
@@ -74,18 +75,18 @@ def _part(name: str, shape: tuple[int, ...], vector: Sequence[FileTensor], first
     """Return the tensor whose elements begin at ``first`` of a vector."""
     start, end, item = 0, first + math.prod(shape), NUMPY_TYPES["float32"].itemsize
     segments: list[Bytes] = []
-    checks: dict[Callable[[], None] | None, None] = {}
+    checks: list[Callable[[], None]] = []
     for part in vector:
         if part.dtype != "float32" or len(part.shape) != 1 or part.strides is not None:
             raise ValueError(f"a part of it is {part.dtype} {list(part.shape)}")
         low, high = max(first - start, 0), min(end - start, part.shape[0])
         if low < high:
             segments.append(part.segments[0][low * item : high * item])
-            checks[part.check] = None
+            checks += [part.check] if part.check else []
         start += part.shape[0]
 
     def check() -> None:
-        for one in filter(None, checks):
+        for one in checks:
             one()
 
     tensor = FileTensor(name=name, dtype="float32", shape=shape, segments=tuple(segments), check=check)
@@ -99,7 +100,7 @@ def _part(name: str, shape: tuple[int, ...], vector: Sequence[FileTensor], first
 class Saved:
     """State of a model-parallel rank's optimizer, by the names of the parameters."""
 
-    parts: Mapping[str, Mapping[str, FileTensor]]
+    parts: Mapping[str, dict[str, FileTensor]]
     """Parts of the state, and as "" the float32 weights, which are absent where the weights themselves are float32."""
     steps: Mapping[Path, int | None]
     """Number of updates that were made, by file."""
@@ -252,35 +253,31 @@ def open_deepspeed(path: Path) -> Iterator[Weights]:
 
     path: the root with ``latest``, its folder global_stepN, or a file in that. Raises CheckpointError and ConfigError.
     """
-    with open_checkpoint(path) as there:
-        first = there.models[0]
-        if any(name.endswith(f".{POSITIONS}") for name in first):
-            root = there.folder.parent
-            raise CheckpointError(f"{path}: {UNDER_DEEPSPEED.format(root=root)}")
-        name_map = in_version(first.path, first.tree.get("checkpoint_version", 0), NAME_MAP)
-        ranks = [{name: tensor for layer in layers for name, tensor in layer.items()} for layers in there.layers]
-        saved, why_not = read_optimizers(there)
-        parts = {
-            part: _by_tensor_rank(len(ranks), [one.parts.get(part, {}) for one in saved])
-            for part in (saved[0].parts if saved else ())
-        }
-        why = "weights of less precision, of which the optimizer has the float32"
-        notes = {"module": why} if "" in parts else {}
-        step = first.tree.get("global_steps", first.tree.get("iteration", 0))
-        yield weights_of_ranks(
-            path, "deepspeed", first, there.folder, name_map, ranks,
-            masters=parts.pop("", []), moments=parts, notes=notes, counter="global_steps", step=step,
-            new_run=lambda: _run_of(first, saved[0], step),
-            without_run={"optimizer": why_not} if why_not else {},
-        )  # fmt: skip
-
-
-def _by_tensor_rank(count: int, stages: Sequence[Mapping[str, FileTensor]]) -> Ranks:
-    """Join the stages of each of ``count`` tensor ranks, with the embeddings of the first stage."""
-    ranks: list[dict[str, FileTensor]] = [{} for _ in range(count)]
-    for number, tensors in enumerate(stages):
-        ranks[number % count] = {**tensors, **ranks[number % count]}
-    return ranks
+    there = open_checkpoint(path)
+    first = there.models[0]
+    if any(name.endswith(f".{POSITIONS}") for name in first):
+        root = there.folder.parent
+        raise CheckpointError(f"{path}: {UNDER_DEEPSPEED.format(root=root)}")
+    name_map = in_version(first.path, first.tree.get("checkpoint_version", 0), NAME_MAP)
+    ranks = [{name: tensor for layer in layers for name, tensor in layer.items()} for layers in there.layers]
+    saved, why_not = read_optimizers(there)
+    parts = {
+        # a last stage has a copy of the embeddings of the first
+        part: [
+            dict(ChainMap(*(one.parts.get(part, {}) for one in saved[rank :: len(ranks)])))
+            for rank in range(len(ranks))
+        ]
+        for part in (saved[0].parts if saved else ())
+    }
+    why = "weights of less precision, of which the optimizer has the float32"
+    notes = {"module": why} if "" in parts else {}
+    step = first.tree.get("global_steps", first.tree.get("iteration", 0))
+    yield weights_of_ranks(
+        path, "deepspeed", first, there.folder, name_map, ranks,
+        masters=parts.pop("", []), moments=parts, notes=notes, counter="global_steps", step=step,
+        new_run=lambda: _run_of(first, saved[0], step),
+        without_run={"optimizer": why_not} if why_not else {},
+    )  # fmt: skip
 
 
 def _run_of(first: TensorFile, saved: Saved, step: Any) -> dict[str, Any]:
