@@ -21,8 +21,8 @@ from common.errors import CheckpointError, ConfigError, StorageError, TokenizerE
 from common.files import atomic_write, fsync_folder, reading, refuse_to_overwrite, temporary_folder, whole_folder
 from common.hub import located
 from common.log import LOG, progress_bar
-from common.systems.hugging_face.tokenizer import put_tokenizer, special_ids, tokenizer_of
-from common.systems.hugging_face.weights import CONFIG, open_without_config, write_config
+from common.systems.hugging_face.tokenizer import put_tokenizer, tokenizer_of
+from common.systems.hugging_face.weights import open_without_config, write_config
 from common.systems.mindformers.write import write_file
 from common.systems.table import FORMATS, detect
 from common.systems.weights import FLOATS, Weights
@@ -113,7 +113,7 @@ def convert(
         weights = weights.with_progress(bar.update)
         sums = write(temporary, weights, dtype)
         if format.hugging_face_config:
-            write_config(temporary / CONFIG, weights.model, "float32", special_ids(weights))
+            write_config(temporary, weights)
         _open_again(temporary, target_format, source)
         report: dict[str, Any] = {
             "from": source_format,

@@ -34,7 +34,7 @@ from common.parallel.run import Run
 from common.paths import require_package
 from common.systems.gguf import write_gguf
 from common.systems.hugging_face.tokenizer import put_tokenizer, special_ids
-from common.systems.hugging_face.weights import CONFIG, write_config
+from common.systems.hugging_face.weights import write_config
 from common.systems.onnx.folder import GRAPH_FILE, OnnxModel, write_onnx
 from common.systems.table import FORMATS, detect
 from common.systems.weights import Weights
@@ -194,7 +194,7 @@ def export_program(config: Run, checkpoint: Checkpoint, program: ProgramFormat |
         with progress_bar(total=size, unit="B", description=folder.name) as bar:
             program.write(temporary, weights.with_progress(bar.update), config)
         if program.hugging_face_config:
-            write_config(temporary / CONFIG, weights.model, "float32", special_ids(weights))
+            write_config(temporary, weights)
         comparison = _check(program, temporary, weights, source_format, config)
         ids = {name: each for name, each in special_ids(weights).items() if each is not None}
         if (end := ids.get("eos_token_id")) is not None:

@@ -77,13 +77,12 @@ def _without_padding(weights: Weights, model: ResolvedModel) -> Weights:
     rows, size, multiple = weights.model.vocab_size, model.vocab_size, model.vocab_multiple
     if rows % multiple or not 0 < rows - size < multiple * _MAX_RANKS:
         return weights
-    path = weights.path if weights.path.is_dir() else weights.path.parent
-    named = [fields["text"] for fields in Folder(path).added if fields["id"] >= size]
+    named = [fields["text"] for fields in Folder(weights.folder).added if fields["id"] >= size]
     if named:
         raise CheckpointError(
             f"{weights.path}: has {rows} rows for tokens, and the tokenizer in use {size} tokens;"
             f" the files there name {', '.join(map(repr, named[:3]))} beyond these; preprocess with"
-            f" --vocab-file {path} and set data.tokenizer={path}"
+            f" --vocab-file {weights.folder} and set data.tokenizer={weights.folder}"
         )
 
     def first_rows(weight: Weight) -> Weight:

@@ -70,6 +70,10 @@ class Weights:
     ignored: Mapping[str, str] = field(default_factory=dict)
     """Names of tensors that were left out, and why."""
 
+    @property
+    def folder(self) -> Path:
+        return self.path if self.path.is_dir() else self.path.parent
+
     def without_run(self) -> Weights:
         """Return the weights without the state of a run."""
         if self.run is None:

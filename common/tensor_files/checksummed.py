@@ -14,7 +14,7 @@ import numpy as np
 from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
-from common.tensor_files.arrays import Bytes, contiguous
+from common.tensor_files.arrays import Bytes, copy_array
 
 _BUFFER = 2**21
 _BUFFERS = 3
@@ -49,29 +49,52 @@ class ChecksummedFile:
 
     def write_array(self, array: NDArray[Any]) -> None:
         """Write the bytes of an array in row-major order. Rows of one that is not row-major, such
-        as a transposed view of a mapped file, are put in order as many at a time as a buffer holds.
+        as a transposed view of a mapped file, are put in order on their way into a buffer.
         """
-        if not array.flags.c_contiguous:
-            rows = max(1, _BUFFER // max(1, array[:1].nbytes))
-            for first in range(0, len(array), rows):
-                self.write_array(contiguous(array[first : first + rows]))
+        if array.flags.c_contiguous:
+            self._write_bytes(array.reshape(-1).view(np.uint8))
             return
-        data = array.reshape(-1).view(np.uint8)
-        while data.size:
-            buffer, first = self._buffers[self._current], self._filled
-            if (written := self._written[self._current]) is not None:
-                written.result()
-                self._written[self._current] = None
-            part = data[: _BUFFER - first]
-            data, self._filled = data[part.size :], first + part.size
-            buffer[first : self._filled] = part
-            self.checksum = crc32(buffer[first : self._filled].data, self.checksum)
-            self.position += part.size
-            if self._filled == _BUFFER:
-                if self._is_direct is None:
-                    self._is_direct = _set_direct(self._file.fileno(), True)
-                self._written[self._current] = self._writing.submit(self._write_out, buffer, self.position - _BUFFER)
-                self._current, self._filled = (self._current + 1) % _BUFFERS, 0
+        row, first = array[0].nbytes if len(array) else 0, 0
+        while first < len(array) and row:
+            room = self._room()
+            rows = array[first : first + room.size // row]
+            if not len(rows):  # this row reaches into the next buffer
+                self._write_bytes(np.ascontiguousarray(array[first]).reshape(-1).view(np.uint8))
+                first += 1
+                continue
+            copy_array(np.ndarray(rows.shape, rows.dtype, room.data), rows)
+            self._advance(rows.nbytes)
+            first += len(rows)
+
+    def _write_bytes(self, data: Bytes) -> None:
+        first = 0
+        while first < data.size:
+            room = self._room()
+            part = data[first : first + room.size]
+            room[: part.size] = part
+            self._advance(part.size)
+            first += part.size
+
+    def _room(self) -> Bytes:
+        """Return the rest of the current buffer, once its former bytes are written."""
+        written = self._written[self._current]
+        if written is not None:
+            written.result()
+            self._written[self._current] = None
+        return self._buffers[self._current, self._filled :]
+
+    def _advance(self, size: int) -> None:
+        """Count ``size`` bytes that were put into the current buffer, and pass it on if it is full."""
+        buffer, end = self._buffers[self._current], self._filled + size
+        self.checksum = crc32(buffer[self._filled : end].data, self.checksum)
+        self.position += size
+        self._filled = end
+        if end < _BUFFER:
+            return
+        if self._is_direct is None:
+            self._is_direct = _set_direct(self._file.fileno(), True)
+        self._written[self._current] = self._writing.submit(self._write_out, buffer, self.position - _BUFFER)
+        self._current, self._filled = (self._current + 1) % _BUFFERS, 0
 
     def _write_out(self, buffer: Bytes, offset: int) -> None:
         descriptor, done = self._file.fileno(), 0

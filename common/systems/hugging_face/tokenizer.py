@@ -180,9 +180,8 @@ def put_tokenizer(folder: Path, weights: Weights) -> TokenizerError | None:
     """Write the tokenizer's files into ``folder``, where there are any. Return why that of the run
     cannot be written. Raises StorageError, and TokenizerError for files that cannot be read.
     """
-    source = _folder_of(weights)
     why: TokenizerError | None = None
-    files = vocabulary_in(source) | companions_in(source)
+    files = vocabulary_in(weights.folder) | companions_in(weights.folder)
     try:
         tokenizer = _of_run(weights)
     except TokenizerError as error:
@@ -197,8 +196,8 @@ def put_tokenizer(folder: Path, weights: Weights) -> TokenizerError | None:
 
 def tokenizer_of(weights: Weights) -> Tokenizer | None:
     """Return the tokenizer beside the weights, or that of the run. None: there is none. Raises TokenizerError."""
-    if vocabulary_in(folder := _folder_of(weights)):
-        return load_tokenizer(None, folder)
+    if vocabulary_in(weights.folder):
+        return load_tokenizer(None, weights.folder)
     with suppress(TokenizerError):
         return _of_run(weights)
     return None
@@ -209,7 +208,7 @@ def special_ids(weights: Weights) -> dict[str, Any]:
     files have them. None stands for none; the padding is left out then.
     """
     rows = weights.model.vocab_size
-    found = ids_in(_folder_of(weights))
+    found = ids_in(weights.folder)
     with suppress(TokenizerError):
         if not found and (tokenizer := tokenizer_of(weights)) is not None:
             found = {"bos_token_id": tokenizer.bos_id, "eos_token_id": [*tokenizer.ends]}
@@ -223,13 +222,9 @@ def special_ids(weights: Weights) -> dict[str, Any]:
     return {name: each for name, each in found.items() if name != "pad_token_id" or each is not None}
 
 
-def _folder_of(weights: Weights) -> Path:
-    return weights.path if weights.path.is_dir() else weights.path.parent
-
-
 def _of_run(weights: Weights) -> Tokenizer | None:
     """Return the run's tokenizer. None: it had none, or there are files beside the weights. Raises TokenizerError."""
-    if weights.tokenizer is None or vocabulary_in(_folder_of(weights)):
+    if weights.tokenizer is None or vocabulary_in(weights.folder):
         return None
     return read_tokenizer(weights.tokenizer)
 
