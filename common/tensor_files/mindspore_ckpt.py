@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorKind, bytes_of
+from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorKind, bytes_of, joined
 from common.tensor_files.checksummed import ChecksummedFile
 from common.tensor_files.protobuf import bytes_field, bytes_key, read_message, read_numbers, to_varint
 
@@ -84,7 +85,8 @@ def _tensor(slices: list[_Value]) -> FileTensor:
         raise ValueError(f"the slices of {last.tag} differ in shape or type")
     if min(shape, default=0) < 0 or math.prod(shape) * NUMPY_TYPES[dtype].itemsize != size:
         raise ValueError(f"{last.tag} has {size} bytes, and its shape is {dtype} {list(shape)}")
-    return FileTensor(name=last.tag, dtype=dtype, shape=shape, segments=tuple(part.data for part in slices))
+    load = partial(joined, dtype, *(part.data for part in slices))
+    return FileTensor(name=last.tag, dtype=dtype, shape=shape, load=load)
 
 
 def _value(message: Bytes) -> _Value:

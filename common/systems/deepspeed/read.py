@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from common.config.values import STATE_PARTS, rule_keeping
 from common.dialects.rules import whole
@@ -24,7 +27,7 @@ from common.systems.name_map import name_in_order, require_same
 from common.systems.run_state import NO_SCALE, first_number, new_run
 from common.systems.strangers import UNDER_DEEPSPEED
 from common.systems.weights import Weights
-from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile
+from common.tensor_files.arrays import FileTensor, TensorFile
 from common.tensor_files.pickled_values import Foreign
 from common.weights.names import POSITIONS
 
@@ -73,27 +76,24 @@ def _elements(shapes: Iterable[tuple[int, ...]]) -> int:
 
 def _part(name: str, shape: tuple[int, ...], vector: Sequence[FileTensor], first: int) -> FileTensor:
     """Return the tensor whose elements begin at ``first`` of a vector."""
-    start, end, item = 0, first + math.prod(shape), NUMPY_TYPES["float32"].itemsize
-    segments: list[Bytes] = []
-    checks: list[Callable[[], None]] = []
+    start, end = 0, first + math.prod(shape)
+    pieces: list[tuple[FileTensor, slice]] = []
     for part in vector:
-        if part.dtype != "float32" or len(part.shape) != 1 or part.strides is not None:
+        if part.dtype != "float32" or len(part.shape) != 1:
             raise ValueError(f"a part of it is {part.dtype} {list(part.shape)}")
         low, high = max(first - start, 0), min(end - start, part.shape[0])
         if low < high:
-            segments.append(part.segments[0][low * item : high * item])
-            checks += [part.check] if part.check else []
+            pieces.append((part, slice(low, high)))
         start += part.shape[0]
+    there = sum(span.stop - span.start for _, span in pieces)
+    if there != end - first:
+        raise ValueError(f"of {name} {list(shape)} only {there} of {end - first} elements are there")
 
-    def check() -> None:
-        for one in checks:
-            one()
+    def load() -> NDArray[Any]:
+        arrays = [part.read()[span] for part, span in pieces]
+        return arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, np.float32), *arrays])
 
-    tensor = FileTensor(name=name, dtype="float32", shape=shape, segments=tuple(segments), check=check)
-    there = sum(segment.size for segment in segments)
-    if there != tensor.nbytes:
-        raise ValueError(f"of {name} {list(shape)} only {there} of {tensor.nbytes} bytes are there")
-    return tensor
+    return FileTensor(name=name, dtype="float32", shape=shape, load=load)
 
 
 @dataclass(frozen=True, kw_only=True)
