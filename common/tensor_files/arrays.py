@@ -55,7 +55,6 @@ class TensorKind:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FileTensor(TensorKind):
-    name: str
     load: Callable[[], NDArray[Any]]
     """Returns the elements in their order, of any shape. Raises CheckpointError if the bytes have changed."""
 

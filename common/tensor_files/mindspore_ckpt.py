@@ -86,7 +86,7 @@ def _tensor(slices: list[_Value]) -> FileTensor:
     if min(shape, default=0) < 0 or math.prod(shape) * NUMPY_TYPES[dtype].itemsize != size:
         raise ValueError(f"{last.tag} has {size} bytes, and its shape is {dtype} {list(shape)}")
     load = partial(joined, dtype, *(part.data for part in slices))
-    return FileTensor(name=last.tag, dtype=dtype, shape=shape, load=load)
+    return FileTensor(dtype=dtype, shape=shape, load=load)
 
 
 def _value(message: Bytes) -> _Value:

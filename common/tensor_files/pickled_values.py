@@ -183,7 +183,7 @@ def _tensor(name: Any, array: Any) -> FileTensor:
         raise ValueError(f"{name} is not an array of numbers")
     ordered = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     ordered.flags.writeable = False
-    return FileTensor(name=name, dtype=_TYPES[array.dtype.name], shape=array.shape, load=lambda: ordered)
+    return FileTensor(dtype=_TYPES[array.dtype.name], shape=array.shape, load=lambda: ordered)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -48,7 +48,6 @@ def read_safetensors(path: Path, content: Bytes) -> TensorFile:
         )
     tensors = {
         name: FileTensor(
-            name=name,
             dtype=_WORDS[entry["dtype"]],
             shape=tuple(entry["shape"]),
             load=partial(joined, _WORDS[entry["dtype"]], content[begin:][slice(*entry["data_offsets"])]),

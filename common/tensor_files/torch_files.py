@@ -128,7 +128,7 @@ def _leaf_of(torch: Any, name: str, value: Any, check: Callable[[], None] | None
             check()
         return array
 
-    return FileTensor(name=name, dtype=word, shape=array.shape, load=load)
+    return FileTensor(dtype=word, shape=array.shape, load=load)
 
 
 def _compare_checksums(path: Path, content: Bytes, *, of_tensors: bool) -> None:

@@ -93,7 +93,7 @@ def _part(name: str, shape: tuple[int, ...], vector: Sequence[FileTensor], first
         arrays = [part.read()[span] for part, span in pieces]
         return arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, np.float32), *arrays])
 
-    return FileTensor(name=name, dtype="float32", shape=shape, load=load)
+    return FileTensor(dtype="float32", shape=shape, load=load)
 
 
 @dataclass(frozen=True, kw_only=True)

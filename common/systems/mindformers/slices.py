@@ -176,7 +176,7 @@ def _merge(slices: Slices, strategy: Strategy) -> dict[str, FileTensor]:
                 if first.nbytes > NUMPY_TYPES[first.dtype].itemsize:
                     unknown.append(name)
                 layout = Layout(devices=(stage_ranks,), axes=((),) * len(first.shape))
-            whole[name] = _joined(slices, said, layout, held)
+            whole[name] = _joined(slices, said, name, layout, held)
             for rank in layout.first_ranks(range(layout.ranks), without=held):
                 absent[stage * stage_ranks + rank].append(name)
         if not files:
@@ -198,13 +198,13 @@ def _merge(slices: Slices, strategy: Strategy) -> dict[str, FileTensor]:
     return whole
 
 
-def _joined(slices: Slices, said: str, layout: Layout, held: Mapping[int, FileTensor]) -> FileTensor:
+def _joined(slices: Slices, said: str, name: str, layout: Layout, held: Mapping[int, FileTensor]) -> FileTensor:
     first = held[min(held)]
     kinds = {(tensor.dtype, tensor.shape) for tensor in held.values()}
     if len(kinds) > 1 or len(layout.axes) not in (0, len(first.shape)):
         shapes = " and ".join(f"{kind} {list(shape)}" for kind, shape in sorted(kinds)[:3])
         raise CheckpointError(
-            f"{slices.root}: {first.name} is {shapes} on its ranks, and {said} describes equal parts of"
+            f"{slices.root}: {name} is {shapes} on its ranks, and {said} describes equal parts of"
             f" {len(layout.axes)} dims: they are of two runs; give the strategy files of this one"
         )
     shape = tuple(
@@ -223,7 +223,7 @@ def _joined(slices: Slices, said: str, layout: Layout, held: Mapping[int, FileTe
             whole[tuple(slice(*span) for span in spans)] = part.read()
         return whole
 
-    return FileTensor(name=first.name, dtype=first.dtype, shape=shape, load=load)
+    return FileTensor(dtype=first.dtype, shape=shape, load=load)
 
 
 def _listed(files: Mapping[int, Path]) -> str:

@@ -65,7 +65,7 @@ def read_variable(folder: Path, usual: tuple[int, ...] | None) -> FileTensor:
         raise CheckpointError(
             f"{folder / DATA}: has {data.size} bytes, and {dtype} {list(shape)} takes {expected}; copy it again"
         )
-    return FileTensor(name=folder.name, dtype=dtype, shape=shape, load=partial(joined, dtype, data))
+    return FileTensor(dtype=dtype, shape=shape, load=partial(joined, dtype, data))
 
 
 _BLOCK = "model-h{layer}-"
