@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,12 +50,12 @@ def read_mindspore(path: Path, content: Bytes) -> TensorFile:
             raise ValueError(f"its checksum is {found}, and the file says {expected}")
     tensors: dict[str, FileTensor] = {}
     values = map(_value, read_message(content).get(1, ()))
-    for tag, group in groupby(values, lambda value: value.tag):
-        slices = [*group]
+    for tag, slices in groupby(values, itemgetter(0)):
+        _, shapes, types, parts = zip(*slices, strict=True)
         if tag in tensors:
             raise ValueError(f"{tag} is there twice")
-        if slices[-1].type != "str":
-            tensors[tag] = _tensor(slices)
+        if types[-1] != "str":
+            tensors[tag] = _tensor(tag, shapes, types, parts)
     if not tensors:
         raise ValueError("it holds no tensor")
     return TensorFile(path, tensors)
@@ -65,31 +66,22 @@ def is_checkpoint(head: bytes) -> bool:
     return head[:1] == bytes_key(1, 0)[:1]
 
 
-class _Value(NamedTuple):
-    """One message Value; only the last slice of a tensor completes it."""
-
-    tag: str
-    dims: tuple[int, ...]
-    type: str
-    data: Bytes
-
-
-def _tensor(slices: list[_Value]) -> FileTensor:
-    last = slices[-1]
-    if last.type not in _WORDS:
-        raise ValueError(f"{last.tag} is of type {last.type!r}, and {', '.join(_WORDS)} are known")
-    dtype = _WORDS[last.type]
-    size = sum(part.data.size for part in slices)
-    shape = () if last.dims == (0,) and size else last.dims  # older releases write a scalar as [0]
-    if any(part.dims != last.dims or part.type != last.type for part in slices):
-        raise ValueError(f"the slices of {last.tag} differ in shape or type")
+def _tensor(tag: str, shapes: Sequence[tuple[int, ...]], types: Sequence[str], parts: Sequence[Bytes]) -> FileTensor:
+    """Return the tensor of its slices."""
+    dims, kind = shapes[-1], types[-1]
+    if kind not in _WORDS:
+        raise ValueError(f"{tag} is of type {kind!r}, and {', '.join(_WORDS)} are known")
+    if {*shapes} != {dims} or {*types} != {kind}:
+        raise ValueError(f"the slices of {tag} differ in shape or type")
+    dtype, size = _WORDS[kind], sum(part.size for part in parts)
+    shape = () if dims == (0,) and size else dims  # older releases write a scalar as [0]
     if min(shape, default=0) < 0 or math.prod(shape) * NUMPY_TYPES[dtype].itemsize != size:
-        raise ValueError(f"{last.tag} has {size} bytes, and its shape is {dtype} {list(shape)}")
-    load = partial(joined, dtype, *(part.data for part in slices))
-    return FileTensor(dtype=dtype, shape=shape, load=load)
+        raise ValueError(f"{tag} has {size} bytes, and its shape is {dtype} {list(shape)}")
+    return FileTensor(dtype=dtype, shape=shape, load=partial(joined, dtype, *parts))
 
 
-def _value(message: Bytes) -> _Value:
+def _value(message: Bytes) -> tuple[str, tuple[int, ...], str, Bytes]:
+    """Return tag, shape, type and content of one message Value, which is a slice of a tensor."""
     fields = read_message(message)
     if 1 not in fields:
         raise ValueError("a value has no tag")
@@ -100,7 +92,7 @@ def _value(message: Bytes) -> _Value:
     if 2 not in tensor or 3 not in tensor:
         raise ValueError(f"{name} has no type or no content")
     dims = tuple(size for part in tensor.get(1, ()) for size in read_numbers(part))
-    return _Value(name, dims, tensor[2][-1].tobytes().decode(), tensor[3][-1])
+    return name, dims, tensor[2][-1].tobytes().decode(), tensor[3][-1]
 
 
 def stream_mindspore(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]) -> int:

@@ -126,7 +126,17 @@ def read_strategy(path: Path) -> dict[int, dict[str, Layout]]:
             stages = [read_message(read_message(item)[2][-1])[1][-1] for item in fields.get(2, ())]
             layouts = map(read_message, fields.get(3, ()))
             records = {entry[1][-1].tobytes().decode(): _record(entry[2][-1]) for entry in layouts}
-        return _by_stage(stages[0] if stages else 0, records)
+        found: dict[int, dict[str, Layout]] = {}
+        for name, record in records.items():
+            first, dash, rest = name.partition("-")
+            stage, parameter = (int(first), rest) if dash and first.isdigit() else (stages[0] if stages else 0, name)
+            try:
+                found.setdefault(stage, {})[parameter] = _layout(record)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        if not found:
+            raise ValueError("it has no layout of a parameter")
+        return found
     except (ValueError, TypeError, AttributeError, LookupError, CheckpointError) as error:
         own = isinstance(error, (ValueError, CheckpointError))  # others have Python's words
         reason = getattr(error, "problem", error) if own else "of another form"
@@ -156,21 +166,6 @@ def _record(message: Bytes) -> dict[str, Any]:
     several = len(maps) > 1  # a list of axes for each dim, or one axis for each dim
     found["tensor_map"] = [dims for dims in maps if dims] if several else [*chain(*maps)]
     return found | {name: read_numbers(fields[number][-1])[0] for number, name in _NUMBERS.items() if number in fields}
-
-
-def _by_stage(stage: int, records: Mapping[str, Any]) -> dict[int, dict[str, Layout]]:
-    found: dict[int, dict[str, Layout]] = {}
-    for name, record in records.items():
-        first, dash, rest = name.partition("-")
-        merged = bool(dash) and first.isdigit()
-        at = found.setdefault(int(first) if merged else stage, {})
-        try:
-            at[rest if merged else name] = _layout(record)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-    if not found:
-        raise ValueError("it has no layout of a parameter")
-    return found
 
 
 def _layout(record: Mapping[str, Any]) -> Layout:
