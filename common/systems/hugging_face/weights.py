@@ -24,7 +24,7 @@ from common.systems.weights import Weights, arrays_of, check_tied, checked_model
 from common.tensor_files.arrays import FileTensor, TensorFile
 from common.tensor_files.containers import open_tensors
 from common.tensor_files.safetensors_file import stream_shards
-from common.tensor_files.torch_files import ZIP_MAGIC, TensorLeaf, write_torch
+from common.tensor_files.torch_files import ZIP_MAGIC, write_torch
 from common.weights.names import EMBEDDING, POSITIONS
 
 
@@ -218,7 +218,6 @@ def write_with_pickle(folder: Path, weights: Weights) -> None:
     """
     name_map = NAME_MAPS[0]
     tensors = export_names(name_map, weights.tensors, weights.model, None)
-    tree = {name: TensorLeaf(dtype=weight.dtype, shape=weight.shape, name=name) for name, weight in tensors.items()}
     table = name_map.rows(0)[0].theirs
-    write_torch(folder / "pytorch_model.bin", tree | {name_map.head: tree[table]}, arrays_of(tensors))
+    write_torch(folder / "pytorch_model.bin", tensors | {name_map.head: tensors[table]})
     write_config(folder, weights, tensors[table].dtype, weights.model.seq_length)
