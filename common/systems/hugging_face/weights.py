@@ -20,7 +20,7 @@ from common.structured_files import read_json_mapping, shown
 from common.systems.hugging_face.tokenizer import special_ids
 from common.systems.name_map import LINEAR, NameMap, match_name_map, name_map
 from common.systems.strangers import NANOGPT, OTHER_HEAD, beside_model, wrapper_of
-from common.systems.weights import Weights, arrays_of, check_tied, checked_model, export_names, weights_from
+from common.systems.weights import Weights, check_tied, checked_model, export_names, weights_from
 from common.tensor_files.arrays import FileTensor, TensorFile
 from common.tensor_files.containers import open_tensors
 from common.tensor_files.safetensors_file import stream_shards
@@ -206,7 +206,7 @@ _SHARD_BYTES = 5 * 10**9
 def write_hugging_face(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
     """Write into an empty folder; returns the CRC-32 of each file of weights. OSError is left to the caller."""
     tensors = export_names(NAME_MAPS[0], weights.tensors, weights.model, dtype)
-    sums = stream_shards(folder, tensors, arrays_of(tensors), limit=_SHARD_BYTES)
+    sums = stream_shards(folder, tensors, limit=_SHARD_BYTES)
     write_config(folder, weights, next(iter(tensors.values())).dtype)
     return sums
 
