@@ -19,13 +19,14 @@ from common.systems.name_map import NameMap, NameRow, read_part
 from common.tensor_files.arrays import (
     FileTensor,
     TensorKind,
+    TensorSource,
     prefetch_arrays,
     round_to_bfloat16,
     same_bytes,
     widen_bfloat16,
 )
 from common.weights.names import check_tensors, parameter_shapes
-from common.weights.pieces import Scheme, TensorSlice, to_rectangle
+from common.weights.pieces import Scheme, TensorSlice
 
 FLOATS = ("float32", "float16", "bfloat16")
 MAX_LAYERS = 10_000
@@ -33,11 +34,10 @@ MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weight(TensorKind):
-    """Whole tensor, with the rows of the true vocabulary."""
-
-    load: Callable[[], NDArray[Any]]
-    """Returns the array: a view of the file where that is possible, bfloat16 as uint16 words."""
+class Weight(TensorSource):
+    """Whole tensor, with the rows of the true vocabulary. It loads an array, a view of the file where that is
+    possible.
+    """
 
     def load_as(self, dtype: str) -> NDArray[Any]:
         """Return the tensor in another type, rounded to the nearest."""
@@ -45,7 +45,7 @@ class Weight(TensorKind):
 
     def cut(self, piece: TensorSlice, dtype: str) -> NDArray[Any]:
         """Return a rectangle of the tensor in another type."""
-        return to_type(self.load()[tuple(slice(*span) for span in to_rectangle(piece))], self.dtype, dtype)
+        return to_type(self.load()[tuple(slice(*span) for span in piece)], self.dtype, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,10 @@ class Weights:
     ignored: Mapping[str, str] = field(default_factory=dict)
     """Names of tensors that were left out, and why."""
 
+    @property
+    def folder(self) -> Path:
+        return self.path if self.path.is_dir() else self.path.parent
+
     def without_run(self) -> Weights:
         """Return the weights without the state of a run."""
         if self.run is None:
@@ -82,7 +86,7 @@ class Weights:
 
         def counted(weight: Weight) -> Weight:
             def load() -> NDArray[Any]:
-                array = weight.load()
+                array: NDArray[Any] = weight.load()
                 add(array.nbytes)
                 return array
 

@@ -55,7 +55,7 @@ class SemiAutoEngine(BaseEngine):
         self.is_sharded, self.owns = True, partial(owns, config=config, at=world.at)
         self.pieces = {name: held_slice(name, config, world.at) for name in self.master.tensors}
         for name, tensor in self.master.tensors.items():
-            if tuple(tensor.shape) != (planned := self.pieces[name].shape):
+            if tuple(tensor.shape) != (planned := tuple(end - first for first, end in self.pieces[name])):
                 raise RunError(
                     f"rank {world.rank}: MindSpore's compiler holds {tuple(tensor.shape)} of {name}"
                     f" {padded_shapes(config)[name]}, the plan says {planned}; set"
