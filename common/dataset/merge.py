@@ -128,13 +128,12 @@ def _require_one_kind(parts: Sequence[_Part]) -> None:
                     f"{part.prefix}: was made with other options or inputs than {first.prefix};"
                     " preprocess this shard again"
                 )
-    full = [part for part in parts if part.data is not None]
-    for part in full[1:]:
-        assert part.data is not None and full[0].data is not None
-        if part.data.dtype != full[0].data.dtype:
+    full = [part.data for part in parts if part.data is not None]
+    for data in full[1:]:
+        if data.dtype != full[0].dtype:
             raise DataError(
-                f"{part.prefix}: has tokens of {part.data.dtype.name}, but {full[0].data.dtype.name} in"
-                f" {full[0].prefix}; preprocess both with one tokenizer"
+                f"{data.prefix}: has tokens of {data.dtype.name}, but {full[0].dtype.name} in {full[0].prefix};"
+                " preprocess both with one tokenizer"
             )
 
 
