@@ -283,11 +283,9 @@ def _saved_files(folder: Path) -> list[Path]:
         for entry in (entries if isinstance(entries, list) else [None])
     ]
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
             raise DataError(
-                f"{state}: _data_files: expected the names of files in this folder; save the"
-                " dataset again with save_to_disk"
+                f"{state}: _data_files: expected the names of files in this folder, found {name!r}; copy the folder"
+                " again, or save the dataset again with save_to_disk"
             )
-        if not (folder / name).is_file():
-            raise DataError(f"{folder / name}: is not there, though {state} names it; copy the folder again")
     return [folder / str(name) for name in names]

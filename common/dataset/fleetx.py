@@ -89,20 +89,18 @@ class FleetXDataset(TokenFiles):
         self.prefix = prefix
         old = with_extension(prefix, OLD)
         is_old = old.exists()
-        self._index_path = old if is_old else with_extension(prefix, INDEX)
+        index_path = old if is_old else with_extension(prefix, INDEX)
         ids_path = old if is_old else with_extension(prefix, IDS)
         self.tokens = _load_array(ids_path, "ids" if is_old else None)
-        lens = _load_array(self._index_path, "lens")
-        documents = _load_array(self._index_path, "docs", required=False)
+        lens = _load_array(index_path, "lens")
+        documents = _load_array(index_path, "docs", required=False)
         if not len(lens):
-            raise DataError(f"{self._index_path}: lens is empty; preprocess a corpus that has text")
-        if int(lens.min()) < 0 or int(lens.max()) > len(self.tokens):
-            raise self._damaged("lens has numbers that no sentence can have")
+            raise DataError(f"{index_path}: lens is empty; preprocess a corpus that has text")
         self._starts = np.zeros(len(lens) + 1, np.int64)
         np.cumsum(lens, dtype=np.int64, out=self._starts[1:])
-        if int(self._starts[-1]) != len(self.tokens):
+        if int(np.diff(self._starts).min()) < 0 or int(self._starts[-1]) != len(self.tokens):
             raise DataError(
-                f"{self._index_path}: lens adds up to {int(self._starts[-1])} tokens, but"
+                f"{index_path}: lens adds up to {int(self._starts[-1])} tokens, but"
                 f" {ids_path.name} holds {len(self.tokens)}; the two do not belong together,"
                 " copy or preprocess both again"
             )
@@ -110,15 +108,15 @@ class FleetXDataset(TokenFiles):
         if documents is not None:
             documents = documents.astype(np.int64, copy=False)
             if len(documents) < 2 or [*documents[[0, -1]]] != [0, len(lens)] or (np.diff(documents) < 0).any():
-                raise self._damaged(f"docs does not rise from 0 to the {len(lens)} entries of lens")
+                raise DataError(
+                    f"{index_path}: is damaged: docs does not rise from 0 to the {len(lens)} entries of lens; copy"
+                    " or preprocess it again"
+                )
             self._starts = self._starts[documents]
         self.document_count = len(self._starts) - 1
 
     def tokens_before(self, document: int) -> int:
         return int(self._starts[document])
-
-    def _damaged(self, what: str) -> DataError:
-        return DataError(f"{self._index_path}: is damaged: {what}; copy or preprocess it again")
 
 
 class FleetXWriter(TokenWriter):
@@ -183,8 +181,6 @@ def _load_array(path: Path, name: str | None, *, required: bool = True) -> Any:
                 raise ValueError(
                     f"it holds {found.dtype} of shape {found.shape}, expected whole numbers in one dimension"
                 )
-            if name is None and found.offset + found.nbytes != path.stat().st_size:
-                raise ValueError("it has more bytes than its head says")
             return np.asarray(found)  # slices of a memmap are several times slower
     except _OF_BROKEN_FILES as error:
         said = str(error).splitlines()[0][:160] if str(error) else type(error).__name__

@@ -163,7 +163,7 @@ def test_a_table_that_cannot_be_read(broken, tmp_path, run, name, options, messa
         ({"_indices_data_files": [{"filename": "i.arrow"}]}, None, "load the dataset there and save it again"),
         ({"_data_files": "many"}, None, "_data_files: expected the names"),
         ({"_data_files": [{"filename": "../a.arrow"}]}, None, "_data_files: expected the names"),
-        ({"_data_files": [{"filename": "a.arrow"}]}, None, "a.arrow: is not there, thou"),
+        ({"_data_files": [{"filename": "a.arrow"}]}, None, "this folder, found 'a.arrow'; copy"),
     ],
 )
 def test_folders_that_cannot_be_read(tmp_path, run, folder, split, message) -> None:
