@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from common.dataset.fleetx import FleetXDataset, find_fleetx
 from common.dataset.indexed import require_pair
-from common.dataset.mindrecord import MindRecordSamples, find_files, is_mindrecord
+from common.dataset.mindrecord import MindRecordSamples, find_mindrecord
 from common.dataset.samples import GPTDataset, Ids, Order, Split
 from common.errors import DataError
 
@@ -196,9 +196,7 @@ def windows_by_part(windows: Sequence[int], limit: int) -> list[int]:
 
 def require_data(prefix: str) -> None:
     """Raise DataError unless a data set exists in a format that ``open_samples`` reads."""
-    if is_mindrecord(prefix):
-        find_files(prefix)
-    elif find_fleetx(prefix) is None:
+    if find_mindrecord(prefix) is None and find_fleetx(prefix) is None:
         require_pair(prefix)
 
 
@@ -219,7 +217,7 @@ def open_samples(
     datasets: list[Samples] = []
     weights = []
     for weight, prefix in parse_blend(data):
-        if not is_mindrecord(prefix):
+        if find_mindrecord(prefix) is None:
             found = find_fleetx(prefix)
             source = FleetXDataset(found) if found else prefix
             datasets.append(GPTDataset(source, split=split, seq_length=seq_length, stride=stride, **order))
