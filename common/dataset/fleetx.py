@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from tokenize import TokenError
 from typing import IO, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from common.dataset.token_files import (
     TokenFiles,
@@ -125,38 +123,22 @@ class FleetXWriter(TokenWriter):
     @contextmanager
     def _tokens_file(self) -> Iterator[IO[bytes]]:
         with atomic_write(with_extension(self.prefix, IDS)) as file:
-            _write_npy_header(file, self.dtype, 0)
+            header = {"descr": _npy.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (0,)}
+            _npy.write_array_header_1_0(file, header)
             yield file
             # the length of the header does not depend on the number: numpy leaves room for 21 digits
             file.seek(0)
-            _write_npy_header(file, self.dtype, self.token_count)
+            _npy.write_array_header_1_0(file, header | {"shape": (self.token_count,)})
 
     def _publish(self) -> None:
         self._close(INDEX)
-        lens = (sizes for sizes, _ in running_sums(self._sizes))
-        docs = (ends for _, ends in running_sums(self._documents))
-        with atomic_write(with_extension(self.prefix, INDEX)) as file, zipfile.ZipFile(file, "w") as archive:
-            _write_member(archive, "lens", "<i4", self.sequence_count, lens)
-            starts = chain([np.zeros(1, dtype=np.int64)], docs)
-            _write_member(archive, "docs", "<i8", self.document_count + 1, starts)
+        lens = np.concatenate([np.zeros(0, "<i4"), *(sizes for sizes, _ in running_sums(self._sizes))])
+        docs = np.concatenate([np.zeros(1, "<i8"), *(ends for _, ends in running_sums(self._documents))])
+        with atomic_write(with_extension(self.prefix, INDEX)) as file:
+            np.savez(file, lens=lens, docs=docs)
 
 
 # ---- numpy's files, without its pickles ----
-
-
-def _write_npy_header(file: IO[bytes], dtype: npt.DTypeLike, count: int) -> None:
-    header = {"descr": _npy.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": (count,)}
-    _npy.write_array_header_1_0(file, header)
-
-
-def _write_member(
-    archive: zipfile.ZipFile, name: str, dtype: str, count: int, parts: Iterable[npt.NDArray[Any]]
-) -> None:
-    """Write an array as numpy.savez does, which needs it whole."""
-    with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-        _write_npy_header(file, dtype, count)
-        for part in parts:
-            file.write(part.tobytes())
 
 
 def _load_array(path: Path, name: str | None, *, required: bool = True) -> Any:

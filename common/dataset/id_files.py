@@ -102,23 +102,22 @@ class PiecesWriter(TokenWriter):
     def append(
         self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], documents: npt.NDArray[Any] | None = None
     ) -> None:
-        counts = np.ones(len(sizes), np.int64) if documents is None else documents
-        ends = np.concatenate([[0], np.cumsum(sizes)])[np.cumsum(counts)]
-        lengths = np.diff(ends, prepend=0)
-        super().append(tokens, lengths)
-        self.sequence_count += len(sizes) - len(lengths)
-        self.document_count -= int(np.count_nonzero(counts == 0))
+        super().append(tokens, sizes, documents)
+        self.document_count -= int(np.count_nonzero(documents == 0))
 
     def _publish(self) -> None:
         if not self.document_count:
             return
-        ends = np.concatenate([[0], *(ends for _, ends in running_sums(self._sizes))])
-        share, rest = divmod(len(ends) - 1, self._pieces)
+        ends, documents = (
+            np.concatenate([np.zeros(1, np.int64), *(ends for _, ends in running_sums(file))])
+            for file in (self._sizes, self._documents)
+        )
+        share, rest = divmod(len(documents) - 1, self._pieces)
         if not share:
             _log.warning(
                 "--num-pieces %d: the corpus has %d documents, all but the last piece are empty", self._pieces, rest
             )
-        borders = [*ends[share * np.arange(self._pieces)], self.token_count]
+        borders = [*ends[documents[share * np.arange(self._pieces)]], self.token_count]
         self._file.seek(0)
         for number, count in enumerate(np.diff(borders).tolist()):
             with atomic_write(self.path(number), "w") as file:

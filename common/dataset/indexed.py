@@ -65,8 +65,7 @@ CODES: dict[np.dtype[Any], int] = {dtype: code for code, dtype in DTYPES.items()
 OLD_MAGIC = b"TNTIDX\x00\x00"
 OLD_HEADER = struct.Struct("<8sQQQQQ")
 _COPIED_AT_ONCE = 16 << 20
-_SUFFIXES = ("_document", "_sentence")
-_ENDING = re.compile(r"(_text)?(_document|_sentence)s?$")
+_ENDING = re.compile(r"(_text)?((_document|_sentence)s?)?$")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -287,15 +286,10 @@ def require_pair(prefix: str | Path) -> None:
             )
         pairs = (strip_extension(entry) for entry in prefix.parent.glob("*.idx"))
         names = sorted(pair.name for pair in pairs if with_extension(pair, ".bin").is_file())
-        base = prefix.name
-        for suffix in _SUFFIXES:
-            base = base.removesuffix(suffix)
-        choices = [name for name in names if name.startswith(base) and name.endswith(_SUFFIXES)]
-        if not choices:
-            # without what all names end with, which makes any two of them alike
-            asked, *stems = (_ENDING.sub("", name) for name in (prefix.name, *names))
-            near = difflib.get_close_matches(asked, stems, n=3, cutoff=0.75)
-            choices = [name for name in names if _ENDING.sub("", name) in near]
+        # without what all names end with, which makes any two of them alike
+        asked, *stems = (_ENDING.sub("", name) for name in (prefix.name, *names))
+        near = difflib.get_close_matches(asked, stems, n=3, cutoff=0.75)
+        choices = [name for name in names if _ENDING.sub("", name) in near or name.startswith(f"{asked}_")]
         if choices:
             raise DataError(f"{text}; did you mean {' or '.join(str(prefix.parent / name) for name in choices)}?")
         raise DataError(

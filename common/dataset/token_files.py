@@ -106,7 +106,7 @@ class TokenWriter(ABC):
     """Context manager of token files: they appear on normal exit; an exception leaves nothing.
 
     prefix: beginning of the files' names. dtype: of the tokens on disk.
-    Memory: a block. Sizes and boundaries wait in files without a name.
+    Memory: a block, and an index where its format has it whole. Sizes and boundaries wait in files without a name.
     Raises StorageError if the disk fails.
     """
 

@@ -234,17 +234,16 @@ def test_nothing_is_left_behind_by_a_failure(tmp_path, write_pair, writer) -> No
     assert IndexedDataset(prefix).sizes[:].tolist() == [1]
 
 
-@pytest.mark.parametrize("writer", [IndexedWriter, FleetXWriter])
-def test_ten_million_documents_are_written_with_the_memory_of_a_block(tmp_path, writer) -> None:
+def test_ten_million_documents_are_written_with_the_memory_of_a_block(tmp_path) -> None:
     block = np.ones(100_000, dtype=np.uint16)
     tracemalloc.start()
-    with writer(tmp_path / "data", np.dtype("u2")) as file:
+    with IndexedWriter(tmp_path / "data", np.dtype("u2")) as file:
         for _ in range(100):
             file.append(block, block)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 45e6, "8 bytes a document would be 80 MB"
-    data = (IndexedDataset if writer is IndexedWriter else FleetXDataset)(tmp_path / "data")
+    data = IndexedDataset(tmp_path / "data")
     assert (data.document_count, data.token_count) == (10_000_000, 10_000_000)
     places = (0, 1, 7_654_321, 10_000_000)
     assert tuple(data.tokens_before(place) for place in places) == places
