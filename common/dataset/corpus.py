@@ -22,7 +22,7 @@ from common.dataset.encodings import Recoded, require_no_nul
 from common.dataset.tables import ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC, PARQUET_MAGIC
 from common.errors import ConfigError, DataError
 from common.files import GZIP_MAGIC, foreign_kind, open_input, reading
-from common.paths import looked_in, require_package
+from common.paths import require_package
 from common.structured_files import MalformedError, parse_json_item, parse_json_line, read_json_mapping
 
 _log = logging.getLogger(__name__)
@@ -91,12 +91,6 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = 
     shape that holds no list of texts, or has the name of JSON and holds none. Raises ConfigError
     for parquet and Arrow without pyarrow.
     """
-    path = Path(path)
-    with reading(path, DataError):
-        if path.is_dir():
-            raise DataError(f"{path}: is a folder, expected a file; give its files, for example {path}/*.txt")
-        if not path.exists():
-            raise DataError(f"{path}: not found{looked_in(path)}; check --input")
     with open_input(path, DataError) as raw, reading(path, DataError), _readable(path):
         gzipped = raw.read(2) == GZIP_MAGIC
         raw.seek(0)
