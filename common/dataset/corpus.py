@@ -39,12 +39,8 @@ _MAGICS: dict[bytes, CorpusFormat] = {
     ARROW_FILE_MAGIC: "arrow",
     ARROW_STREAM_MAGIC: "arrow",
 }
-_WIDE = {
-    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, with whose mark it begins
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
+_WIDE = {"UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)}
+"""Byte order marks. One of UTF-32 begins with one of UTF-16."""
 _WORDS: dict[CorpusFormat, str] = {
     "text": "plain text",
     "jsonl": "JSON Lines, an object or a string on each line",
@@ -105,7 +101,7 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = 
     complete = len(head) < _HEAD_BYTES
     if complete and not head.strip() and forced != "ids":
         raise DataError(f"{path}: is empty; a corpus needs text")
-    wide = next((name for mark, name in _WIDE.items() if head.startswith(mark)), None)
+    wide = next((name for name, marks in _WIDE.items() if head.startswith(marks)), None)
     if encoding == UTF_8 and wide:
         raise DataError(
             f"{path}: is {wide} (its byte order mark is at byte 0), expected UTF-8; add --encoding"

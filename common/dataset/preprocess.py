@@ -187,10 +187,8 @@ def _open(options: PreprocessOptions) -> list[Corpus]:
     inputs = list(options.inputs)
     if options.input_format == "ids":
         inputs = [file for path in inputs for file in numbered_files(path)]
-    inputs = files_of(inputs, options.dataset_split)
-    if not inputs:
-        raise DataError("no input files; name at least one with --input")
-    return [open_corpus(path, options.input_format, options.encoding) for path in inputs]
+    files = files_of(inputs, options.dataset_split)
+    return [open_corpus(path, options.input_format, options.encoding) for path in files]
 
 
 def _writer(options: PreprocessOptions, prefix: Path, vocab_size: int) -> TokenWriter:
