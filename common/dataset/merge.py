@@ -99,7 +99,7 @@ def _in_order(parts: list[_Part]) -> list[_Part]:
         if number in numbers:
             raise DataError(f"{part.prefix} and {numbers[number].prefix}: both are shard {name}; name one")
         numbers[number] = part
-    count = int(counts.pop().split()[0])
+    count = int(counts.pop())
     missing = [str(number) for number in range(1, count + 1) if number not in numbers]
     if missing:
         raise DataError(
