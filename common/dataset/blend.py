@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from common.dataset.fleetx import FleetXDataset, find_fleetx
 from common.dataset.indexed import require_pair
-from common.dataset.mindrecord import MindRecordSamples, find_files, is_mindrecord
+from common.dataset.mindrecord import MindRecordSamples, find_mindrecord
 from common.dataset.samples import GPTDataset, Ids, Order, Split
 from common.errors import DataError
 
@@ -38,8 +38,8 @@ class Blend:
     least as Fibonacci's numbers towards the root, so all together add less than 1.7.
     Shares are exact for weights whose sum has at most FINEST as denominator, else rounded to that.
 
-    weights: finite and above 0; the attribute holds the shares in use, which add up to 1.
-    Raises DataError for a weight that is too small.
+    weights: finite and above 0; the attribute holds the shares in use, which add up to 1. One below
+    half of a sample in FINEST is 0.
     """
 
     def __init__(self, datasets: Sequence[Samples], weights: Sequence[float]) -> None:
@@ -52,12 +52,6 @@ class Blend:
         unit = math.lcm(*(weight.denominator for weight in exact))
         parts = [int(weight * unit) for weight in exact]
         counts = apportion(min(FINEST, sum(parts) // math.gcd(*parts)), parts)
-        for count, weight, dataset in zip(counts, weights, datasets, strict=True):
-            if count == 0:
-                raise DataError(
-                    f"the weight of {dataset.source(0)} is {weight:g}, less than half a sample in {FINEST:,}: it"
-                    " would never be read; raise the weight or leave the data set out"
-                )
         self.weights = tuple(count / sum(counts) for count in counts)
         identity = ["tree", counts, [dataset.fingerprint for dataset in datasets]]
         self.fingerprint: str = hashlib.blake2b(repr(identity).encode(), digest_size=8).hexdigest()
@@ -196,9 +190,7 @@ def windows_by_part(windows: Sequence[int], limit: int) -> list[int]:
 
 def require_data(prefix: str) -> None:
     """Raise DataError unless a data set exists in a format that ``open_samples`` reads."""
-    if is_mindrecord(prefix):
-        find_files(prefix)
-    elif find_fleetx(prefix) is None:
+    if find_mindrecord(prefix) is None and find_fleetx(prefix) is None:
         require_pair(prefix)
 
 
@@ -219,7 +211,7 @@ def open_samples(
     datasets: list[Samples] = []
     weights = []
     for weight, prefix in parse_blend(data):
-        if not is_mindrecord(prefix):
+        if find_mindrecord(prefix) is None:
             found = find_fleetx(prefix)
             source = FleetXDataset(found) if found else prefix
             datasets.append(GPTDataset(source, split=split, seq_length=seq_length, stride=stride, **order))

@@ -17,7 +17,7 @@ from common.dataset.corpus import TABLES, Corpus, CorpusFormat
 from common.dataset.encodings import DOCUMENT_BYTES, advice, check_words
 from common.dataset.tables import Texts, read_table
 from common.errors import DataError
-from common.structured_files import MalformedError, parse_json_item
+from common.structured_files import MalformedError, kind_of, parse_json_item
 
 BLOCK_BYTES = 4 << 20
 END_OF_TEXT = "<|endoftext|>"
@@ -102,7 +102,7 @@ def texts_of(item: Any, keys: tuple[str, ...], where: str) -> tuple[str, ...]:
         )
     if not isinstance(item, dict):
         raise DataError(
-            f'{where}: the item is {_kind(item)}, expected an object like {{"{keys[0]}": "..."}}; fix or remove it'
+            f'{where}: the item is {kind_of(item)}, expected an object like {{"{keys[0]}": "..."}}; fix or remove it'
         )
     texts = []
     for key in keys:
@@ -111,16 +111,11 @@ def texts_of(item: Any, keys: tuple[str, ...], where: str) -> tuple[str, ...]:
             raise DataError(f"{where}: the key {key!r} is missing, the keys present are {present}{KEY_ADVICE}")
         if not isinstance(item[key], str):
             raise DataError(
-                f"{where}: the value of {key!r} is {_kind(item[key])}, expected a string; fix or remove this item"
+                f"{where}: the value of {key!r} is {kind_of(item[key])}, expected a string; fix or remove this item"
             )
         check_words(item[key], where)
         texts.append(item[key])
     return tuple(texts)
-
-
-def _kind(value: Any) -> str:
-    kinds = {bool: "a boolean", list: "an array", dict: "an object", str: "a string"}
-    return "null" if value is None else kinds.get(type(value), "a number")
 
 
 def _array_blocks(
@@ -223,7 +218,11 @@ class _Text:
             try:
                 found, end = parse_json_item(self.held, self.at)
             except MalformedError as error:
-                if self._is_cut(error) and self._more():
+                is_cut = error.problem.startswith("Unterminated")
+                if error.line and not is_cut:
+                    before = "\n".join(self.held.split("\n")[: error.line - 1])
+                    is_cut = len(before) + error.column > len(self.held) - _NEAR
+                if is_cut and self._more():
                     continue
                 problem = error.problem.removesuffix(" at").removesuffix(" starting")
                 raise self.wrong(problem) from None
@@ -232,14 +231,6 @@ class _Text:
                 continue
             self.at, self.number = end, self.number + 1
             return found
-
-    def _is_cut(self, error: MalformedError) -> bool:
-        """Return whether the end of what was read may be at fault."""
-        place = 0
-        for _ in range(error.line - 1):
-            place = self.held.index("\n", place) + 1
-        near = bool(error.line) and place + error.column > len(self.held) - _NEAR
-        return near or error.problem.startswith("Unterminated")
 
     def wrong(self, problem: str) -> DataError:
         return DataError(

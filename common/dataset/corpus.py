@@ -22,7 +22,7 @@ from common.dataset.encodings import Recoded, require_no_nul
 from common.dataset.tables import ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC, PARQUET_MAGIC
 from common.errors import ConfigError, DataError
 from common.files import GZIP_MAGIC, foreign_kind, open_input, reading
-from common.paths import looked_in, require_package
+from common.paths import require_package
 from common.structured_files import MalformedError, parse_json_item, parse_json_line, read_json_mapping
 
 _log = logging.getLogger(__name__)
@@ -39,12 +39,8 @@ _MAGICS: dict[bytes, CorpusFormat] = {
     ARROW_FILE_MAGIC: "arrow",
     ARROW_STREAM_MAGIC: "arrow",
 }
-_WIDE = {
-    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, with whose mark it begins
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
+_WIDE = {"UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)}
+"""Byte order marks. One of UTF-32 begins with one of UTF-16."""
 _WORDS: dict[CorpusFormat, str] = {
     "text": "plain text",
     "jsonl": "JSON Lines, an object or a string on each line",
@@ -91,12 +87,6 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = 
     shape that holds no list of texts, or has the name of JSON and holds none. Raises ConfigError
     for parquet and Arrow without pyarrow.
     """
-    path = Path(path)
-    with reading(path, DataError):
-        if path.is_dir():
-            raise DataError(f"{path}: is a folder, expected a file; give its files, for example {path}/*.txt")
-        if not path.exists():
-            raise DataError(f"{path}: not found{looked_in(path)}; check --input")
     with open_input(path, DataError) as raw, reading(path, DataError), _readable(path):
         gzipped = raw.read(2) == GZIP_MAGIC
         raw.seek(0)
@@ -111,7 +101,7 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = 
     complete = len(head) < _HEAD_BYTES
     if complete and not head.strip() and forced != "ids":
         raise DataError(f"{path}: is empty; a corpus needs text")
-    wide = next((name for mark, name in _WIDE.items() if head.startswith(mark)), None)
+    wide = next((name for name, marks in _WIDE.items() if head.startswith(marks)), None)
     if encoding == UTF_8 and wide:
         raise DataError(
             f"{path}: is {wide} (its byte order mark is at byte 0), expected UTF-8; add --encoding"
@@ -283,11 +273,9 @@ def _saved_files(folder: Path) -> list[Path]:
         for entry in (entries if isinstance(entries, list) else [None])
     ]
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
             raise DataError(
-                f"{state}: _data_files: expected the names of files in this folder; save the"
-                " dataset again with save_to_disk"
+                f"{state}: _data_files: expected the names of files in this folder, found {name!r}; copy the folder"
+                " again, or save the dataset again with save_to_disk"
             )
-        if not (folder / name).is_file():
-            raise DataError(f"{folder / name}: is not there, though {state} names it; copy the folder again")
     return [folder / str(name) for name in names]

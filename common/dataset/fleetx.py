@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from tokenize import TokenError
 from typing import IO, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from common.dataset.token_files import (
     TokenFiles,
@@ -89,20 +87,18 @@ class FleetXDataset(TokenFiles):
         self.prefix = prefix
         old = with_extension(prefix, OLD)
         is_old = old.exists()
-        self._index_path = old if is_old else with_extension(prefix, INDEX)
+        index_path = old if is_old else with_extension(prefix, INDEX)
         ids_path = old if is_old else with_extension(prefix, IDS)
         self.tokens = _load_array(ids_path, "ids" if is_old else None)
-        lens = _load_array(self._index_path, "lens")
-        documents = _load_array(self._index_path, "docs", required=False)
+        lens = _load_array(index_path, "lens")
+        documents = _load_array(index_path, "docs", required=False)
         if not len(lens):
-            raise DataError(f"{self._index_path}: lens is empty; preprocess a corpus that has text")
-        if int(lens.min()) < 0 or int(lens.max()) > len(self.tokens):
-            raise self._damaged("lens has numbers that no sentence can have")
+            raise DataError(f"{index_path}: lens is empty; preprocess a corpus that has text")
         self._starts = np.zeros(len(lens) + 1, np.int64)
         np.cumsum(lens, dtype=np.int64, out=self._starts[1:])
-        if int(self._starts[-1]) != len(self.tokens):
+        if int(np.diff(self._starts).min()) < 0 or int(self._starts[-1]) != len(self.tokens):
             raise DataError(
-                f"{self._index_path}: lens adds up to {int(self._starts[-1])} tokens, but"
+                f"{index_path}: lens adds up to {int(self._starts[-1])} tokens, but"
                 f" {ids_path.name} holds {len(self.tokens)}; the two do not belong together,"
                 " copy or preprocess both again"
             )
@@ -110,15 +106,15 @@ class FleetXDataset(TokenFiles):
         if documents is not None:
             documents = documents.astype(np.int64, copy=False)
             if len(documents) < 2 or [*documents[[0, -1]]] != [0, len(lens)] or (np.diff(documents) < 0).any():
-                raise self._damaged(f"docs does not rise from 0 to the {len(lens)} entries of lens")
+                raise DataError(
+                    f"{index_path}: is damaged: docs does not rise from 0 to the {len(lens)} entries of lens; copy"
+                    " or preprocess it again"
+                )
             self._starts = self._starts[documents]
         self.document_count = len(self._starts) - 1
 
     def tokens_before(self, document: int) -> int:
         return int(self._starts[document])
-
-    def _damaged(self, what: str) -> DataError:
-        return DataError(f"{self._index_path}: is damaged: {what}; copy or preprocess it again")
 
 
 class FleetXWriter(TokenWriter):
@@ -127,38 +123,22 @@ class FleetXWriter(TokenWriter):
     @contextmanager
     def _tokens_file(self) -> Iterator[IO[bytes]]:
         with atomic_write(with_extension(self.prefix, IDS)) as file:
-            _write_npy_header(file, self.dtype, 0)
+            header = {"descr": _npy.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (0,)}
+            _npy.write_array_header_1_0(file, header)
             yield file
             # the length of the header does not depend on the number: numpy leaves room for 21 digits
             file.seek(0)
-            _write_npy_header(file, self.dtype, self.token_count)
+            _npy.write_array_header_1_0(file, header | {"shape": (self.token_count,)})
 
     def _publish(self) -> None:
         self._close(INDEX)
-        lens = (sizes for sizes, _ in running_sums(self._sizes))
-        docs = (ends for _, ends in running_sums(self._documents))
-        with atomic_write(with_extension(self.prefix, INDEX)) as file, zipfile.ZipFile(file, "w") as archive:
-            _write_member(archive, "lens", "<i4", self.sequence_count, lens)
-            starts = chain([np.zeros(1, dtype=np.int64)], docs)
-            _write_member(archive, "docs", "<i8", self.document_count + 1, starts)
+        lens = np.concatenate([np.zeros(0, "<i4"), *(sizes for sizes, _ in running_sums(self._sizes))])
+        docs = np.concatenate([np.zeros(1, "<i8"), *(ends for _, ends in running_sums(self._documents))])
+        with atomic_write(with_extension(self.prefix, INDEX)) as file:
+            np.savez(file, lens=lens, docs=docs)
 
 
 # ---- numpy's files, without its pickles ----
-
-
-def _write_npy_header(file: IO[bytes], dtype: npt.DTypeLike, count: int) -> None:
-    header = {"descr": _npy.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": (count,)}
-    _npy.write_array_header_1_0(file, header)
-
-
-def _write_member(
-    archive: zipfile.ZipFile, name: str, dtype: str, count: int, parts: Iterable[npt.NDArray[Any]]
-) -> None:
-    """Write an array as numpy.savez does, which needs it whole."""
-    with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-        _write_npy_header(file, dtype, count)
-        for part in parts:
-            file.write(part.tobytes())
 
 
 def _load_array(path: Path, name: str | None, *, required: bool = True) -> Any:
@@ -183,8 +163,6 @@ def _load_array(path: Path, name: str | None, *, required: bool = True) -> Any:
                 raise ValueError(
                     f"it holds {found.dtype} of shape {found.shape}, expected whole numbers in one dimension"
                 )
-            if name is None and found.offset + found.nbytes != path.stat().st_size:
-                raise ValueError("it has more bytes than its head says")
             return np.asarray(found)  # slices of a memmap are several times slower
     except _OF_BROKEN_FILES as error:
         said = str(error).splitlines()[0][:160] if str(error) else type(error).__name__

@@ -85,7 +85,7 @@ class PiecesWriter(TokenWriter):
 
     def __init__(self, prefix: Path, pieces: int) -> None:
         super().__init__(prefix, "<i4")
-        self._pieces, self._shared_out = pieces, 0
+        self._pieces = pieces
         if (later := self.path(pieces)).exists():
             raise ConfigError(
                 f"{later}: is of an earlier run of more than {pieces} pieces; remove those, or"
@@ -102,32 +102,24 @@ class PiecesWriter(TokenWriter):
     def append(
         self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], documents: npt.NDArray[Any] | None = None
     ) -> None:
-        counts = np.ones(len(sizes), np.int64) if documents is None else documents
-        ends = np.concatenate([[0], np.cumsum(sizes)])[np.cumsum(counts)]
-        lengths = np.diff(ends, prepend=0)
-        super().append(tokens, lengths)
-        self._shared_out += len(lengths)
-        self.sequence_count += len(sizes) - len(lengths)
-        self.document_count -= int(np.count_nonzero(counts == 0))
+        super().append(tokens, sizes, documents)
+        self.document_count -= int(np.count_nonzero(documents == 0))
 
     def _publish(self) -> None:
         if not self.document_count:
             return
-        share = self._shared_out // self._pieces
+        ends, documents = (
+            np.concatenate([np.zeros(1, np.int64), *(ends for _, ends in running_sums(file))])
+            for file in (self._sizes, self._documents)
+        )
+        share, rest = divmod(len(documents) - 1, self._pieces)
         if not share:
             _log.warning(
-                "--num-pieces %d: the corpus has %d documents, all but the last piece are empty",
-                *(self._pieces, self._shared_out),
+                "--num-pieces %d: the corpus has %d documents, all but the last piece are empty", self._pieces, rest
             )
-        borders, before = [0] * self._pieces, 0  # tokens before each piece
-        for lengths, ends in running_sums(self._sizes):
-            for number in range(1, self._pieces):
-                last = share * number - 1 - before
-                if 0 <= last < len(lengths):
-                    borders[number] = int(ends[last])
-            before += len(lengths)
+        borders = [*ends[documents[share * np.arange(self._pieces)]], self.token_count]
         self._file.seek(0)
-        for number, count in enumerate(np.diff([*borders, self.token_count]).tolist()):
+        for number, count in enumerate(np.diff(borders).tolist()):
             with atomic_write(self.path(number), "w") as file:
                 while count:
                     ids = np.frombuffer(self._file.read(4 * min(count, CHUNK)), dtype="<i4")

@@ -27,6 +27,7 @@ import re
 import shutil
 import struct
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
@@ -64,8 +65,7 @@ CODES: dict[np.dtype[Any], int] = {dtype: code for code, dtype in DTYPES.items()
 OLD_MAGIC = b"TNTIDX\x00\x00"
 OLD_HEADER = struct.Struct("<8sQQQQQ")
 _COPIED_AT_ONCE = 16 << 20
-_SUFFIXES = ("_document", "_sentence")
-_ENDING = re.compile(r"(_text)?(_document|_sentence)s?$")
+_ENDING = re.compile(r"(_text)?((_document|_sentence)s?)?$")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -114,8 +114,6 @@ class IndexedDataset(TokenFiles):
         total = self._place(n - 1) + int(self.sizes[-1:][0])
         size, wanted = self.bin_path.stat().st_size, total * self.dtype.itemsize
         if size != wanted:
-            self._check_sequences(0, CHUNK)
-            self._check_sequences(n - 1, n)
             word = "smaller (cut short?)" if size < wanted else "larger"
             raise DataError(
                 f"{self.bin_path}: is {word} than {self.idx_path.name} says: {size} bytes found,"
@@ -123,10 +121,7 @@ class IndexedDataset(TokenFiles):
                 " belong together, copy or preprocess both again"
             )
         self.document_count = len(index) - 1
-        for part in spread(len(self.sizes)):
-            self._check_sequences(part.start, part.stop)
-        for part in spread(len(self.document_index)):
-            self._check_documents(part.start, part.stop)
+        self.check(spread)
         self.tokens = map_file(self.bin_path).view(self.dtype)
         self.content_key = content_key(self.tokens, np.frombuffer(header, np.uint8), self.sizes, self.document_index)
 
@@ -149,12 +144,12 @@ class IndexedDataset(TokenFiles):
         """Return the number of tokens before a sequence."""
         return int(self.offsets[sequence : sequence + 1][0]) * self.unit // self.dtype.itemsize
 
-    def check_all(self) -> None:
-        """Raise DataError unless all sequences and documents lie one after the other."""
-        for start in range(0, len(self.sizes), CHUNK):
-            self._check_sequences(start, start + CHUNK)
-        for start in range(0, len(self.document_index), CHUNK):
-            self._check_documents(start, start + CHUNK)
+    def check(self, parts_of: Callable[[int], list[slice]]) -> None:
+        """Raise DataError unless sequences and documents lie one after the other, in these parts of an index."""
+        for part in parts_of(len(self.sizes)):
+            self._check_sequences(part.start, part.stop)
+        for part in parts_of(len(self.document_index)):
+            self._check_documents(part.start, part.stop)
 
     def _check_sequences(self, start: int, stop: int) -> None:
         """Check that each of these sequences begins where the one before it ends."""
@@ -207,25 +202,16 @@ class IndexedDataset(TokenFiles):
             m = int.from_bytes(start[-8:], "little")
         else:
             _, version, code, n, m = HEADER.unpack(start)
-        if version != VERSION:
-            raise DataError(
-                f"{path}: has format version {version}, expected {VERSION}; preprocess again with this toolkit"
-            )
-        if code not in DTYPES:
+        if version != VERSION or code not in DTYPES or (is_old and (width, dimensions) != (DTYPES[code].itemsize, n)):
             known = ", ".join(f"{number} {dtype.name}" for number, dtype in DTYPES.items())
+            more = f", {width} bytes a token and {dimensions} dimensions for {n} sequences" if is_old else ""
             raise DataError(
-                f"{path}: has dtype code {code}, expected an integer type ({known}); tokens are"
-                " integers, is this a token file?"
+                f"{path}: has format version {version}, dtype code {code}{more}; expected version {VERSION} and an"
+                f" integer type ({known}) of one dimension; preprocess again with this toolkit"
             )
         if n == 0:
             raise DataError(f"{path}: holds no sequences; preprocess a corpus that has text")
         self.dtype, self.unit = DTYPES[code], width
-        if is_old and (width != self.dtype.itemsize or dimensions != n):
-            raise DataError(
-                f"{path}: says {width} bytes a token of {self.dtype.name} and {dimensions}"
-                f" dimensions for {n} sequences, expected {self.dtype.itemsize} and {n}; a corpus"
-                " of text has one dimension a sequence, preprocess it again"
-            )
         at, arrays = header, 8 * (3 * n + 2) if is_old else 12 * n
         if is_old and size == header - 8 + arrays:  # fairseq's index ends here
             at, self.document_index = header - 8, np.arange(n + 1)
@@ -300,15 +286,10 @@ def require_pair(prefix: str | Path) -> None:
             )
         pairs = (strip_extension(entry) for entry in prefix.parent.glob("*.idx"))
         names = sorted(pair.name for pair in pairs if with_extension(pair, ".bin").is_file())
-        base = prefix.name
-        for suffix in _SUFFIXES:
-            base = base.removesuffix(suffix)
-        choices = [name for name in names if name.startswith(base) and name.endswith(_SUFFIXES)]
-        if not choices:
-            # without what all names end with, which makes any two of them alike
-            asked, *stems = (_ENDING.sub("", name) for name in (prefix.name, *names))
-            near = difflib.get_close_matches(asked, stems, n=3, cutoff=0.75)
-            choices = [name for name in names if _ENDING.sub("", name) in near]
+        # without what all names end with, which makes any two of them alike
+        asked, *stems = (_ENDING.sub("", name) for name in (prefix.name, *names))
+        near = difflib.get_close_matches(asked, stems, n=3, cutoff=0.75)
+        choices = [name for name in names if _ENDING.sub("", name) in near or name.startswith(f"{asked}_")]
         if choices:
             raise DataError(f"{text}; did you mean {' or '.join(str(prefix.parent / name) for name in choices)}?")
         raise DataError(

@@ -5,7 +5,6 @@ The result of all shards of a corpus has the bytes that one process would have w
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,10 @@ import numpy as np
 
 from common.dataset.indexed import IndexedDataset, IndexedWriter, require_pair, strip_extension
 from common.dataset.metadata import METADATA_EXTENSION, SHARD_OPTION, Metadata, read_metadata, write_metadata
-from common.dataset.token_files import with_extension
+from common.dataset.token_files import CHUNK, with_extension
 from common.errors import DataError
 from common.files import reading, refuse_to_overwrite
 
-_SHARD = re.compile("[0-9]{1,6}/[0-9]{1,6}( by blocks)?")
 _SHAPING = ("tokenizer", "vocab_size", "tokenizer_sha256", "eod_id")
 
 
@@ -80,7 +78,7 @@ def _open(prefix: Path) -> _Part:
     if metadata is not None and metadata.sequences == 0 and SHARD_OPTION in metadata.options:
         return _Part(prefix=prefix, metadata=metadata, data=None)
     data = IndexedDataset(prefix)
-    data.check_all()
+    data.check(lambda length: [slice(start, start + CHUNK) for start in range(0, length, CHUNK)])
     return _Part(prefix=prefix, metadata=metadata, data=data)
 
 
@@ -92,7 +90,7 @@ def _in_order(parts: list[_Part]) -> list[_Part]:
     numbers: dict[int, _Part] = {}
     counts = {str(name).partition("/")[2] for name in named}
     for part, name in zip(parts, named, strict=True):
-        if name is None or len(counts) > 1 or not _SHARD.fullmatch(str(name)):
+        if name is None or len(counts) > 1:
             raise DataError(
                 f"{part.prefix}: is {f'shard {name}' if name else 'not a shard'}, but others are of"
                 " another division; merge the shards of one run of --shard by themselves"
@@ -101,7 +99,7 @@ def _in_order(parts: list[_Part]) -> list[_Part]:
         if number in numbers:
             raise DataError(f"{part.prefix} and {numbers[number].prefix}: both are shard {name}; name one")
         numbers[number] = part
-    count = int(counts.pop().split()[0])
+    count = int(counts.pop())
     missing = [str(number) for number in range(1, count + 1) if number not in numbers]
     if missing:
         raise DataError(
@@ -128,13 +126,12 @@ def _require_one_kind(parts: Sequence[_Part]) -> None:
                     f"{part.prefix}: was made with other options or inputs than {first.prefix};"
                     " preprocess this shard again"
                 )
-    full = [part for part in parts if part.data is not None]
-    for part in full[1:]:
-        assert part.data is not None and full[0].data is not None
-        if part.data.dtype != full[0].data.dtype:
+    full = [part.data for part in parts if part.data is not None]
+    for data in full[1:]:
+        if data.dtype != full[0].dtype:
             raise DataError(
-                f"{part.prefix}: has tokens of {part.data.dtype.name}, but {full[0].data.dtype.name} in"
-                f" {full[0].prefix}; preprocess both with one tokenizer"
+                f"{data.prefix}: has tokens of {data.dtype.name}, but {full[0].dtype.name} in {full[0].prefix};"
+                " preprocess both with one tokenizer"
             )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from common.errors import ConfigError, DataError
 from common.files import atomic_write, reading
-from common.structured_files import read_json_mapping, require_mapping
+from common.structured_files import read_json_mapping
 
 METADATA_EXTENSION = ".meta.json"
 SHARD_OPTION = "shard"
@@ -72,21 +72,19 @@ def read_metadata(path: Path) -> Metadata | None:
             raise DataError(f"{path}: format must be {_FORMAT!r} and version {_VERSION}")
         metadata = Metadata(**raw)
         counts = (metadata.documents, metadata.sequences, metadata.tokens, metadata.empty_documents)
-        eod = () if metadata.eod_id is None else (metadata.eod_id,)
-        for number in (*counts, metadata.vocab_size, *eod):
-            if type(number) is not int or not 0 <= number < 2**63:
-                raise TypeError(f"{str(number)[:40]!r} where a whole number is expected")
-        if not type(metadata.tokenizer) is type(metadata.tokenizer_sha256) is str:
-            raise TypeError("a tokenizer or a digest that is no text")
-        options = require_mapping(metadata.options, f"{path}: options", error=DataError)
-        sources = tuple(map(dict, metadata.sources))
+        if not (
+            all(type(number) is int and number >= 0 for number in (*counts, metadata.vocab_size, metadata.eod_id or 0))
+            and type(metadata.tokenizer) is type(metadata.tokenizer_sha256) is str
+            and isinstance(metadata.options, dict)
+        ):
+            raise TypeError("a value is of another type")
+        return replace(metadata, sources=tuple(map(dict, metadata.sources)))
     except (DataError, TypeError, ValueError) as error:
         where = "" if isinstance(error, DataError) else f"{path}: "
         raise DataError(
             f"{where}{str(error)[:200]}; the file does not describe token files: delete it (it is"
             " optional) or preprocess again"
         ) from None
-    return replace(metadata, sources=sources, options=options)
 
 
 PADDING = 128

@@ -48,7 +48,7 @@ class MindRecordSamples(SplitSamples):
         self, source: str | Path, *, split: Split, seq_length: int, padded: bool = False, **order: Unpack[Order]
     ) -> None:
         super().__init__(split=split, seq_length=seq_length, **order)
-        self.files = [MindRecordFile(path, padded=padded) for path in find_files(source)]
+        self.files = [MindRecordFile(path, padded=padded) for path in find_mindrecord(source) or ()]
         for file in self.files:
             if len(file) and file.width != seq_length + 1:
                 raise DataError(
@@ -83,37 +83,24 @@ class MindRecordSamples(SplitSamples):
         return self.files[int(np.searchsorted(self._ends, row, side="right"))].path
 
 
-def is_mindrecord(source: str | Path) -> bool:
-    """Return whether ``source`` is a MindRecord and not a pair.
+def find_mindrecord(source: str | Path) -> list[Path] | None:
+    """Return the files of a data set in order; None for another format.
 
-    The name, the files in the folder, or the first bytes of the file decide.
+    source: a folder, a file, or a file's name without the shard number. A file stands for all
+    shards of its set. The name, the files in the folder, or the first bytes of the file decide.
+    Raises DataError if there is none of a MindRecord's name, or if one of a set is missing.
     """
     path = Path(source)
     if path.suffix in (".bin", ".idx") or with_extension(path, ".idx").is_file():
-        return False
-    return _NAME.fullmatch(path.name) is not None or bool(path.is_dir() and _walk(path)) or looks_like_mindrecord(path)
-
-
-def find_files(source: str | Path) -> list[Path]:
-    """Return the files of a data set in order.
-
-    source: a folder, a file, or a file's name without the shard number. A file stands for all
-    shards of its set.
-    Raises DataError if there is none, or if one of a set is missing.
-    """
-    path = Path(source)
+        return None
     if path.is_dir():
         files = _walk(path)
-        if not files:
-            raise DataError(
-                f"{path}: holds no MindRecord file (*{EXTENSION}, with"
-                f" *{EXTENSION}{INDEX_EXTENSION} beside it); check the path"
-            )
         for file in files:
             _shards(file)
-        return files
-    if path.is_file():
-        return _shards(path)
+        return files or None
+    is_named = _NAME.fullmatch(path.name) is not None
+    if path.is_file() or not is_named:
+        return _shards(path) if is_named or looks_like_mindrecord(path) else None
     shard = re.compile(rf"{re.escape(path.name)}\d+")
     shards = sorted(file for file in path.parent.glob("*") if shard.fullmatch(file.name))
     if not shards:
@@ -127,9 +114,9 @@ def find_files(source: str | Path) -> list[Path]:
 
 def metadata_paths(source: str | Path) -> list[Path]:
     """Return the path of a data set's .meta.json. For shards the name has no number."""
-    if not is_mindrecord(source):
+    files = find_mindrecord(source)
+    if files is None:
         return [with_extension(find_fleetx(source) or strip_extension(source), METADATA_EXTENSION)]
-    files = find_files(source)
     names = {*files, *(file.with_name(file.name.rstrip("0123456789")) for file in files)}
     return [with_extension(name, METADATA_EXTENSION) for name in sorted(names)]
 
@@ -206,8 +193,6 @@ def _join(path: Path, names: Sequence[str], number: int) -> None:
         for page in header["page"]:
             page["shard_id"] = number
         text = json.dumps(header, separators=(",", ":")).encode()
-        if len(text) + 8 > header["header_size"]:
-            raise DataError(f"{path}: a set of {len(names)} shards does not fit its header; write fewer shards")
         file.seek(0)
         file.write(len(text).to_bytes(8, "little") + text)
 

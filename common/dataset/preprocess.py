@@ -187,10 +187,8 @@ def _open(options: PreprocessOptions) -> list[Corpus]:
     inputs = list(options.inputs)
     if options.input_format == "ids":
         inputs = [file for path in inputs for file in numbered_files(path)]
-    inputs = files_of(inputs, options.dataset_split)
-    if not inputs:
-        raise DataError("no input files; name at least one with --input")
-    return [open_corpus(path, options.input_format, options.encoding) for path in inputs]
+    files = files_of(inputs, options.dataset_split)
+    return [open_corpus(path, options.input_format, options.encoding) for path in files]
 
 
 def _writer(options: PreprocessOptions, prefix: Path, vocab_size: int) -> TokenWriter:
@@ -249,8 +247,6 @@ def _in_reach(corpora: list[Corpus], shard: Shard | None) -> Iterator[tuple[Corp
 
 def _record(options: PreprocessOptions, tokenizer: Tokenizer, corpora: list[Corpus], key: str) -> Metadata:
     """Return the record of an output before a document is read."""
-    # shards of tables were once divided by rows: the two divisions have other borders
-    division = " by blocks" if any(corpus.format in TABLES for corpus in corpora) else ""
     return Metadata(
         tokenizer=tokenizer.kind,
         vocab_size=tokenizer.vocab_size,
@@ -266,7 +262,7 @@ def _record(options: PreprocessOptions, tokenizer: Tokenizer, corpora: list[Corp
             "keep_newlines": options.keep_newlines,
             **({"special_tokens": "tokens"} if options.special_tokens == "tokens" else {}),
             **({"min_length": str(options.min_length)} if options.min_length else {}),
-            **({SHARD_OPTION: f"{options.shard}{division}"} if options.shard else {}),
+            **({SHARD_OPTION: str(options.shard)} if options.shard else {}),
         },
     )
 

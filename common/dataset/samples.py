@@ -110,8 +110,7 @@ class GPTDataset(SplitSamples):
     ) -> None:
         self.data = prefix if isinstance(prefix, TokenFiles) else IndexedDataset(prefix)
         super().__init__(split=split, seq_length=seq_length, **order)
-        if stride is not None and not 1 <= stride <= seq_length:
-            raise DataError(f"stride={stride}: expected 1 to seq_length={seq_length}")
+        assert stride is None or 1 <= stride <= seq_length
         self.stride = None if stride == seq_length else stride
         first, end = document_range(split, self.split_weights, self.data.document_count)
         self._first = self.data.tokens_before(first)
@@ -146,15 +145,7 @@ class GPTDataset(SplitSamples):
         out = np.empty((len(begins), self.seq_length + 1), dtype=np.int32)
         step = max(1, _ROUND // out.shape[1])
         for start in range(0, len(out), step):
-            found = self._tokens(begins[start : start + step])
-            if not np.can_cast(found.dtype, np.int32):
-                for token in (int(found.min()), int(found.max())):
-                    if not -(2**31) <= token < 2**31:
-                        raise DataError(
-                            f"{self.data.prefix}: holds the token id {token}, which no vocabulary"
-                            " has; preprocess again with the tokenizer of this model"
-                        )
-            out[start : start + step] = found
+            out[start : start + step] = self._tokens(begins[start : start + step])
         return out
 
     def source(self, sample: int) -> Path:
@@ -226,9 +217,8 @@ def permuted(places: Ids, n: int, purpose: str) -> Ids:
     A keyed bijection is computed for single numbers without a table: a Feistel network over pairs of numbers below a
     and b, whose product is at least n (Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002). Since a
     and b are close to the root of n, nearly all results lie below n. The others go through the network again until they
-    do (cycle walking). NIST's FF1 (SP 800-38G) has the same rounds. Grain and TensorFlow (random_index_shuffle) and
-    NVIDIA's CCCL (shuffle_iterator, after Mitchell et al., Bandwidth-Optimal Random Shuffling for GPUs, 2021) shuffle
-    this way over powers of two. Only whole numbers are computed, so it is equal on every machine.
+    do (cycle walking). NIST's FF1 (SP 800-38G) has the same rounds. Only whole numbers are computed, so it is equal on
+    every machine.
     """
     digest = hashlib.shake_256(purpose.encode()).digest(8 * _ROUNDS)
     keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)

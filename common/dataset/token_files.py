@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import TracebackType
 from typing import IO, Any, BinaryIO, Self
 
 import numpy as np
@@ -106,7 +105,7 @@ class TokenWriter(ABC):
     """Context manager of token files: they appear on normal exit; an exception leaves nothing.
 
     prefix: beginning of the files' names. dtype: of the tokens on disk.
-    Memory: a block. Sizes and boundaries wait in files without a name.
+    Memory: a block, and an index where its format has it whole. Sizes and boundaries wait in files without a name.
     Raises StorageError if the disk fails.
     """
 
@@ -159,11 +158,9 @@ class TokenWriter(ABC):
         self.sequence_count += len(sizes)
         self.document_count += len(documents)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        if error[1] is not None:
+            self._stack.__exit__(*error)
             return
         with self._stack:  # an error leaves the files of before
             self._publish()

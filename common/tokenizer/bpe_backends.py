@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from itertools import chain
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,20 +40,8 @@ _LONG_SPACE = re.compile(r"(?<!\s)\s{200000}")
 _BORDER = "<|\x00border between texts\x00|>"
 
 
-class Backend(Protocol):
-    """Encoder of ordinary text, without special tokens.
-
-    Raises TypeError or UnicodeError for a lone surrogate.
-    """
-
-    name: str
-
-    def encode_one(self, text: str) -> Ids: ...
-    def encode_many(self, texts: list[str]) -> PackedIds: ...
-
-
-class _PassedOver(Exception):
-    """This backend cannot serve this vocabulary here. The message says why and what to do."""
+Encode = Callable[[list[str]], PackedIds]
+"""Encoder of ordinary texts, without special tokens. Raises TypeError or UnicodeError for a lone surrogate."""
 
 
 def pack(rows: Sequence[Sequence[int]] | Sequence[Ids]) -> PackedIds:
@@ -65,77 +54,64 @@ def pack(rows: Sequence[Sequence[int]] | Sequence[Ids]) -> PackedIds:
     return PackedIds(ids=ids, offsets=offsets)
 
 
-class _Tokenizers:
-    """Hugging Face tokenizers: exact for any merge list."""
+def _exact_model(vocabulary: BPEVocabulary) -> Any:
+    """Return a tokenizer of Hugging Face's library, which is exact for any merge list."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
-    name = "tokenizers"
-
-    def __init__(self, vocabulary: BPEVocabulary) -> None:
-        from tokenizers import Tokenizer, models, pre_tokenizers
-
-        self.model = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=list(vocabulary.merges)))
-        self.model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-    def encode_one(self, text: str) -> Ids:
-        return np.array(self.model.encode(text).ids, dtype=np.int32)
-
-    def encode_many(self, texts: list[str]) -> PackedIds:
-        return pack([encoding.ids for encoding in self.model.encode_batch_fast(texts)])
+    model = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=list(vocabulary.merges)))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    return model
 
 
-class _Tiktoken:
-    """tiktoken built from the local files; its own loaders would download them.
+def _encode_exactly(model: Any, texts: list[str]) -> PackedIds:
+    if len(texts) == 1:  # once its batch calls were used, the library warns in every forked child
+        return pack([model.encode(texts[0]).ids])
+    return pack([encoding.ids for encoding in model.encode_batch_fast(texts)])
+
+
+def _tiktoken(vocabulary: BPEVocabulary, model: Any) -> Encode:
+    """Return tiktoken's encoder, built from the local files; its own loaders would download them.
 
     It joins any two neighbours whose bytes are a token, while BPE requires a listed pair. The two
     agree on a vocabulary that was trained as BPE (see ``_check_ranks``).
     """
+    from tiktoken import Encoding
 
-    name = "tiktoken"
+    if vocabulary.content_sha256 != GPT2_SHA256:
+        _check_ranks(vocabulary, model)
+    # Keep tokens that no merge makes (added by hand) from tiktoken. It would produce them from ordinary text.
+    made = {left + right for left, right in vocabulary.merges}
+    ranks = {
+        vocabulary.token_bytes[token_id]: token_id
+        for token, token_id in vocabulary.ids.items()
+        if len(token) == 1 or token in made
+    }
+    border = len(vocabulary.token_bytes)  # an id that no text has
+    encoding = Encoding("gpt2-local", pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens={_BORDER: border})
 
-    def __init__(self, vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
-        from tiktoken import Encoding
-
-        self._exact = exact
-        if vocabulary.content_sha256 != GPT2_SHA256:
-            _check_ranks(vocabulary, exact)
-        # Keep tokens that no merge makes (added by hand) from tiktoken. It would produce them from ordinary text.
-        made = {left + right for left, right in vocabulary.merges}
-        ranks = {
-            vocabulary.token_bytes[token_id]: token_id
-            for token, token_id in vocabulary.ids.items()
-            if len(token) == 1 or token in made
-        }
-        self._border = len(vocabulary.token_bytes)  # an id that no text has
-        self._encoding = Encoding(
-            "gpt2-local", pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens={_BORDER: self._border}
-        )
-
-    def encode_one(self, text: str) -> Ids:
-        if len(text) >= 200_000 and _LONG_SPACE.search(text):
-            return self._exact.encode_one(text)
-        return self._encode(text, frozenset())
-
-    def encode_many(self, texts: list[str]) -> PackedIds:
+    def encode(texts: list[str]) -> PackedIds:
         """Encode all texts in one call, with a special token between them, which is twice as fast.
 
         tiktoken encodes the text between special tokens separately.
         """
-        joined = _BORDER.join(texts)
+        joined, is_one = _BORDER.join(texts), len(texts) == 1
         is_long = max(map(len, texts), default=0) >= 200_000
-        if is_long or joined.count(_BORDER) != len(texts) - 1:
-            return pack(list(map(self.encode_one, texts)))
-        ids = self._encode(joined, frozenset({_BORDER}))
-        borders = np.flatnonzero(ids == self._border)
+        if not is_one and (is_long or joined.count(_BORDER) != len(texts) - 1):
+            return pack([encode([text]).ids for text in texts])
+        if is_long and _LONG_SPACE.search(joined):
+            return _encode_exactly(model, texts)
+        if not joined.isascii():
+            joined.encode()  # raises for a lone surrogate, which tiktoken would replace silently
+        allowed = frozenset[str]() if is_one else frozenset({_BORDER})
+        ids = _as_int32(encoding.encode_to_numpy(joined, allowed_special=allowed, disallowed_special=()))
+        borders = np.flatnonzero(ids == border)
         ends = np.append(borders - np.arange(len(borders)), len(ids) - len(borders))
         return PackedIds(ids=np.delete(ids, borders), offsets=np.insert(ends, 0, 0))
 
-    def _encode(self, text: str, allowed: frozenset[str]) -> Ids:
-        if not text.isascii():
-            text.encode()  # raises for a lone surrogate, which tiktoken would replace silently
-        return _as_int32(self._encoding.encode_to_numpy(text, allowed_special=allowed, disallowed_special=()))
+    return encode
 
 
-def _check_ranks(vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
+def _check_ranks(vocabulary: BPEVocabulary, model: Any) -> None:
     """Reject a vocabulary on which joining by rank could differ from joining by listed pairs.
 
     Three conditions make them equal: ids rise in merge order, parts come before what they make, and BPE turns every
@@ -148,73 +124,59 @@ def _check_ranks(vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
     for left, right in vocabulary.merges:
         token, token_id = left + right, vocabulary.ids[left + right]
         if token in rank or token_id <= before:
-            raise _PassedOver(
+            raise TokenizerError(
                 f"the ids do not follow the order of the merges at {left + ' ' + right!r} (id {token_id}); {advice}"
             )
         if left not in rank or right not in rank:
-            raise _PassedOver(
+            raise TokenizerError(
                 f"the merge {left + ' ' + right!r} comes before a merge that makes one of its parts; {advice}"
             )
         rank[token] = before = token_id
-    exact_pre_tokenizer = exact.model.pre_tokenizer
+    pre_tokenizer = model.pre_tokenizer
     # the merges get the spelling in the byte alphabet unchanged
-    exact.model.pre_tokenizer = None
+    model.pre_tokenizer = None
     try:
-        for token in (token for token, token_id in rank.items() if token_id >= 0):
-            if exact.model.encode(token).ids != [rank[token]]:
-                raise _PassedOver(f"the merges never make the token {token!r} (id {rank[token]}); {advice}")
+        for token, token_id in rank.items():
+            if token_id >= 0 and model.encode(token).ids != [token_id]:
+                raise TokenizerError(f"the merges never make the token {token!r} (id {token_id}); {advice}")
     finally:
-        exact.model.pre_tokenizer = exact_pre_tokenizer
+        model.pre_tokenizer = pre_tokenizer
 
 
-class _Gigatoken:
-    """gigatoken: a hand-written lexer and a cache of words; about twenty times tiktoken's speed.
+def _gigatoken(vocabulary: BPEVocabulary, model: Any) -> Encode:
+    """Return gigatoken's encoder: a hand-written lexer and a cache of words; about twenty times tiktoken's speed.
+
     Linear on any input.
     """
+    try:
+        from gigatoken import Tokenizer
+    except ImportError as error:
+        raise TokenizerError(
+            f"gigatoken is not installed ({error}); install it with: pip install gigatoken (the extra 'fast' of"
+            " this project)"
+        ) from None
+    # The special token is left out of added_tokens: gigatoken would recognise it in ordinary text.
+    fast = Tokenizer.from_json(model.to_str())
 
-    name = "gigatoken"
-
-    def __init__(self, vocabulary: BPEVocabulary, exact: _Tokenizers) -> None:
-        try:
-            from gigatoken import Tokenizer
-        except ImportError as error:
-            raise _PassedOver(
-                f"gigatoken is not installed ({error}); install it with: pip install gigatoken (the extra 'fast' of"
-                " this project)"
-            ) from None
-        # The special token is left out of added_tokens: gigatoken would recognise it in ordinary text.
-        self._model = Tokenizer.from_json(exact.model.to_str())
-
-    def encode_one(self, text: str) -> Ids:
-        return _as_int32(self._model.encode(text))
-
-    def encode_many(self, texts: list[str]) -> PackedIds:
-        if not texts:
-            return pack([])
+    def encode(texts: list[str]) -> PackedIds:
+        if len(texts) < 2:
+            return pack([_as_int32(fast.encode(text)) for text in texts])
         # The result is an array of the package awkward. Its two buffers are used directly, so no
         # rows are built. In a worker process gigatoken uses one thread.
-        layout = self._model.encode_batch(texts).layout
+        layout = fast.encode_batch(texts).layout
         return PackedIds(ids=_as_int32(layout.content.data), offsets=np.asarray(layout.offsets.data, dtype=np.int64))
 
+    return encode
 
-class _Guarded:
-    """Fast backend that passes texts with a disputed character to the exact one."""
 
-    def __init__(self, fast: Backend, exact: Backend) -> None:
-        self.name = fast.name
-        self._fast = fast
-        self._exact = exact
-
-    def encode_one(self, text: str) -> Ids:
-        return (self._exact if is_disputed(text) else self._fast).encode_one(text)
-
-    def encode_many(self, texts: list[str]) -> PackedIds:
-        # Search the whole batch at once: disputed characters are rare.
-        if not is_disputed("".join([text for text in texts if not text.isascii()])):
-            return self._fast.encode_many(texts)
-        exact = {number: self._exact.encode_one(text) for number, text in enumerate(texts) if is_disputed(text)}
-        rows = self._fast.encode_many(["" if number in exact else text for number, text in enumerate(texts)]).rows()
-        return pack([exact.get(number, row) for number, row in enumerate(rows)])
+def _guarded(fast: Encode, exact: Encode, texts: list[str]) -> PackedIds:
+    """Encode texts, those with a disputed character by the exact backend."""
+    # Search the whole batch at once: disputed characters are rare.
+    if not is_disputed("".join([text for text in texts if not text.isascii()])):
+        return fast(texts)
+    own = {number: exact([text]).ids for number, text in enumerate(texts) if is_disputed(text)}
+    rows = fast(["" if number in own else text for number, text in enumerate(texts)]).rows()
+    return pack([own.get(number, row) for number, row in enumerate(rows)])
 
 
 def _as_int32(ids: npt.ArrayLike) -> Ids:
@@ -222,47 +184,45 @@ def _as_int32(ids: npt.ArrayLike) -> Ids:
     return array.view(np.int32) if array.dtype == np.uint32 else array.astype(np.int32)
 
 
-def _prove_equal(backend: Backend, exact: Backend, vocabulary: BPEVocabulary) -> None:
+def _prove_equal(name: str, encode: Encode, exact: Encode, vocabulary: BPEVocabulary) -> None:
     texts = [SELF_CHECK, *SELF_CHECK.split("\n")]
     if vocabulary.content_sha256 != GPT2_SHA256:
         texts.append(" ".join(raw.decode(errors="replace") for raw in vocabulary.token_bytes))
-    for text, found in zip(texts, backend.encode_many(texts).rows(), strict=True):
-        # one by one: tokenizers warns in every forked child once its batch calls were used
-        expected = exact.encode_one(text)
-        if not np.array_equal(found, expected) or not np.array_equal(backend.encode_one(text), expected):
-            raise _PassedOver(
-                f"{backend.name} {version(backend.name)} gives other ids than tokenizers in the"
-                f" self-check for {text[:40]!r}; use backend='tokenizers' and report it"
+    for text, found in zip(texts, encode(texts).rows(), strict=True):
+        expected = exact([text]).ids
+        if not np.array_equal(found, expected) or not np.array_equal(encode([text]).ids, expected):
+            raise TokenizerError(
+                f"{name} {version(name)} gives other ids than tokenizers in the self-check for {text[:40]!r}; use"
+                " backend='tokenizers' and report it"
             )
 
 
-_FAST: dict[str, Callable[[BPEVocabulary, _Tokenizers], Backend]] = {"gigatoken": _Gigatoken, "tiktoken": _Tiktoken}
+_FAST: dict[str, Callable[[BPEVocabulary, Any], Encode]] = {"gigatoken": _gigatoken, "tiktoken": _tiktoken}
 BACKENDS = ("auto", *_FAST, "tokenizers")
 
 
 @holding_signals()  # Rust libraries load numpy in their first call, and panic at KeyboardInterrupt
-def choose_backend(vocabulary: BPEVocabulary, wanted: str) -> tuple[Backend, tuple[str, ...]]:
-    """Return a backend, and the reasons why faster ones were not chosen.
+def choose_backend(vocabulary: BPEVocabulary, wanted: str) -> tuple[str, Encode]:
+    """Return the name of a backend, and its encoder.
 
     wanted: its name, or "auto" for the fastest one that is installed and exact.
     Raises TokenizerError for an unknown name, or when ``wanted`` is missing or fails its check.
     """
     if wanted not in BACKENDS:
         raise TokenizerError(f"tokenizer backend {wanted!r} is not known; choose one of: {', '.join(BACKENDS)}")
-    exact = _Tokenizers(vocabulary)
-    reasons: list[str] = []
+    model = _exact_model(vocabulary)
+    exact = partial(_encode_exactly, model)
     for name, build in _FAST.items():
         if wanted not in ("auto", name):
             continue
         try:
-            backend = _Guarded(build(vocabulary, exact), exact)
-            _prove_equal(backend, exact, vocabulary)
-            return backend, tuple(reasons)
+            encode = partial(_guarded, build(vocabulary, model), exact)
+            _prove_equal(name, encode, exact, vocabulary)
+            return name, encode
         except Exception as error:  # try the next library, whatever error this one raises
             if wanted == name:
                 raise TokenizerError(f"tokenizer backend {wanted!r} cannot be used: {error}") from error
-            reasons.append(f"{name}: {error}")
-    return exact, tuple(reasons)
+    return "tokenizers", exact
 
 
 _BMP = "\u088f\u0c5c\u0cdc\ua7ce\ua7cf\ua7d2\ua7d4\ua7f1"
@@ -272,9 +232,6 @@ _RANGES = """
 2B73A-2B73F 2CEA2-2CEAD 323B0-33479
 """
 _BEYOND = [(int(first, 16), int(last, 16)) for first, last in (each.split("-") for each in _RANGES.split())]
-DISPUTED = (*((ord(char), ord(char)) for char in _BMP), *_BEYOND)
-"""First and last code point of each range."""
-
 _BORDERS = np.array([border for first, last in _BEYOND for border in (first, last + 1)], dtype=np.uint32)
 
 
@@ -303,7 +260,7 @@ emoji, digits, contractions, white space, control characters, long runs.
 
 
 def is_disputed(text: str) -> bool:
-    """Return whether ``text`` holds a character of ``DISPUTED``.
+    """Return whether ``text`` holds a character of ``_BMP`` or ``_BEYOND``, on which the libraries disagree.
 
     Speed: about 0.5 GB/s on text that is not ASCII; ASCII text costs nothing. Raises
     UnicodeEncodeError for a lone surrogate.

@@ -103,11 +103,6 @@ def read_vocabulary(vocab_file: Path, merge_file: Path | None) -> BPEVocabulary:
             f" {vocab_file}, the first being {lost[0]!r} (id {ids[lost[0]]}); the file is cut short"
             " or belongs to another model; take both files from the same place"
         )
-    if END_OF_TEXT in made:
-        raise TokenizerError(
-            f"{merge_file or vocab_file}: a merge makes {END_OF_TEXT!r}; then ordinary text could"
-            " end a document; remove that merge"
-        )
     spelled = {mark.id: mark.text.encode() for mark in marks.marks}
     # neither a token nor a merge can hold a line end: the alphabet has no control characters and no space
     content = "\n".join(("GPT2BPETokenizer/1", *tokens)) + "\n\n" + "\n".join(map(" ".join, merges))
@@ -213,7 +208,7 @@ def _spell(path: Path, tokens: list[str], marks: Mapping[str, int]) -> tuple[byt
     """Return the bytes of each token. Those of a mark are its text's."""
     alphabet = byte_alphabet()
     try:
-        spelled = tuple(
+        return tuple(
             token.encode() if token in marks else bytes([alphabet[char] for char in token]) for token in tokens
         )
     except KeyError:
@@ -224,16 +219,13 @@ def _spell(path: Path, tokens: list[str], marks: Mapping[str, int]) -> tuple[byt
             f"{path}: the token {token!r} holds {char!r} (U+{ord(char):04X}), which is not in the"
             " byte alphabet of GPT-2 (a space is written Ġ); expected a byte-level BPE vocabulary"
         ) from None
-    if b"" in spelled:
-        raise TokenizerError(f"{path}: id {spelled.index(b'')} is the empty token; remove it")
-    return spelled
 
 
 def _read_merges(path: Path, vocab_file: Path, ids: dict[str, int]) -> Pairs:
     text = read_vocabulary_text(path, "merges (two tokens a line) of a GPT-2 tokenizer")
     lines = text.replace("\r\n", "\n").rstrip("\n").split("\n")
     first = 1 if lines[0].startswith("#version") else 0
-    pairs: dict[tuple[str, str], None] = {}
+    pairs: list[tuple[str, str]] = []
     for number, line in enumerate(lines[first:], first + 1):
         left, _, right = line.partition(" ")
         if not (left and right) or " " in right:
@@ -247,7 +239,5 @@ def _read_merges(path: Path, vocab_file: Path, ids: dict[str, int]) -> Pairs:
                 f"{path}: line {number}: the merge {line!r}: {missing!r} is not a token of {vocab_file}; expected the"
                 " merges and the vocabulary of one model; take both files from the same place"
             )
-        if (left, right) in pairs:
-            raise TokenizerError(f"{path}: the merge {line!r} stands there twice; remove one")
-        pairs[left, right] = None
+        pairs.append((left, right))
     return tuple(pairs)

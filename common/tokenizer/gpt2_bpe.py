@@ -12,8 +12,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from common.errors import TokenizerError
 from common.tokenizer.base import PackedIds, TextStream, TokenIds
 from common.tokenizer.bpe_backends import choose_backend
@@ -71,11 +69,11 @@ class GPT2BPETokenizer(Tokenizer):
         )
         self.vocabulary = vocabulary = read_vocabulary(file, self.merge_file)
         self._token_bytes = vocabulary.token_bytes
-        self._backend, self.passed_over = choose_backend(vocabulary, backend)
+        name, self._encode = choose_backend(vocabulary, backend)
         super().__init__(
             file,
             kind=self.kind,
-            backend=self._backend.name,
+            backend=name,
             sha256=vocabulary.marks.sha256(vocabulary.content_sha256, vocabulary.prefix_space),
             marks=vocabulary.marks,
             framing=vocabulary.framing,
@@ -84,10 +82,7 @@ class GPT2BPETokenizer(Tokenizer):
     def _encode_many(self, texts: list[str]) -> PackedIds:
         if self.vocabulary.prefix_space:
             texts = [f" {text}" if text and text[0] != " " else text for text in texts]
-        if len(texts) == 1:
-            ids = self._backend.encode_one(texts[0])
-            return PackedIds(ids=ids, offsets=np.array([0, len(ids)], dtype=np.int64))
-        return self._backend.encode_many(texts)
+        return self._encode(texts)
 
     def decode(self, ids: TokenIds) -> str:
         """Return the text of ``ids``. An incomplete character, as at a cut, becomes U+FFFD.

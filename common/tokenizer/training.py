@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 
 from common.errors import ConfigError
 from common.structured_files import parse_json
@@ -49,11 +50,7 @@ def count_characters(texts: Iterable[str], *, lower_case: bool = True) -> Counte
 
 def count_words(texts: Iterable[str]) -> Counter[str]:
     """Count the words of Chinese text. Raises TokenizerError if the library that cuts it is not installed."""
-    cut = word_cutter()
-    found: Counter[str] = Counter()
-    for text in texts:
-        found.update(cut(text))
-    counts: Counter[str] = Counter()
+    found, counts = Counter(chain.from_iterable(map(word_cutter(), texts))), Counter[str]()
     for word, number in _words(found, lower_case=True, split_chinese=False):
         counts[word] += number
     return counts

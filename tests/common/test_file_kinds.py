@@ -206,7 +206,6 @@ def test_safetensors_whose_length_looks_like_gzip(tmp_path: Path) -> None:
     [
         ("stat", lambda folder: IndexedDataset(folder / "tokens")),
         ("stat", lambda folder: MindRecordFile(folder / "rows.mindrecord")),
-        ("stat", lambda folder: open_corpus(folder / "corpus.txt")),
         ("is_file", lambda folder: convert(folder, folder / "out", target_format="hf")),
     ],
 )

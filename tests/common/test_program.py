@@ -239,7 +239,7 @@ def test_ctrl_c_waits_while_a_tokenizer_in_rust_is_loaded(monkeypatch) -> None:
         loaded.append(True)
         raise ValueError
 
-    monkeypatch.setattr(bpe_backends, "_Tokenizers", load)
+    monkeypatch.setattr(bpe_backends, "_exact_model", load)
     with pytest.raises(KeyboardInterrupt):
         bpe_backends.choose_backend(object(), "auto")
     assert loaded

@@ -287,7 +287,7 @@ def test_options_that_cannot_be(corpus, tmp_path, capsys) -> None:
             "--type Word: ex",
         ),
         (train_tokenizer.main, [*train, "--input", str(empty), "--vocab-size", "300"], "is empty"),
-        (make_vocab.main, [*make, str(tmp_path)], "is a folder, expected a file; give its files"),
+        (make_vocab.main, [*make, str(tmp_path)], "Is a directory; give the path of a file"),
         (make_vocab.main, [*make, str(corpus), "--vocab_size", "0"], "expected 1 or more"),
         (make_vocab.main, ["--vocab_file", str(corpus), "--raw_data_path", str(corpus)], "choose"),
     ):
