@@ -107,9 +107,6 @@ COMMAND_LINES = {
 }
 """Systems with command lines, by the word of --from."""
 
-FLAG_FILES = (".sh", ".txt", ".flags", ".args")
-"""Endings of files that hold command-line flags; any other file is YAML."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFile:
@@ -133,7 +130,7 @@ class ConfigFile:
     @classmethod
     def read(cls, path: Path, fill: Fill | None = None) -> ConfigFile:
         """Read a file and those that it extends. Raises ConfigError."""
-        if path.suffix in FLAG_FILES:
+        if path.suffix in (".sh", ".txt", ".flags", ".args"):  # any other file is YAML
             where, program, flags = read_command(path)
             return cls.of_flags(find_command_line(flags, program), flags, where, path, fill)
         fleetx.require_checkout(path)

@@ -99,7 +99,7 @@ FORMATS: dict[str, WeightFormat] = {
         for name, title in (("megatron", "Megatron-LM"), ("megatron_core", "Megatron-Core"))
     },
     "oneflow": WeightFormat(
-        "a snapshot of OneFlow's GPT", oneflow.detects, oneflow.open_oneflow
+        "a snapshot of OneFlow's GPT", lambda path: oneflow.find_snapshot(path) is not None, oneflow.open_oneflow
     ),
     "onnx": WeightFormat(
         "an ONNX folder",

@@ -64,10 +64,8 @@ def start_nodes_devices(
     """
 
     def start(argv: list[str], *, program: str) -> int:
-        if not {"--show_config", "--help", "-h"}.isdisjoint(argv):
-            return run(argv, program=program)
-        options = _options(flags, os.environ)
-        if options is None:
+        is_question = not {"--show_config", "--help", "-h"}.isdisjoint(argv)
+        if is_question or (options := _options(flags, os.environ)) is None:
             return run(argv, program=program)
         _, config, _, mode, *overrides = argv  # --config FILE --run_mode train KEY=VALUE ...
         return launch(["distribute", *options, "none", config, mode, *overrides])

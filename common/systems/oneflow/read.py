@@ -106,10 +106,6 @@ def find_snapshot(path: Path) -> Path | None:
     return max(found)[1] if found else None
 
 
-def detects(path: Path) -> bool:
-    return find_snapshot(path) is not None
-
-
 @contextmanager
 def open_oneflow(path: Path) -> Iterator[Weights]:
     """Open a snapshot.
