@@ -39,10 +39,10 @@ _OTHER_MODULES = {
     ),
     "MoEModule": "mixture of experts is not in this version; use GPTModule",
 }
-_OTHER_MODELS = {
-    "GPT-cn": "its Chinese tokenizer, gpt-cpm-large-cn, is not here. The model is GPT: set GPT, the"
+_GPT_CN = (
+    "its Chinese tokenizer, gpt-cpm-large-cn, is not here. The model is GPT: set GPT, the"
     " vocab_size of your tokenizer, and data.tokenizer"
-}
+)
 
 
 def require_checkout(path: Path) -> None:
@@ -227,8 +227,7 @@ def _checkpoint(theirs: ForeignKeys, ours: Translation) -> None:
         expected = f"expected {', '.join(_MODULES)}"
         theirs.refuse("Model.module", module, _OTHER_MODULES.get(str(module), expected))
     if name != "GPT":
-        reason = "the models here are GPT; use GPT"
-        theirs.refuse("Model.name", name, _OTHER_MODELS.get(str(name), reason))
+        theirs.refuse("Model.name", name, _GPT_CN if name == "GPT-cn" else "the models here are GPT; use GPT")
     _validation_data(theirs, ours, trains=module == "GPTModule")
     key = "Engine.save_load.ckpt_dir"
     if (path := theirs.take(key)) is not None:
