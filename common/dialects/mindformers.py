@@ -173,7 +173,7 @@ TABLE: Table = {
     "lr_schedule.lr_end": MapTo("optimizer.min_learning_rate"),
     "lr_schedule.warmup_ratio": MapTo("optimizer.warmup_fraction"),
     "lr_schedule.warmup_steps": ByHand("optimizer.warmup_steps"),
-    "lr_schedule.total_steps": ByHand("optimizer.decay_steps"),
+    "lr_schedule.total_steps": MapTo("optimizer.decay_steps", lambda steps: None if steps == -1 else steps),
     **each(MapTo("optimizer.power", number), "power lr_power", "lr_schedule."),
     "lr_schedule.num_cycles": Fixed((0.5,), "the cosine falls once; set 0.5"),
     "lr_schedule.warmup_lr_init": Fixed((0, 0.0), "the warm-up begins at 0; set 0"),

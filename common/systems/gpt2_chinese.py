@@ -98,8 +98,7 @@ def _take_data(theirs: ForeignKeys, ours: Translation, key: str) -> None:
     if type(shortest) is not int:
         theirs.refuse("min_length", shortest, "expected a whole number")
     for flag in DATA:
-        theirs.take(flag)
-        ours.note_given(theirs, flag, "the data are made before the run")
+        ours.leave_out(theirs, flag, "the data are made before the run")
 
 
 def _evaluate(theirs: ForeignKeys, ours: Translation) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from common.device import sees_ascend
 from common.dialects.mindformers import BASE, CALLBACKS, DEFAULTS, MARKS, OF_TYPES, TABLE, TARGETS, WRITTEN
-from common.dialects.rules import Defaults, Ignored, MapTo
+from common.dialects.rules import Defaults, Ignored, MapTo, Rule
 from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
 
 _COMPILED = (
@@ -124,18 +124,12 @@ def _length(theirs: ForeignKeys, ours: Translation) -> None:
         ours.put("train.sink_size", size, theirs, key)
     elif size is not None:
         ours.note(key, "train.sink_size stays 1; losses do not depend on it")
-    key = "lr_schedule.total_steps"
-    if (steps := theirs.take(key)) != -1:
-        ours.put("optimizer.decay_steps", steps, theirs, key)
-    key = "lr_schedule.warmup_steps"
-    steps = theirs.take(key)
-    if theirs.peek("lr_schedule.warmup_ratio") is None:
-        ours.put("optimizer.warmup_steps", steps, theirs, key)
-    else:
-        ours.note_given(theirs, key, "warmup_ratio says it")
-    key = "train_dataset.batch_size"
-    if theirs.peek("runner_config.batch_size") is None and theirs.peek(key) is not None:
-        ours.put("train.micro_batch_size", theirs.peek(key), theirs, key)
+    rules: dict[str, Rule] = {"lr_schedule.warmup_steps": MapTo("optimizer.warmup_steps")}
+    if theirs.peek("lr_schedule.warmup_ratio") is not None:
+        rules["lr_schedule.warmup_steps"] = Ignored("warmup_ratio says it")
+    if theirs.peek("runner_config.batch_size") is None:
+        rules["train_dataset.batch_size"] = MapTo("train.micro_batch_size")
+    apply(rules, theirs, ours)
 
 
 def _scale(theirs: ForeignKeys, ours: Translation) -> None:
@@ -163,32 +157,23 @@ def _scale(theirs: ForeignKeys, ours: Translation) -> None:
 
 
 def _parallel(theirs: ForeignKeys, ours: Translation) -> None:
-    mode = theirs.peek("parallel.parallel_mode")
-    if (
-        theirs.peek("parallel_config.optimizer_shard") is not None
-        and theirs.peek("parallel.enable_parallel_optimizer") is not None
-    ):
-        theirs.take("parallel_config.optimizer_shard")
-        ours.note("parallel_config.optimizer_shard", "parallel.enable_parallel_optimizer says it")
-    stages = theirs.peek_count("parallel_config.pipeline_stage")
-    key = "parallel_config.data_parallel"
-    copies = theirs.take(key)
-    if mode not in (0, "data_parallel"):
-        ours.put("parallel.data_parallel", copies, theirs, key)
-    else:
-        ours.note_given(theirs, key, "in parallel_mode 0 every device has a copy of the model")
-    key = "parallel_config.micro_batch_num"
-    parts = theirs.take(key)
-    if stages > 1:
+    rules: dict[str, Rule] = {
+        "parallel_config.data_parallel": MapTo("parallel.data_parallel"),
+        "parallel_config.micro_batch_num": Ignored(
+            "MindFormers splits batches for a pipeline only; train.accumulation_steps does it everywhere"
+        ),
+    }
+    if theirs.peek("parallel.enable_parallel_optimizer") is not None:
+        rules["parallel_config.optimizer_shard"] = Ignored("parallel.enable_parallel_optimizer says it")
+    if theirs.peek("parallel.parallel_mode") in (0, "data_parallel"):
+        rules["parallel_config.data_parallel"] = Ignored("in parallel_mode 0 every device has a copy of the model")
+    if theirs.peek_count("parallel_config.pipeline_stage") > 1:
         theirs.take("runner_config.gradient_accumulation_steps")  # not with a pipeline there
-        ours.put("train.accumulation_steps", parts, theirs, key)
-    else:
-        why = "MindFormers splits batches for a pipeline only; train.accumulation_steps does it"
-        ours.note_given(theirs, key, f"{why} everywhere")
+        rules["parallel_config.micro_batch_num"] = MapTo("train.accumulation_steps")
     key = "recompute_config.recompute"
     if theirs.take("recompute_config.select_recompute", False) and theirs.peek(key) is not True:
-        theirs.take(key)
-        ours.put("train.recompute", "selective", theirs, key)
+        rules[key] = MapTo("train.recompute", lambda _: "selective")
+    apply(rules, theirs, ours)
 
 
 def _callbacks(theirs: ForeignKeys, ours: Translation) -> None:
@@ -220,10 +205,8 @@ def _callbacks(theirs: ForeignKeys, ours: Translation) -> None:
 
 
 def _checkpoint(theirs: ForeignKeys, ours: Translation) -> None:
-    resume = theirs.take("resume_training", False)
-    for key in ("load_checkpoint", "resume_or_finetune_checkpoint"):
-        if (path := theirs.take(key)) is not None:
-            ours.put("checkpoint.resume" if resume else "checkpoint.init_from", path, theirs, key)
+    rule = MapTo("checkpoint.resume" if theirs.take("resume_training", False) else "checkpoint.init_from")
+    apply(dict.fromkeys(("load_checkpoint", "resume_or_finetune_checkpoint"), rule), theirs, ours)
 
 
 def _profile(theirs: ForeignKeys, ours: Translation) -> None:

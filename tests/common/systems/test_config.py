@@ -179,6 +179,9 @@ def test_merge_keys_and_sections_with_only_anchors(tmp_path: Path) -> None:
     *lines, last = MERGED.splitlines()
     path.write_text("\n".join((f"x-more: &more {{{last}}}", "<<: *more", *lines)))
     assert open_config(path).config.optimizer.learning_rate == 1e-4
+    path.write_text(MERGED.replace(", batch_size: 1", "") + "train_dataset: {batch_size: 3}\n")
+    opened = open_config(path)
+    assert (opened.config.train.micro_batch_size, opened.ours.without_effect) == (3, {})
 
 
 def test_quantization_of_release_24(tmp_path: Path) -> None:
