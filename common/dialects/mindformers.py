@@ -29,9 +29,9 @@ BASE = "base_config"
 MARKS = words("""
     base_config runner_config runner_wrapper lr_schedule callbacks train_dataset
     train_dataset_task trainer moe_config processor resume_or_finetune_checkpoint use_parallel
-    auto_trans_ckpt aicc_config swap_config
+    auto_trans_ckpt aicc_config swap_config model
 """)
-"""Top-level keys that only MindFormers has."""
+"""Top-level keys that only MindFormers has, and the model, which only there has a model_config."""
 PARTS = words("parallel_config recompute_config")
 """MindFormers' sections that files of ours may have."""
 TARGETS = {"Ascend": "npu", "GPU": "cuda", "CPU": "cpu"}
