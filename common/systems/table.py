@@ -1,9 +1,5 @@
 """Table of the formats of weights that this project reads and writes. A new system is a folder
 beside this file, and an entry here.
-
-This package stands above all packages that use a part of a system. Such a lower package (a style of
-log lines) defines the type of the part. A system's folder makes one, and an entry script passes it
-down. The folders do not import each other.
 """
 
 from __future__ import annotations

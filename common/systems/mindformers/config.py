@@ -228,20 +228,23 @@ def settle(ours: Translation, *, whole: bool = True) -> None:
     torch, device = ours.get("backend") == "torch", ours.get("device", target)
     if device == "auto" and not torch and not sees_ascend():
         device = "cpu"
-    whys: dict[str, str] = {}
-    if ours.get("parallel.pipeline_stage", 1) != 1 and whole:
-        whys["parallel.vocab_emb_dp"] = "with a pipeline the ranks split the table"
-    if ours.get("parallel.parallel_mode") not in (2, "auto_parallel"):
-        whys["parallel.search_mode"] = "parallel_mode 2 looks for splits"
-    if ours.get("parallel.data_parallel") == 1:
-        whys["parallel.enable_parallel_optimizer"] = "there is one data-parallel rank"
-    if ours.get("parallel.model_parallel", 1) == 1:
-        whys["train.recompute_slice_activation"] = "one tensor-parallel rank has no slices"
-        whys["parallel.sequence_parallel"] = "one tensor-parallel rank has nothing to split"
+    is_piped = ours.get("parallel.pipeline_stage", 1) != 1
+    is_searched = ours.get("parallel.parallel_mode") in (2, "auto_parallel")
+    is_undivided, is_whole = ours.get("parallel.data_parallel") == 1, ours.get("parallel.model_parallel", 1) == 1
+    is_pynative = not torch and ours.get("context.mode") in (1, "pynative")
+    rows = (
+        (is_piped and whole, "parallel.vocab_emb_dp", "with a pipeline the ranks split the table"),
+        (not is_searched, "parallel.search_mode", "parallel_mode 2 looks for splits"),
+        (is_undivided, "parallel.enable_parallel_optimizer", "there is one data-parallel rank"),
+        (is_whole, "train.recompute_slice_activation", "one tensor-parallel rank has no slices"),
+        (is_whole, "parallel.sequence_parallel", "one tensor-parallel rank has nothing to split"),
+        (not ours.get("context.enable_graph_kernel"), "context.graph_kernel_flags", "enable_graph_kernel is off"),
+        (is_pynative, "train.recompute", "context.mode=1 keeps all activations; losses do not change"),
+        (device == "cpu" and not torch, "profile.memory", "MindSpore records allocations on accelerators only"),
+    )
+    whys = {key: why for is_unused, key, why in rows if is_unused}
     whys |= _unused_by_graph(ours, torch, device) | _UNUSED_ON_DEVICE.get(device, {})
     whys |= _UNUSED_ON_TORCH if torch else {}
-    if device == "cpu" and not torch:
-        whys["profile.memory"] = "MindSpore records allocations on accelerators only"
     for key, why in whys.items():
         ours.drop(key, why)
     if whole:
@@ -251,25 +254,18 @@ def settle(ours: Translation, *, whole: bool = True) -> None:
 
 def _unused_by_graph(ours: Translation, torch: bool, device: str) -> dict[str, str]:
     """Return keys of ours that have no effect with this kind of graph, or without a graph."""
-    whys: dict[str, str] = {}
-    if not ours.get("context.enable_graph_kernel"):
-        whys["context.graph_kernel_flags"] = "enable_graph_kernel is off"
-    if not torch and ours.get("context.mode") in (1, "pynative"):
-        whys["train.recompute"] = "context.mode=1 keeps all activations; losses do not change"
     layout = [ours.get(f"parallel.{name}_parallel") for name in ("data", "model")]
     alone = [*layout, ours.get("parallel.pipeline_stage")] == [1, 1, 1]
     compiles = ours.get("parallel.parallel_mode") in (1, 2, "semi_auto_parallel", "auto_parallel")
     if compiles and not torch and not alone and device in ("npu", "auto"):
-        whys["data.eod_mask_loss"] = (
-            "graphs that the compiler splits have one mask for all windows, so every target counts"
-        )
-        return whys
+        why = "graphs that the compiler splits have one mask for all windows, so every target counts"
+        return {"data.eod_mask_loss": why}
     why = "parallel_mode 1 and 2 on Ascends have it"
     if torch:
         why = "on torch the work is split by our own plan"
     elif alone:
         why = "one device has nothing to split"
-    whys |= dict.fromkeys(_COMPILED, why)
+    whys = dict.fromkeys(_COMPILED, why)
     if torch or (compiles and (device == "cpu" or alone)):
         whys["parallel.parallel_mode"] = why
         if compiles:
