@@ -53,10 +53,6 @@ def _one_file(value: Any) -> Any:
     return files[0]
 
 
-def _recompute(value: Any) -> Any:
-    return {True: "full", False: "none"}.get(value, value) if isinstance(value, bool) else value
-
-
 _MODEL: Table = {
     "type": Fixed(("GPT2Config",), "the models here are GPT-2; use GPT2Config"),
     **same("model", "seq_length vocab_size num_layers num_heads initializer_range"),
@@ -203,7 +199,8 @@ TABLE: Table = {
         "context_parallel seq_split_num", "parallel_config."),
     "moe_config.expert_num": Fixed((1,), f"{_NO_EXPERTS}; set 1"),
     "moe_config.*": Ignored(_NO_EXPERTS),
-    "recompute_config.recompute": MapTo("train.recompute", _recompute),
+    "recompute_config.recompute": MapTo("train.recompute",
+        lambda value: ("none", "full")[value] if isinstance(value, bool) else value),
     "recompute_config.select_recompute": ByHand(),
     **same("train", "mp_comm_recompute recompute_slice_activation"
         " parallel_optimizer_comm_recompute", "recompute_config."),
@@ -230,8 +227,7 @@ TABLE: Table = {
     "eval_dataset": ByHand("data.validation"),
     "eval_dataset.data_loader.dataset_dir": MapTo("data.validation"),
     "eval_dataset.data_loader.num_samples": MapTo("validation.max_samples"),
-    "eval_dataset.*": Ignored("validation windows are read in order"),
-    "eval_dataset_task.*": Ignored("validation windows are read in order"),
+    **each(Ignored("validation windows are read in order"), "eval_dataset.* eval_dataset_task.*"),
     "processor": ByHand("data.tokenizer"),
     "processor.*": Ignored("data.tokenizer names the files of the vocabulary"),
     "metric.*": Ignored("loss and perplexity are measured"),
@@ -243,7 +239,7 @@ TABLE: Table = {
     "resume_training": ByHand("checkpoint.resume"),
     "do_eval": ByHand("--run_mode eval"),
     **each(ByHand("validation.interval"), "eval_step_interval eval_epoch_interval"),
-    "eval_callbacks": Ignored(WRITTEN),
+    **each(Ignored(WRITTEN), "eval_callbacks monitor_config.*"),
     **each(Ignored("checkpoints are read in every layout"), """
         auto_trans_ckpt src_strategy_path_or_dir
     """),
@@ -259,7 +255,6 @@ TABLE: Table = {
     "init_start_profile": Ignored("profile_start_step says it"),
     "profile_communication": Ignored("the trace has it"),
     "print_separate_loss": Ignored("there is one loss"),
-    "monitor_config.*": Ignored(WRITTEN),
 }  # fmt: skip
 
 CALLBACKS: dict[str, tuple[MapTo, Any]] = {
