@@ -154,7 +154,7 @@ class BaseEngine(engine.Engine):
     def owned_pieces(self) -> dict[str, TensorSlice]:
         """Return the pieces of parameters that this rank writes, without padded vocabulary."""
         pieces = owned_pieces(self.pieces, self.owns, self.config.model)
-        return {name: piece for name, piece in pieces.items() if piece.rows[0] < piece.rows[1]}
+        return {name: piece for name, piece in pieces.items() if piece[0][0] < piece[0][1]}
 
     def snapshot(self, state: TrainState) -> Snapshot | None:
         """Copy weights, optimizer state and counters to the host: all of them, or this rank's part."""

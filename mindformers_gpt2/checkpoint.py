@@ -64,7 +64,8 @@ def fill_moments(optimizer: Optimizer, values: Iterable[tuple[str, str, Array]])
 def _cut(tensor: Parameter, piece: TensorSlice) -> Array:
     """Return this rank's part of a tensor, without the rows that pad the vocabulary."""
     values: Array = tensor.asnumpy().astype("float32", copy=True)
-    return values[: piece.rows[1] - piece.rows[0]]
+    first, end = piece[0]
+    return values[: end - first]
 
 
 def _fill(tensor: Parameter, values: Array) -> None:

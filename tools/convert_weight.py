@@ -19,7 +19,6 @@ from pathlib import Path
 
 from common import whole_numbers
 from common.conversion.convert import convert, convert_as_mindformers_did
-from common.conversion.logits import installed_runners
 from common.errors import ConfigError
 from common.flags import flag
 from common.program import command
@@ -95,7 +94,6 @@ def main(request: Request) -> None:
             verify=request.verify,
             model_parallel=request.model_parallel,
             pipeline_stage=request.pipeline_stage,
-            runners=installed_runners() if request.verify else None,
         )
     how = ", read back and equal bit for bit" if "sha256" in report else ""
     tensors, logits = report["tensors"], report.get("logits")

@@ -116,7 +116,8 @@ def fill_moments(
 
 def _cut(tensor: Tensor, piece: TensorSlice) -> Tensor:
     """Return this rank's part of a tensor, without the rows that pad the vocabulary."""
-    return local_shard(tensor.detach()).detach()[: piece.rows[1] - piece.rows[0]]
+    first, end = piece[0]
+    return local_shard(tensor.detach()).detach()[: end - first]
 
 
 class Recorder(RecorderBase):

@@ -302,7 +302,9 @@ def hugging_face_logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int6
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    net: Any = GPT2LMHeadModel.from_pretrained(folder if folder.is_dir() else folder.parent, local_files_only=True)
+    folder = folder if folder.is_dir() else folder.parent
+    # the config of an old folder has only n_ctx
+    net: Any = GPT2LMHeadModel.from_pretrained(folder, local_files_only=True, n_positions=model.max_positions)
     net = net.float().eval()
     found: NDArray[np.float32] = net(torch.from_numpy(ids)).logits.numpy()
     return found

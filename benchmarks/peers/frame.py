@@ -154,7 +154,7 @@ def hugging_face_model(config: Run) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder) / "config.json", config.model, "float32", {})
+        write_config(Path(folder), initial_weights(config))
         model = GPT2LMHeadModel(GPT2Config.from_pretrained(folder, use_cache=False))
     state = model.state_dict()
     named = export_names(NAME_MAPS[0], initial_weights(config).tensors, config.model, None)

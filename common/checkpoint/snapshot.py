@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from common.parallel.world import WorldBase
 from common.quantization import ActivationScales, quantized_layers, trained_scheme
 from common.tensor_files.safetensors_file import Tensors
 from common.weights.names import EMBEDDING
-from common.weights.pieces import Array, QuantizedReader, Scheme, TensorSlice, open_parameters, to_rectangle
+from common.weights.pieces import Array, QuantizedReader, Scheme, TensorSlice, open_parameters
 
 
 @dataclass
@@ -112,16 +112,14 @@ def owned_pieces(
     """Return the pieces of parameters that a rank writes, without the rows that pad the vocabulary."""
     owned = {name: piece for name, piece in pieces.items() if owns(name)}
     if (table := owned.get(EMBEDDING)) is not None:
-        owned[EMBEDDING] = replace(
-            table, rows=(min(table.rows[0], model.vocab_size), min(table.rows[1], model.vocab_size))
-        )
+        (first, end), *columns = table
+        owned[EMBEDDING] = ((min(first, model.vocab_size), min(end, model.vocab_size)), *columns)
     return owned
 
 
 def part_of(world: WorldBase, owned: Mapping[str, TensorSlice]) -> Part:
     """Return a rank's part of a snapshot, given the pieces that it writes."""
-    rectangles = {name: to_rectangle(piece) for name, piece in owned.items()}
-    return Part(rank=world.rank, ranks=world.size, rectangles=rectangles)
+    return Part(rank=world.rank, ranks=world.size, rectangles=owned)
 
 
 def padded_rows(values: Array, rows: int) -> Array:

@@ -21,7 +21,7 @@ from common.study.verdict import OTHER_KERNELS
 from common.tensor_files.safetensors_file import open_safetensors
 from common.training.recording import BACKWARD, FORWARD, GRADIENTS, LAST_NORM, PARTS, TOKENS, WEIGHTS, activation_names
 from common.weights.names import EMBEDDING, POSITIONS
-from common.weights.pieces import ShardedReader, TensorSlice
+from common.weights.pieces import ShardedReader
 
 LOSS = "loss"
 TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
@@ -97,8 +97,7 @@ class StepReader:
         return tuple(shape)
 
     def read(self, name: str) -> Array:
-        rows, *columns = self._shapes[name]
-        piece = TensorSlice(rows=(0, rows), columns=(0, columns[0]) if columns else None)
+        piece = tuple((0, size) for size in self._shapes[name])
         return self._stored.read(name, piece).reshape(self.shape(name) or ())
 
 

@@ -8,21 +8,21 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.config.resolved import ResolvedModel
-from common.conversion.logits import Runner, compare_logits
+from common.conversion.logits import compare_logits
 from common.errors import CheckpointError, ConfigError, StorageError, TokenizerError, UserError
 from common.files import atomic_write, fsync_folder, reading, refuse_to_overwrite, temporary_folder, whole_folder
 from common.hub import located
 from common.log import LOG, progress_bar
-from common.systems.hugging_face.tokenizer import put_tokenizer, special_ids, tokenizer_of
-from common.systems.hugging_face.weights import CONFIG, open_without_config, write_config
+from common.systems.hugging_face.tokenizer import put_tokenizer, tokenizer_of
+from common.systems.hugging_face.weights import open_without_config, write_config
 from common.systems.mindformers.write import write_file
 from common.systems.table import FORMATS, detect
 from common.systems.weights import FLOATS, Weights
@@ -66,15 +66,14 @@ def convert(
     verify: bool = False,
     model_parallel: int = 1,
     pipeline_stage: int = 1,
-    runners: Mapping[str, Runner] | None = None,
 ) -> dict[str, Any]:
     """Convert the weights of ``source`` into ``target``. Return what its conversion.json says, and the step of the run
     that went along: None for weights alone.
 
     source: a path, or a model by name as ``common.hub`` takes it. dtype: type of the weights; the optimizer's state
     keeps its own. weights_only: leave out the optimizer's state and the position of the run. verify: read the target
-    back, compare it bit for bit, and compare the logits of both by ``runners`` (one for each format). model_parallel,
-    pipeline_stage: numbers of ranks, for a target that has a file for each rank.
+    back, compare it bit for bit, and compare the logits of both. model_parallel, pipeline_stage: numbers of ranks, for
+    a target that has a file for each rank.
 
     Raises CheckpointError, ConfigError and StorageError; ``target`` then does not exist.
     """
@@ -87,21 +86,23 @@ def convert(
         raise ConfigError(f"{target}: exists and is not empty; choose another --output, or move it away")
     source = located(source)
     _require_source(source)
-    write = _writer(target_format, model_parallel, pipeline_stage)
-    if dtype is not None and dtype not in FORMATS[target_format].dtypes:
-        raise ConfigError(
-            f"--dtype {dtype}: {target_format} holds {', '.join(FORMATS[target_format].dtypes)}; choose one of these"
-        )
+    format, write = FORMATS[target_format], _writer(target_format, model_parallel, pipeline_stage)
+    if dtype is not None and dtype not in format.dtypes:
+        raise ConfigError(f"--dtype {dtype}: {target_format} holds {', '.join(format.dtypes)}; choose one of these")
     with ExitStack() as stack:
         with reading(source, CheckpointError):
             source_format = source_format or detect(source)
-            weights = stack.enter_context(_opener(source_format)(source))
+            if (opened := FORMATS[source_format].open) is None:
+                raise ConfigError(
+                    f"--from {source_format}: this format is written only; give the weights that it was made of"
+                )
+            weights = stack.enter_context(opened(source))
         temporary = stack.enter_context(
             whole_folder(target, what="the weights", remedy="make room there, or choose another --output")
         )
         warn_of_heads(source, weights.model)
         is_float = dtype is None or dtype in FLOATS
-        if weights_only or not FORMATS[target_format].holds_run or not is_float:
+        if weights_only or not format.holds_run or not is_float:
             weights = weights.without_run()
         if (why := put_tokenizer(temporary, weights)) is not None:
             left_out = {"tokenizer": f"files of the tokenizer: {why}"}
@@ -111,8 +112,8 @@ def convert(
         bar = stack.enter_context(progress_bar(total=size * reads, unit="B", description=target.name))
         weights = weights.with_progress(bar.update)
         sums = write(temporary, weights, dtype)
-        if FORMATS[target_format].hugging_face_config:
-            write_config(temporary / CONFIG, weights.model, "float32", special_ids(weights))
+        if format.hugging_face_config:
+            write_config(temporary, weights)
         _open_again(temporary, target_format, source)
         report: dict[str, Any] = {
             "from": source_format,
@@ -124,11 +125,14 @@ def convert(
             "crc32": sums,
         }
         if verify:
-            with _written(temporary, weights, target_format, dtype) as written:
-                if _is_readable(target_format, dtype):
-                    report["sha256"] = _compare(weights, written)
-                report["text"] = _compare_text(weights, temporary)
-                report["logits"] = compare_logits(runners or {}, weights, source_format, written, target_format)
+            if is_float and (open_written := format.open) is not None:
+                written = stack.enter_context(open_written(temporary))
+                report["sha256"] = _compare(weights, written)
+            else:  # the source's weights describe it: the program that runs it may compare logits
+                tensors = {name: replace(each, dtype=dtype or "float32") for name, each in weights.tensors.items()}
+                written = replace(weights, path=temporary, format=target_format, tensors=tensors)
+            report["text"] = _compare_text(weights, temporary)
+            report["logits"] = compare_logits(weights, source_format, written, target_format)
         with atomic_write(temporary / REPORT, "w") as file:
             json.dump(report, file, indent=1)
         return report | {"step": None if weights.run is None else weights.run["state"]["step"]}
@@ -136,17 +140,6 @@ def convert(
 
 def _counts(weights: Weights) -> dict[str, int]:
     return {"weights": len(weights.tensors), "optimizer": len(weights.moments), "left_out": len(weights.ignored)}
-
-
-def _opener(source_format: str) -> Callable[[Path], AbstractContextManager[Weights]]:
-    opened = FORMATS[source_format].open
-    if opened is None:
-        raise ConfigError(f"--from {source_format}: this format is written only; give the weights that it was made of")
-    return opened
-
-
-def _is_readable(format: str, dtype: str | None) -> bool:
-    return FORMATS[format].open is not None and (dtype is None or dtype in FLOATS)
 
 
 def _open_again(folder: Path, format: str, source: Path) -> None:
@@ -161,16 +154,6 @@ def _open_again(folder: Path, format: str, source: Path) -> None:
             f"{source}: what was made of it cannot be read back: {reason}. A value in its config or"
             " in its run is wrong; fix or remove it there"
         ) from error
-
-
-def _written(folder: Path, source: Weights, format: str, dtype: str | None) -> AbstractContextManager[Weights]:
-    """Open what was written. If it cannot be read, the source's weights describe it: the program
-    that runs it may compare logits.
-    """
-    if _is_readable(format, dtype):
-        return _opener(format)(folder)
-    tensors = {name: replace(weight, dtype=dtype or "float32") for name, weight in source.tensors.items()}
-    return nullcontext(replace(source, path=folder, format=format, tensors=tensors))
 
 
 def _writer(target_format: str, tensor: int, stages: int) -> Callable[[Path, Weights, str | None], dict[str, int]]:

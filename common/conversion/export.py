@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from common import run_folder
 from common.config.resolved import ResolvedModel
-from common.conversion.logits import installed_runners, run_logits
+from common.conversion.logits import run_logits, why_not
 from common.errors import CheckpointError, ConfigError, RunError
 from common.files import atomic_write, reading
 from common.generation.generate import ExportedModel
@@ -34,7 +34,7 @@ from common.parallel.run import Run
 from common.paths import require_package
 from common.systems.gguf import write_gguf
 from common.systems.hugging_face.tokenizer import put_tokenizer, special_ids
-from common.systems.hugging_face.weights import CONFIG, write_config
+from common.systems.hugging_face.weights import write_config
 from common.systems.onnx.folder import GRAPH_FILE, OnnxModel, write_onnx
 from common.systems.table import FORMATS, detect
 from common.systems.weights import Weights
@@ -59,41 +59,17 @@ _MAX_NOISE = 0.5
 """Upper limit of the noise: a wrong order or scale makes an error as large as the logits."""
 
 
-def compare(
-    model: ExportedModel, ids: NDArray[np.int64], expected: NDArray[np.float32], allowed: float | None
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the largest difference of logits and the noise by case, for ids (B, T) whose logits are ``expected`` (B,
-    T, vocab_size). The noise is the standard deviation of the difference, relative to that of the logits.
-
-    There are three cases: all tokens at once, a first part and then token by token, and rows of different lengths with
-    padding on the left. allowed: the noise that rounding explains; None if weights are not rounded, and two orders of
-    adding in float32 may differ by TOLERANCE. Raises RunError if the difference of a case is larger.
+def _cases(
+    model: ExportedModel, ids: NDArray[np.int64]
+) -> Iterator[tuple[str, NDArray[np.float32], NDArray[np.bool_]]]:
+    """Yield logits (B, T, vocab_size) of ids (B, T), each with its name and where there are some: all tokens at once,
+    rows of different lengths with padding on the left, and a first part and then token by token.
     """
-    everywhere = np.ones(ids.shape, bool)
-    length = ids.shape[1]
-    cases = {
-        "all tokens at once": (_logits(model, ids, [0, length]), everywhere),
-        "padding on the left": _padded(model, ids),
-    }
+    everywhere, length = np.ones(ids.shape, bool), ids.shape[1]
+    yield "all tokens at once", _logits(model, ids, [0, length]), everywhere
+    yield "padding on the left", *_padded(model, ids)
     if model.has_cache:
-        bounds = [0, *range(max(1, length // 2), length + 1)]
-        cases["token by token"] = (_logits(model, ids, bounds), everywhere)
-    largest = float(np.abs(expected).max())  # a NaN stays a NaN, and fails every case
-    differences, noises = {}, {}
-    for name, (found, compared) in cases.items():
-        errors = np.abs(found - expected)[compared]
-        differences[name] = difference = float(errors.max())
-        noises[name] = noise = float(np.sqrt((errors**2).mean()) / expected.std())
-        limit = TOLERANCE * max(1.0, largest / 10)
-        is_right = difference <= limit if allowed is None else noise <= allowed
-        if not is_right:
-            raise RunError(
-                f"the export, {name}: its logits differ from the model's by"
-                f" {difference:.3g} of {largest:.3g} (noise {noise:.2g}), more than"
-                " rounding does; nothing was exported, an older export is untouched; try another"
-                " version of what runs it, or export.weights=float32"
-            )
-    return differences, noises
+        yield "token by token", _logits(model, ids, [0, *range(max(1, length // 2), length + 1)]), everywhere
 
 
 def _logits(model: ExportedModel, ids: NDArray[np.int64], bounds: Sequence[int]) -> NDArray[np.float32]:
@@ -194,7 +170,7 @@ def export_program(config: Run, checkpoint: Checkpoint, program: ProgramFormat |
         with progress_bar(total=size, unit="B", description=folder.name) as bar:
             program.write(temporary, weights.with_progress(bar.update), config)
         if program.hugging_face_config:
-            write_config(temporary / CONFIG, weights.model, "float32", special_ids(weights))
+            write_config(temporary, weights)
         comparison = _check(program, temporary, weights, source_format, config)
         ids = {name: each for name, each in special_ids(weights).items() if each is not None}
         if (end := ids.get("eos_token_id")) is not None:
@@ -228,15 +204,16 @@ def write_record(folder: Path, config: Run, **facts: Any) -> str:
 
 
 def _check(program: ProgramFormat, folder: Path, weights: Weights, source_format: str, config: Run) -> dict[str, Any]:
-    """Return the differences between the logits of the folder and of the backend, by case. Nothing
-    is compared if export.check is false or if nothing here runs the format.
+    """Return the largest differences between the logits of the folder and of the backend by case, and the noise:
+    the standard deviation of the difference, relative to that of the logits. Where weights are not rounded, two orders
+    of adding in float32 may differ by TOLERANCE. Nothing is compared if export.check is false or if nothing here runs
+    the format. Raises RunError if the difference of a case is larger.
     """
     if program.open is None or not config.export.check:
         return {"largest_difference": None}
     own = {"torch": _OWN, "mindspore": "mindspore"}[config.backend]
     runner = own if source_format == _OWN else source_format
-    runners = installed_runners()
-    if runner not in runners:
+    if why_not(runner):
         raise ConfigError(
             f"export.check: nothing here computes the logits of {weights.path} ({source_format});"
             " install its framework, or set export.check=false"
@@ -247,13 +224,25 @@ def _check(program: ProgramFormat, folder: Path, weights: Weights, source_format
     if rounding := _ROUNDING.get(config.export.weights):
         # each of the 4 products of a layer, the embedding and the head add the noise of one rounding
         allowed = min(_MARGIN * rounding * math.sqrt(4 * weights.model.num_layers + 2), _MAX_NOISE)
-    opened = program.open(folder, weights.model)
-    largest, noises = compare(opened, ids, run_logits(runners, runner, weights, ids), allowed)
-    for case, difference in largest.items():
-        noise = "" if allowed is None else f", noise {noises[case]:.2g} of {allowed:.2g} allowed"
-        LOG.info(f"{case}: the export differs from backend={config.backend} by {difference:.2g}{noise}")
+    model, expected = program.open(folder, weights.model), run_logits(runner, weights, ids)
+    largest = float(np.abs(expected).max())  # a NaN stays a NaN, and fails every case
+    differences, noises = {}, {}
+    for case, found, compared in _cases(model, ids):
+        errors = np.abs(found - expected)[compared]
+        differences[case] = difference = float(errors.max())
+        noises[case] = noise = float(np.sqrt((errors**2).mean()) / expected.std())
+        is_right = difference <= TOLERANCE * max(1.0, largest / 10) if allowed is None else noise <= allowed
+        if not is_right:
+            raise RunError(
+                f"the export, {case}: its logits differ from the model's by"
+                f" {difference:.3g} of {largest:.3g} (noise {noise:.2g}), more than"
+                " rounding does; nothing was exported, an older export is untouched; try another"
+                " version of what runs it, or export.weights=float32"
+            )
+        told = "" if allowed is None else f", noise {noise:.2g} of {allowed:.2g} allowed"
+        LOG.info(f"{case}: the export differs from backend={config.backend} by {difference:.2g}{told}")
     rounded = {} if allowed is None else {"noise": noises, "allowed_noise": allowed}
-    return {"largest_difference": largest, **rounded}
+    return {"largest_difference": differences, **rounded}
 
 
 def generation_config(config: Run) -> dict[str, Any]:

@@ -90,21 +90,17 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
 def _run(main: Callable[..., int], program: str, mode: str, opened: Opened, rank: int) -> int:
     """Run the YAML made from the flags; a training leaves it in its folder."""
     folder = Path(opened.config.output_dir)
+    kept, told = folder / f"{Path(program).stem}.yaml", "--show_config prints the YAML that the flags became"
+    if mode == "train":
+        told = (
+            f"the flags became {kept}; python run_gpt2.py --config {kept} --run_mode train does the same from here on"
+        )
     with tempfile.TemporaryDirectory(prefix="gpt2-chinese-") as temporary:
-        file = Path(folder if mode == "train" else temporary) / f"{Path(program).stem}.yaml"
-        if mode != "train" or rank == 0:
-            with atomic_write(file, "w") as text:
-                text.write(opened.yaml)
-        if mode == "train":
-            LOG.info(
-                f"{program}: the flags became {file}; python run_gpt2.py --config {file}"
-                " --run_mode train does the same from here on"
-            )
-        else:
-            LOG.info(f"{program}: --show_config prints the YAML that the flags became")
-        if mode == "train" and rank:  # a copy of its own
-            file = Path(temporary) / "train.yaml"
-            file.write_text(opened.yaml, encoding="utf-8")
+        # other ranks have copies of their own
+        file = kept if mode == "train" and rank == 0 else Path(temporary) / kept.name
+        with atomic_write(file, "w") as text:
+            text.write(opened.yaml)
+        LOG.info(f"{program}: {told}")
         code = main(["--config", str(file), "--run_mode", mode], program=program)
     if mode == "eval" and code == 0 and rank == 0:
         result = read_json_mapping(folder / "evaluation.json", error=DataError)
@@ -151,9 +147,7 @@ def _help(program: str, dialect: Dialect) -> str:
         "",
         "flags:",
     ]
-    defaults = dict(dialect.defaults)
-    if dialect is GENERATION:
-        defaults |= OF_SAMPLES | OF_TITLES
+    defaults = {**dialect.defaults, **(OF_SAMPLES | OF_TITLES if dialect is GENERATION else {})}
     for flag in sorted(dialect.table):
         rule = dialect.table[flag]
         if flag in _FOLLOWED:

@@ -7,10 +7,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +20,6 @@ from common.parallel.run import Run
 from common.resolve.derive import resolve_config
 from common.systems.weights import Weights
 from common.weights.names import count_parameters
-
-Runner: TypeAlias = Callable[[Path, ResolvedModel, NDArray[np.int64]], NDArray[np.float32]]
-"""(folder, model, ids (B, T)) -> logits (B, T, vocab_size), computed in float32."""
 
 _PROGRAMS = {
     "hf": (("torch", "transformers"), "torch_gpt2.predict", "hugging_face_logits"),
@@ -42,36 +37,15 @@ _COPIES = 3
 """Memory that a framework needs to open weights, as a multiple of their size."""
 
 
-def installed_runners() -> dict[str, Runner]:
-    """Return the function that computes the logits of each format. A framework is imported when its
-    function is called.
-    """
-    # MindSpore warns about devices that this machine does not have
-    os.environ.setdefault("GLOG_v", "3")
-    return {
-        format: partial(_run, module, function)
-        for format, (packages, module, function) in _PROGRAMS.items()
-        if all(map(importlib.util.find_spec, packages))
-    }
-
-
-def _run(module: str, function: str, *given: Any) -> NDArray[np.float32]:
-    logits: NDArray[np.float32] = getattr(importlib.import_module(module), function)(*given)
-    return logits
-
-
-def compare_logits(
-    runners: Mapping[str, Runner], source: Weights, source_format: str, target: Weights, target_format: str
-) -> dict[str, Any]:
+def compare_logits(source: Weights, source_format: str, target: Weights, target_format: str) -> dict[str, Any]:
     """Return the comparison for the report. Raises CheckpointError if the logits differ."""
     import psutil  # not at the top of the file: only this needs it
 
     needed = _COPIES * 4 * count_parameters(source.model)
     available = psutil.virtual_memory().available
-    missing = sorted({source_format, target_format} - runners.keys())
     reason = None
-    if missing:
-        reason = "; ".join(map(_why_not, missing))
+    if missing := [why for format in sorted({source_format, target_format}) if (why := why_not(format))]:
+        reason = "; ".join(missing)
     elif source.path.is_file():
         reason = f"frameworks open folders, where they may prefer another file to {source.path.name}"
     elif any(weight.dtype != target.tensors[name].dtype for name, weight in source.tensors.items()):
@@ -82,8 +56,7 @@ def compare_logits(
         return {"compared": False, "reason": reason}
     ids = np.random.default_rng(0).integers(0, source.model.vocab_size, (2, min(source.model.max_positions, 32)))
     expected, found = (
-        run_logits(runners, format, weights, ids)
-        for format, weights in ((source_format, source), (target_format, target))
+        run_logits(format, weights, ids) for format, weights in ((source_format, source), (target_format, target))
     )
     if not np.isfinite(expected).all():
         return {"compared": False, "reason": "those of the source are not finite"}
@@ -97,22 +70,26 @@ def compare_logits(
     return {"compared": True, "tokens": list(ids.shape), "largest_difference": difference, "largest_logit": largest}
 
 
-def _why_not(format: str) -> str:
-    packages = _PROGRAMS[format][0] if format in _PROGRAMS else ()
-    absent = [name for name in packages if importlib.util.find_spec(name) is None]
-    if absent:
-        return f"{' and '.join(absent)}, which computes the logits of {format}, is not installed"
-    return f"no framework here runs the {format} format"
+def why_not(format: str) -> str | None:
+    """Return why nothing here computes the logits of a format, None if something does."""
+    if format not in _PROGRAMS:
+        return f"no framework here runs the {format} format"
+    absent = [name for name in _PROGRAMS[format][0] if importlib.util.find_spec(name) is None]
+    return f"{' and '.join(absent)}, which computes the logits of {format}, is not installed" if absent else None
 
 
-def run_logits(
-    runners: Mapping[str, Runner], format: str, weights: Weights, ids: NDArray[np.int64]
-) -> NDArray[np.float32]:
-    """Return the logits (B, T, vocab_size) of ids (B, T). Raises CheckpointError if the program
+def run_logits(format: str, weights: Weights, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return the logits (B, T, vocab_size) of ids (B, T), computed in float32. Raises CheckpointError if the program
     that runs the format fails.
     """
+    _, module, function = _PROGRAMS[format]
+    # MindSpore warns about devices that this machine does not have
+    os.environ.setdefault("GLOG_v", "3")
     try:
-        return runners[format](weights.path, weights.model, ids)
+        logits: NDArray[np.float32] = getattr(importlib.import_module(module), function)(
+            weights.path, weights.model, ids
+        )
+        return logits
     except GPT2Error:
         raise
     except Exception as error:  # a framework may raise anything

@@ -81,7 +81,7 @@ def slice_of(
     first, last = spans[0]
     share = -(-(last - first) // shards)
     spans[0] = (min(first + shard_rank * share, last), min(first + (shard_rank + 1) * share, last))
-    return TensorSlice(rows=spans[0], columns=spans[1] if len(spans) > 1 else None)
+    return tuple(spans)
 
 
 def slices_of_rank(config: Run, topology: Topology, at: Coordinates, names: Collection[str]) -> dict[str, TensorSlice]:
@@ -95,7 +95,7 @@ def initial_values(config: Run, pieces: Mapping[str, TensorSlice] | None = None)
     """Yield the initial weights by name: ``pieces`` of them, or all of them whole."""
     shapes = padded_shapes(config)
     for name, piece in (pieces or {each: slice_of(each, shapes[each]) for each in shapes}).items():
-        yield (name, initial_rows(config.model, config.seed, name, shapes[name], *piece.rows, piece.columns))
+        yield (name, initial_rows(config.model, config.seed, name, shapes[name], *piece[0], *piece[1:]))
 
 
 def owns(parallel: ResolvedParallel, topology: Topology, at: Coordinates, name: str) -> bool:

@@ -24,7 +24,7 @@ from common.systems.table import FORMATS, detect
 from common.systems.weights import Weight, Weights
 from common.tokenizer.folder import Folder
 from common.weights.names import EMBEDDING, check_tensors
-from common.weights.pieces import TensorSlice
+from common.weights.pieces import TensorSlice, shape_of
 
 _OF_HUGGING_FACE = (".safetensors", ".bin", ".index.json")
 """Endings of files that may be named in place of their folder."""
@@ -77,13 +77,12 @@ def _without_padding(weights: Weights, model: ResolvedModel) -> Weights:
     rows, size, multiple = weights.model.vocab_size, model.vocab_size, model.vocab_multiple
     if rows % multiple or not 0 < rows - size < multiple * _MAX_RANKS:
         return weights
-    path = weights.path if weights.path.is_dir() else weights.path.parent
-    named = [fields["text"] for fields in Folder(path).added if fields["id"] >= size]
+    named = [fields["text"] for fields in Folder(weights.folder).added if fields["id"] >= size]
     if named:
         raise CheckpointError(
             f"{weights.path}: has {rows} rows for tokens, and the tokenizer in use {size} tokens;"
             f" the files there name {', '.join(map(repr, named[:3]))} beyond these; preprocess with"
-            f" --vocab-file {path} and set data.tokenizer={path}"
+            f" --vocab-file {weights.folder} and set data.tokenizer={weights.folder}"
         )
 
     def first_rows(weight: Weight) -> Weight:
@@ -118,6 +117,6 @@ class ForeignTensors:
     def read(self, name: str, piece: TensorSlice) -> NDArray[np.float32]:
         """Return a copy of a rectangle of a tensor. Elements beyond its rows are 0."""
         part = self.weights[name].cut(piece, "float32")
-        values = np.zeros(piece.shape, np.float32)
+        values = np.zeros(shape_of(piece), np.float32)
         values[: len(part)] = part
         return values

@@ -21,18 +21,18 @@ from common.systems.weights import Weight, Weights, checked_model, import_names,
 from common.tensor_files.arrays import TensorFile
 from common.weights.names import EMBEDDING, POSITIONS
 
-_MODEL = {
+MODEL = {
     "num_layers": "num_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads",
     "ffn_hidden_size": "ffn_hidden_size",
     "max_positions": "max_position_embeddings",
 }  # fmt: skip
-_REST = {
+REST = {
     "seq_length": "seq_length", "embedding_dropout": "hidden_dropout",
     "hidden_dropout": "hidden_dropout",
     "attention_dropout": "attention_dropout", "initializer_range": "init_method_std",
     "vocab_multiple": "make_vocab_size_divisible_by",
 }  # fmt: skip
-_FIXED: Mapping[str, tuple[Any, ...]] = {
+FIXED: Mapping[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,), "squared_relu": (False,),
     "apply_layernorm_1p": (False,), "swiglu": (False,),
     "normalization": ("LayerNorm", "layernorm"), "use_rotary_position_embeddings": (False,),
@@ -141,7 +141,7 @@ def model_of_args(
     embedding. tensor: tensor ranks. Raises ConfigError.
     """
     path, args = first.path, args_of(first)
-    for name, usual in _FIXED.items():
+    for name, usual in FIXED.items():
         if args.get(name) not in (None, *usual):
             raise ConfigError(
                 f"{path}: its args say {name}={args[name]!r}; our model is GPT-2, which has"
@@ -154,19 +154,19 @@ def model_of_args(
         )
     if file := next(filter(Path.is_file, (folder / MODEL_YAML, folder.parent / MODEL_YAML)), None):
         model, run = read_model_yaml(file)
-        for ours, theirs in _MODEL.items():
+        for ours, theirs in MODEL.items():
             if args.get(theirs) not in (None, getattr(model, ours)):
                 raise ConfigError(
                     f"{file}: {ours} is {getattr(model, ours)}, and {path} says {theirs}={args[theirs]}; fix the first"
                 )
         return model, run, notes
-    missing = [theirs for ours, theirs in _MODEL.items() if args.get(theirs) is None and ours != "ffn_hidden_size"]
+    missing = [theirs for ours, theirs in MODEL.items() if args.get(theirs) is None and ours != "ffn_hidden_size"]
     if missing:
         raise ConfigError(
             f"{path}: its args lack {', '.join(missing)}; put the section model of the config"
             f" beside {folder.name} as {MODEL_YAML}"
         )
-    section = {ours: args[theirs] for ours, theirs in (_MODEL | _REST).items() if args.get(theirs) is not None}
+    section = {ours: args[theirs] for ours, theirs in (MODEL | REST).items() if args.get(theirs) is not None}
     # newer versions have the second name
     epsilon = args.get("layernorm_epsilon") or args.get("norm_epsilon")
     section |= {} if epsilon is None else {"layer_norm_epsilon": epsilon}

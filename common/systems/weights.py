@@ -25,7 +25,7 @@ from common.tensor_files.arrays import (
     widen_bfloat16,
 )
 from common.weights.names import check_tensors, parameter_shapes
-from common.weights.pieces import Scheme, TensorSlice, to_rectangle
+from common.weights.pieces import Scheme, TensorSlice
 
 FLOATS = ("float32", "float16", "bfloat16")
 MAX_LAYERS = 10_000
@@ -45,7 +45,7 @@ class Weight(TensorKind):
 
     def cut(self, piece: TensorSlice, dtype: str) -> NDArray[Any]:
         """Return a rectangle of the tensor in another type."""
-        return to_type(self.load()[tuple(slice(*span) for span in to_rectangle(piece))], self.dtype, dtype)
+        return to_type(self.load()[tuple(slice(*span) for span in piece)], self.dtype, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,10 @@ class Weights:
     """Quantization that the weights have or were trained for, None without one."""
     ignored: Mapping[str, str] = field(default_factory=dict)
     """Names of tensors that were left out, and why."""
+
+    @property
+    def folder(self) -> Path:
+        return self.path if self.path.is_dir() else self.path.parent
 
     def without_run(self) -> Weights:
         """Return the weights without the state of a run."""

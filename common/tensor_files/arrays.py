@@ -55,32 +55,24 @@ class TensorKind:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FileTensor(TensorKind):
-    name: str
-    segments: tuple[Bytes, ...]
-    """Bytes in the mapped file: row-major segments to be joined, or, with ``strides``, one segment
-    from the first element on.
-    """
-    strides: tuple[int, ...] | None = None
-    """Strides in elements of a tensor that is not row-major; None if it is."""
-    check: Callable[[], None] | None = None
-    """Function that compares the checksum of the bytes before they are first read. Raises CheckpointError."""
+    load: Callable[[], NDArray[Any]]
+    """Returns the elements in their order, of any shape. Raises CheckpointError if the bytes have changed."""
 
     def read(self) -> NDArray[Any]:
-        """Return the tensor. The array is read-only, and a view of the file unless segments had to be joined.
+        """Return the tensor. The array is read-only, and a view of the file where that is possible.
 
         bfloat16 comes as uint16 words (``widen_bfloat16``). A view may be unaligned: copy it before passing it to a
         framework. Raises CheckpointError if the bytes have changed.
         """
-        if self.check is not None:
-            self.check()
-        item = NUMPY_TYPES[self.dtype]
-        if self.strides is not None:
-            steps = tuple(stride * item.itemsize for stride in self.strides)
-            return np.ndarray(self.shape, item, self.segments[0].data, 0, steps)
-        parts = [segment for segment in self.segments if segment.size]
-        joined = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
-        joined.flags.writeable = False
-        return joined.view(item).reshape(self.shape)
+        return self.load().reshape(self.shape)
+
+
+def joined(dtype: str, *segments: Bytes) -> NDArray[Any]:
+    """Return the elements in segments of a file, one after the other; a view of a single one."""
+    parts = [segment for segment in segments if segment.size]
+    whole = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
+    whole.flags.writeable = False
+    return whole.view(NUMPY_TYPES[dtype])
 
 
 class TensorFile(dict[str, FileTensor]):

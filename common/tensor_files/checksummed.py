@@ -52,49 +52,28 @@ class ChecksummedFile:
         as a transposed view of a mapped file, are put in order on their way into a buffer.
         """
         if array.flags.c_contiguous:
-            self._write_bytes(array.reshape(-1).view(np.uint8))
-            return
-        row, first = array[0].nbytes if len(array) else 0, 0
+            array = array.reshape(-1).view(np.uint8)
+        row, first = array[:1].nbytes, 0
         while first < len(array) and row:
-            room = self._room()
-            rows = array[first : first + room.size // row]
+            buffer, start = self._buffers[self._current], self._filled
+            if (written := self._written[self._current]) is not None:
+                written.result()
+                self._written[self._current] = None
+            rows = array[first : first + (_BUFFER - start) // row]
             if not len(rows):  # this row reaches into the next buffer
-                self._write_bytes(np.ascontiguousarray(array[first]).reshape(-1).view(np.uint8))
+                self.write_array(np.ascontiguousarray(array[first]))
                 first += 1
                 continue
-            copy_array(np.ndarray(rows.shape, rows.dtype, room.data), rows)
-            self._advance(rows.nbytes)
+            copy_array(np.ndarray(rows.shape, rows.dtype, buffer[start:].data), rows)
             first += len(rows)
-
-    def _write_bytes(self, data: Bytes) -> None:
-        first = 0
-        while first < data.size:
-            room = self._room()
-            part = data[first : first + room.size]
-            room[: part.size] = part
-            self._advance(part.size)
-            first += part.size
-
-    def _room(self) -> Bytes:
-        """Return the rest of the current buffer, once its former bytes are written."""
-        written = self._written[self._current]
-        if written is not None:
-            written.result()
-            self._written[self._current] = None
-        return self._buffers[self._current, self._filled :]
-
-    def _advance(self, size: int) -> None:
-        """Count ``size`` bytes that were put into the current buffer, and pass it on if it is full."""
-        buffer, end = self._buffers[self._current], self._filled + size
-        self.checksum = crc32(buffer[self._filled : end].data, self.checksum)
-        self.position += size
-        self._filled = end
-        if end < _BUFFER:
-            return
-        if self._is_direct is None:
-            self._is_direct = _set_direct(self._file.fileno(), True)
-        self._written[self._current] = self._writing.submit(self._write_out, buffer, self.position - _BUFFER)
-        self._current, self._filled = (self._current + 1) % _BUFFERS, 0
+            self._filled += rows.nbytes
+            self.position += rows.nbytes
+            self.checksum = crc32(buffer[start : self._filled].data, self.checksum)
+            if self._filled == _BUFFER:
+                if self._is_direct is None:
+                    self._is_direct = _set_direct(self._file.fileno(), True)
+                self._written[self._current] = self._writing.submit(self._write_out, buffer, self.position - _BUFFER)
+                self._current, self._filled = (self._current + 1) % _BUFFERS, 0
 
     def _write_out(self, buffer: Bytes, offset: int) -> None:
         descriptor, done = self._file.fileno(), 0
@@ -110,27 +89,21 @@ class ChecksummedFile:
                 self._is_direct = False
                 _set_direct(descriptor, False)
 
-    def _finish(self) -> None:
-        for waited in self._written:
-            if waited is not None:
-                waited.result()
-        if self._is_direct:  # the last bytes do not fill a block of the disk
-            self._is_direct = False
-            _set_direct(self._file.fileno(), False)
-        last = self._buffers[self._current, : self._filled]
-        self._write_out(last, self.position - last.size)
-        os.fsync(self._file.fileno())
-
     def __enter__(self) -> ChecksummedFile:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        with self._file:
-            try:
-                if error is None:
-                    self._finish()
-            finally:
-                self._writing.shutdown()
+        with self._file, self._writing:
+            if error is not None:
+                return
+            for waited in filter(None, self._written):
+                waited.result()
+            if self._is_direct:  # the last bytes do not fill a block of the disk
+                self._is_direct = False
+                _set_direct(self._file.fileno(), False)
+            last = self._buffers[self._current, : self._filled]
+            self._write_out(last, self.position - last.size)
+            os.fsync(self._file.fileno())
 
 
 def _set_direct(descriptor: int, wanted: bool) -> bool:

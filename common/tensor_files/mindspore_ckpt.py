@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorKind, bytes_of
+from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorKind, bytes_of, joined
 from common.tensor_files.checksummed import ChecksummedFile
-from common.tensor_files.protobuf import bytes_field, bytes_key, read_fields, read_numbers, to_varint
+from common.tensor_files.protobuf import bytes_field, bytes_key, read_message, read_numbers, to_varint
 
 _TYPES = {
     "float64": "Float64", "float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16",
@@ -47,13 +49,13 @@ def read_mindspore(path: Path, content: Bytes) -> TensorFile:
         if found != expected:
             raise ValueError(f"its checksum is {found}, and the file says {expected}")
     tensors: dict[str, FileTensor] = {}
-    values = (_value(part) for number, part in read_fields(content) if number == 1)
-    for tag, group in groupby(values, lambda value: value.tag):
-        slices = [*group]
+    values = map(_value, read_message(content).get(1, ()))
+    for tag, slices in groupby(values, itemgetter(0)):
+        _, shapes, types, parts = zip(*slices, strict=True)
         if tag in tensors:
             raise ValueError(f"{tag} is there twice")
-        if slices[-1].type != "str":
-            tensors[tag] = _tensor(slices)
+        if types[-1] != "str":
+            tensors[tag] = _tensor(tag, shapes, types, parts)
     if not tensors:
         raise ValueError("it holds no tensor")
     return TensorFile(path, tensors)
@@ -64,49 +66,33 @@ def is_checkpoint(head: bytes) -> bool:
     return head[:1] == bytes_key(1, 0)[:1]
 
 
-class _Value(NamedTuple):
-    """One message Value; only the last slice of a tensor completes it."""
-
-    tag: str
-    dims: tuple[int, ...]
-    type: str
-    data: Bytes
-
-
-def _tensor(slices: list[_Value]) -> FileTensor:
-    last = slices[-1]
-    if last.type not in _WORDS:
-        raise ValueError(f"{last.tag} is of type {last.type!r}, and {', '.join(_WORDS)} are known")
-    dtype = _WORDS[last.type]
-    size = sum(part.data.size for part in slices)
-    shape = () if last.dims == (0,) and size else last.dims  # older releases write a scalar as [0]
-    if any(part.dims != last.dims or part.type != last.type for part in slices):
-        raise ValueError(f"the slices of {last.tag} differ in shape or type")
+def _tensor(tag: str, shapes: Sequence[tuple[int, ...]], types: Sequence[str], parts: Sequence[Bytes]) -> FileTensor:
+    """Return the tensor of its slices."""
+    dims, kind = shapes[-1], types[-1]
+    if kind not in _WORDS:
+        raise ValueError(f"{tag} is of type {kind!r}, and {', '.join(_WORDS)} are known")
+    if {*shapes} != {dims} or {*types} != {kind}:
+        raise ValueError(f"the slices of {tag} differ in shape or type")
+    dtype, size = _WORDS[kind], sum(part.size for part in parts)
+    shape = () if dims == (0,) and size else dims  # older releases write a scalar as [0]
     if min(shape, default=0) < 0 or math.prod(shape) * NUMPY_TYPES[dtype].itemsize != size:
-        raise ValueError(f"{last.tag} has {size} bytes, and its shape is {dtype} {list(shape)}")
-    return FileTensor(name=last.tag, dtype=dtype, shape=shape, segments=tuple(part.data for part in slices))
+        raise ValueError(f"{tag} has {size} bytes, and its shape is {dtype} {list(shape)}")
+    return FileTensor(dtype=dtype, shape=shape, load=partial(joined, dtype, *parts))
 
 
-def _value(message: Bytes) -> _Value:
-    fields = dict(read_fields(message))
-    tag, tensor = fields.get(1), fields.get(2)
-    if tag is None:
+def _value(message: Bytes) -> tuple[str, tuple[int, ...], str, Bytes]:
+    """Return tag, shape, type and content of one message Value, which is a slice of a tensor."""
+    fields = read_message(message)
+    if 1 not in fields:
         raise ValueError("a value has no tag")
-    name = tag.tobytes().decode()
-    if tensor is None:
+    name = fields[1][-1].tobytes().decode()
+    if 2 not in fields:
         raise ValueError(f"{name} is a map parameter, not a tensor; GPT-2 has none")
-    dims: list[int] = []
-    kind, data = None, None
-    for number, part in read_fields(tensor):
-        if number == 1:
-            dims += read_numbers(part)
-        elif number == 2:
-            kind = part.tobytes().decode()
-        elif number == 3:
-            data = part
-    if kind is None or data is None:
+    tensor = read_message(fields[2][-1])
+    if 2 not in tensor or 3 not in tensor:
         raise ValueError(f"{name} has no type or no content")
-    return _Value(name, tuple(dims), kind, data)
+    dims = tuple(size for part in tensor.get(1, ()) for size in read_numbers(part))
+    return name, dims, tensor[2][-1].tobytes().decode(), tensor[3][-1]
 
 
 def stream_mindspore(path: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]]) -> int:

@@ -22,11 +22,10 @@ from common.errors import CheckpointError
 from common.files import atomic_write
 from common.structured_files import parse_json, read_bytes, require_mapping
 from common.tensor_files.arrays import Bytes
-from common.tensor_files.protobuf import bytes_field, int_field, read_fields, read_numbers
+from common.tensor_files.protobuf import bytes_field, int_field, read_message, read_numbers
 
 _MAX_BYTES = 2**28
 _MAX_RANKS = 2**20
-_NEGATIVE = 2**63
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 """[first, end) of each dim."""
@@ -120,9 +119,24 @@ def read_strategy(path: Path) -> dict[int, dict[str, Layout]]:
     try:
         if content[:1] == b"{":
             tree = require_mapping(parse_json(content), "the strategy", error=CheckpointError)
-            items, records = tree["parallel_strategy_item"], tree["parallel_layout_item"]
-            return _by_stage(next((item["stage"] for item in items.values()), 0), records)
-        return _from_protobuf(np.frombuffer(content, np.uint8))
+            stages = [item["stage"] for item in tree["parallel_strategy_item"].values()]
+            records = tree["parallel_layout_item"]
+        else:
+            fields = read_message(np.frombuffer(content, np.uint8))
+            stages = [read_message(read_message(item)[2][-1])[1][-1] for item in fields.get(2, ())]
+            layouts = map(read_message, fields.get(3, ()))
+            records = {entry[1][-1].tobytes().decode(): _record(entry[2][-1]) for entry in layouts}
+        found: dict[int, dict[str, Layout]] = {}
+        for name, record in records.items():
+            first, dash, rest = name.partition("-")
+            stage, parameter = (int(first), rest) if dash and first.isdigit() else (stages[0] if stages else 0, name)
+            try:
+                found.setdefault(stage, {})[parameter] = _layout(record)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        if not found:
+            raise ValueError("it has no layout of a parameter")
+        return found
     except (ValueError, TypeError, AttributeError, LookupError, CheckpointError) as error:
         own = isinstance(error, (ValueError, CheckpointError))  # others have Python's words
         reason = getattr(error, "problem", error) if own else "of another form"
@@ -132,55 +146,26 @@ def read_strategy(path: Path) -> dict[int, dict[str, Layout]]:
         ) from None
 
 
-def _from_protobuf(content: Bytes) -> dict[int, dict[str, Layout]]:
-    stage, records = 0, {}
-    for number, part in read_fields(content):
-        fields = dict(read_fields(part)) if number in (2, 3) else {}
-        if number == 2:
-            stage = dict(read_fields(fields[2]))[1]
-        elif number == 3:
-            records[fields[1].tobytes().decode()] = _record(fields[2])
-    return _by_stage(stage, records)
-
-
 _LISTS = {1: "dev_matrix", 2: "tensor_map", 3: "param_split_shape"}
 _NUMBERS = {5: "field", 6: "opt_weight_shard_step", 7: "opt_weight_shard_size"}
 
 
 def _record(message: Bytes) -> dict[str, Any]:
     """Return a message ParallelLayouts as the dict of its JSON form."""
-    found: dict[str, Any] = {"dev_matrix": [], "tensor_map": [], "param_split_shape": []}
-    for number, part in read_fields(message):
-        if number in _NUMBERS:
-            found[_NUMBERS[number]] = _signed(part)
-        elif number in _LISTS:
-            values = (value for one, each in read_fields(part) if one == 1 for value in read_numbers(each))
-            found[_LISTS[number]].append([*map(_signed, values)])
+    fields = read_message(message)
+    found: dict[str, Any] = {
+        name: [
+            [value for each in read_message(part).get(1, ()) for value in read_numbers(each)]
+            for part in fields.get(number, ())
+        ]
+        for number, name in _LISTS.items()
+    }
     for name in ("dev_matrix", "param_split_shape"):
         found[name] = found[name][0] if found[name] else []
     maps = found["tensor_map"]
     several = len(maps) > 1  # a list of axes for each dim, or one axis for each dim
     found["tensor_map"] = [dims for dims in maps if dims] if several else [*chain(*maps)]
-    return found
-
-
-def _signed(value: int) -> int:
-    return value - 2 * _NEGATIVE if value >= _NEGATIVE else value
-
-
-def _by_stage(stage: int, records: Mapping[str, Any]) -> dict[int, dict[str, Layout]]:
-    found: dict[int, dict[str, Layout]] = {}
-    for name, record in records.items():
-        first, dash, rest = name.partition("-")
-        merged = bool(dash) and first.isdigit()
-        at = found.setdefault(int(first) if merged else stage, {})
-        try:
-            at[rest if merged else name] = _layout(record)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-    if not found:
-        raise ValueError("it has no layout of a parameter")
-    return found
+    return found | {name: read_numbers(fields[number][-1])[0] for number, name in _NUMBERS.items() if number in fields}
 
 
 def _layout(record: Mapping[str, Any]) -> Layout:

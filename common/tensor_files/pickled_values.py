@@ -182,9 +182,8 @@ def _tensor(name: Any, array: Any) -> FileTensor:
     if not isinstance(name, str) or not isinstance(array, np.ndarray) or array.dtype.name not in _TYPES:
         raise ValueError(f"{name} is not an array of numbers")
     ordered = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    return FileTensor(
-        name=name, dtype=_TYPES[array.dtype.name], shape=array.shape, segments=(ordered.reshape(-1).view(np.uint8),)
-    )
+    ordered.flags.writeable = False
+    return FileTensor(dtype=_TYPES[array.dtype.name], shape=array.shape, load=lambda: ordered)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -6,7 +6,7 @@ Format: https://protobuf.dev/programming-guides/encoding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
 from typing import Any
 
 from common.tensor_files.arrays import Bytes
@@ -15,25 +15,26 @@ _VARINT, _FIXED64, BYTES, _FIXED32 = 0, 1, 2, 5
 """Wire types."""
 
 
-def read_fields(message: Bytes) -> Iterator[tuple[int, Any]]:
-    """Yield number and content of each field, in order: an int or Bytes. Raises ValueError if the
-    message breaks off.
+def read_message(message: Bytes) -> dict[int, list[Any]]:
+    """Return the contents of each field by its number, in order: int or Bytes. Raises ValueError if the message breaks
+    off.
     """
-    position = 0
+    fields, position = defaultdict[int, list[Any]](list), 0
     while position < message.size:
         key, position = read_varint(message, position)
         number, wire = key >> 3, key & 7
         if wire == _VARINT:
             value, position = read_varint(message, position)
-            yield number, value
+            fields[number].append(value)
             continue
         if wire not in (_FIXED64, BYTES, _FIXED32) or not number:
             raise ValueError(f"no protobuf field begins {position} bytes into a message of {message.size}")
         size, position = read_varint(message, position) if wire == BYTES else (8 if wire == _FIXED64 else 4, position)
         if position + size > message.size:
             raise ValueError(f"a field of {size} bytes begins at byte {position} of a message of {message.size}")
-        yield number, message[position : position + size]
+        fields[number].append(message[position : position + size])
         position += size
+    return dict(fields)
 
 
 def read_varint(message: Bytes, position: int) -> tuple[int, int]:
@@ -50,14 +51,15 @@ def read_varint(message: Bytes, position: int) -> tuple[int, int]:
 
 
 def read_numbers(part: Bytes | int) -> list[int]:
-    """Return numbers of a repeated field: one of them, or several that are packed."""
-    if isinstance(part, int):
-        return [part]
+    """Return the signed numbers of a repeated field: one of them, or several that are packed."""
     values, position = [], 0
-    while position < part.size:
-        value, position = read_varint(part, position)
-        values.append(value)
-    return values
+    if isinstance(part, int):
+        values = [part]
+    else:
+        while position < part.size:
+            value, position = read_varint(part, position)
+            values.append(value)
+    return [value - 2**64 if value >= 2**63 else value for value in values]
 
 
 def to_varint(value: int) -> bytes:

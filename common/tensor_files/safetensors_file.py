@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from common.errors import CheckpointError
 from common.files import atomic_write, open_input
 from common.structured_files import parse_json, shown
-from common.tensor_files.arrays import Bytes, FileTensor, TensorFile, TensorKind
+from common.tensor_files.arrays import Bytes, FileTensor, TensorFile, TensorKind, joined
 from common.tensor_files.checksummed import ChecksummedFile
 
 INDEX = "model.safetensors.index.json"
@@ -47,10 +48,9 @@ def read_safetensors(path: Path, content: Bytes) -> TensorFile:
         )
     tensors = {
         name: FileTensor(
-            name=name,
             dtype=_WORDS[entry["dtype"]],
             shape=tuple(entry["shape"]),
-            segments=(content[begin:][slice(*entry["data_offsets"])],),
+            load=partial(joined, _WORDS[entry["dtype"]], content[begin:][slice(*entry["data_offsets"])]),
         )
         for name, entry in header.items()
     }

@@ -119,19 +119,16 @@ def _leaf_of(torch: Any, name: str, value: Any, check: Callable[[], None] | None
     word = str(value.dtype).removeprefix("torch.")
     if word not in NUMPY_TYPES or value.layout != torch.strided:
         raise ValueError(f"{name} is a tensor of {value.dtype}, {value.layout}")
-    item = NUMPY_TYPES[word].itemsize
-    stored = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
-    data: Bytes = stored.numpy()[value.storage_offset() * item :]
-    data.flags.writeable = False
-    is_dense = value.is_contiguous()
-    return FileTensor(
-        name=name,
-        dtype=word,
-        shape=tuple(value.shape),
-        segments=(data[: value.numel() * item] if is_dense else data,),
-        strides=None if is_dense else value.stride(),
-        check=check,
-    )
+    value = value.detach()
+    array: NDArray[Any] = (value.view(torch.uint16) if word == "bfloat16" else value).numpy()
+    array.flags.writeable = False
+
+    def load() -> NDArray[Any]:
+        if check is not None:
+            check()
+        return array
+
+    return FileTensor(dtype=word, shape=array.shape, load=load)
 
 
 def _compare_checksums(path: Path, content: Bytes, *, of_tensors: bool) -> None:

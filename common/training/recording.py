@@ -28,7 +28,7 @@ from common.parallel.topology import Coordinates, Topology
 from common.structured_files import parse_json
 from common.tensor_files.safetensors_file import write_safetensors
 from common.weights.names import parameter_shapes
-from common.weights.pieces import Array, Rectangle, TensorSlice, to_rectangle
+from common.weights.pieces import Array, Rectangle, TensorSlice
 
 VARIABLE = "GPT2_RECORD_STEP"
 TOKENS, WEIGHTS, FORWARD, BACKWARD, GRADIENTS = (
@@ -159,7 +159,7 @@ class RecorderBase(ABC):
         ):
             for name, array in self.pieces_on_host(given, pieces).items():
                 tensors[f"{section}/{name}"] = array / factor
-                rectangles[f"{section}/{name}"] = to_rectangle(pieces[name])
+                rectangles[f"{section}/{name}"] = pieces[name]
         for name, found in self._found.items():
             if not found:
                 continue

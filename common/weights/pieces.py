@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -129,30 +129,15 @@ def open_parameters(path: Path) -> Iterator[Any]:
         yield QuantizedReader(path, reader) if is_integer else reader
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorSlice:
-    """Rectangle of a (padded) parameter that one rank holds. Ends are exclusive; a vector has no columns."""
-
-    rows: tuple[int, int]
-    columns: tuple[int, int] | None = None
-
-    @property
-    def spans(self) -> tuple[tuple[int, int], ...]:
-        """Return the first and the end of each dim."""
-        return (self.rows, self.columns) if self.columns else (self.rows,)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(end - start for start, end in self.spans)
-
-
+TensorSlice: TypeAlias = tuple[tuple[int, int], ...]
+"""Rectangle of a (padded) parameter: (first row, end), (first column, end); a vector has only the first pair."""
+Rectangle: TypeAlias = Sequence[Sequence[int]]
+"""The same as lists, as in the manifest."""
 Array = NDArray[np.float32]
-Rectangle = list[list[int]]
-"""[[first row, end], [first column, end]], as in the manifest; a vector has only the first pair."""
 
 
-def to_rectangle(piece: TensorSlice) -> Rectangle:
-    return [list(span) for span in piece.spans]
+def shape_of(piece: TensorSlice) -> tuple[int, ...]:
+    return tuple(end - first for first, end in piece)
 
 
 class ShardedReader:
@@ -164,7 +149,7 @@ class ShardedReader:
     def add(self, reader: Any, pieces: Mapping[str, Rectangle] | None) -> None:
         """Add the tensors of an open file. It holds these rectangles of those in ``pieces``, and the others whole."""
         for name, shape in shapes_of(reader).items():
-            spans = [[0, size] for size in shape]
+            spans: Rectangle = [[0, size] for size in shape]
             # a tensor that the manifest does not list does not belong to the model: require refuses it
             if pieces is not None and name in pieces:
                 spans = pieces[name]
@@ -190,18 +175,17 @@ class ShardedReader:
 
     def read(self, name: str, piece: TensorSlice) -> Array:
         """Return a rectangle of a tensor; elements beyond its rows are 0."""
-        wanted = piece.spans
         parts = self._parts[name]
-        if len(parts) == 1 and tuple((span.start, span.stop) for span in parts[0][1]) == wanted:
+        if len(parts) == 1 and tuple((span.start, span.stop) for span in parts[0][1]) == piece:
             return np.asarray(parts[0][0].get_tensor(name))
-        values = np.zeros(piece.shape, np.float32)
+        values = np.zeros(shape_of(piece), np.float32)
         for reader, spans in parts:
             common = [
-                (max(first, span.start), min(end, span.stop)) for (first, end), span in zip(wanted, spans, strict=True)
+                (max(first, span.start), min(end, span.stop)) for (first, end), span in zip(piece, spans, strict=True)
             ]
             if all(first < end for first, end in common):
                 target = tuple(
-                    slice(first - start, end - start) for (first, end), (start, _) in zip(common, wanted, strict=True)
+                    slice(first - start, end - start) for (first, end), (start, _) in zip(common, piece, strict=True)
                 )
                 source = tuple(
                     slice(first - span.start, end - span.start)

@@ -22,7 +22,7 @@ from common.parallel.run import Run
 from common.parallel.sharding import initial_values, slices_of_rank
 from common.parallel.updates import clip_factor
 from common.training.opened_checkpoint import Checkpoint
-from common.weights.pieces import TensorSlice
+from common.weights.pieces import TensorSlice, shape_of
 from torch_gpt2.deepspeed.private_api import link_moments
 from torch_gpt2.device import DTYPES
 from torch_gpt2.optimizer import MasterWeights, scale_gradients, sum_in_float32
@@ -104,10 +104,9 @@ class DeepSpeedState(ABC):
         for key, (name, part) in wanted.items():
             whole = self._weight(name) if part is None else self._moment(name, part)
             if name in owned:
-                rows, piece = owned[name].rows, self.pieces[name]
-                spans = [span for span in (piece.rows, piece.columns) if span is not None]
-                values = whole.to("cpu", torch.float32).view([last - first for first, last in spans])
-                found[key] = np.array(values[: rows[1] - rows[0]].numpy())
+                first, end = owned[name][0]
+                values = whole.to("cpu", torch.float32).view(shape_of(self.pieces[name]))
+                found[key] = np.array(values[: end - first].numpy())
         return found
 
     def _values(self, reader: Checkpoint | None) -> Iterable[tuple[str, Tensor]]:
@@ -117,8 +116,8 @@ class DeepSpeedState(ABC):
         return ((name, self._padded(name, array)) for name, array in arrays)
 
     def _padded(self, name: str, array: Array) -> Tensor:
-        rows = self.pieces[name].rows
-        return torch.from_numpy(padded_rows(array, rows[1] - rows[0]))
+        first, end = self.pieces[name][0]
+        return torch.from_numpy(padded_rows(array, end - first))
 
 
 class WholeState(DeepSpeedState):

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,8 +111,7 @@ def find_folder(path: Path) -> Path | None:
     return folders[0]
 
 
-@contextmanager
-def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
+def open_checkpoint(path: Path) -> Checkpoint:
     """Open the files of all ranks. Raises CheckpointError unless all are there and of one checkpoint."""
     folder = find_folder(path)
     if folder is None:
@@ -164,7 +162,7 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
             folder, optimizers, itertools.product(range(data), range(ranks)),
             lambda place: "zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt".format(*place),
         )  # fmt: skip
-    yield Checkpoint(
+    return Checkpoint(
         folder=folder,
         models=[files[rank] for rank in range(ranks)],
         layers=[

@@ -8,22 +8,26 @@ bf16_optimizer.py, fp16/fused_optimizer.py, fp16/unfused_optimizer.py, and of to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from common.config.values import STATE_PARTS, rule_keeping
 from common.dialects.rules import whole
 from common.errors import CheckpointError, ConfigError
 from common.systems.deepspeed.files import NAME_MAP, Checkpoint, find_folder, open_checkpoint, short_name
 from common.systems.megatron_args import args_of, in_version, weights_of_ranks
-from common.systems.name_map import Ranks, name_in_order, require_same
+from common.systems.name_map import name_in_order, require_same
 from common.systems.run_state import NO_SCALE, first_number, new_run
 from common.systems.strangers import UNDER_DEEPSPEED
 from common.systems.weights import Weights
-from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile
+from common.tensor_files.arrays import FileTensor, TensorFile
 from common.tensor_files.pickled_values import Foreign
 from common.weights.names import POSITIONS
 
@@ -72,34 +76,31 @@ def _elements(shapes: Iterable[tuple[int, ...]]) -> int:
 
 def _part(name: str, shape: tuple[int, ...], vector: Sequence[FileTensor], first: int) -> FileTensor:
     """Return the tensor whose elements begin at ``first`` of a vector."""
-    start, end, item = 0, first + math.prod(shape), NUMPY_TYPES["float32"].itemsize
-    segments: list[Bytes] = []
-    checks: dict[Callable[[], None] | None, None] = {}
+    start, end = 0, first + math.prod(shape)
+    pieces: list[tuple[FileTensor, slice]] = []
     for part in vector:
-        if part.dtype != "float32" or len(part.shape) != 1 or part.strides is not None:
+        if part.dtype != "float32" or len(part.shape) != 1:
             raise ValueError(f"a part of it is {part.dtype} {list(part.shape)}")
         low, high = max(first - start, 0), min(end - start, part.shape[0])
         if low < high:
-            segments.append(part.segments[0][low * item : high * item])
-            checks[part.check] = None
+            pieces.append((part, slice(low, high)))
         start += part.shape[0]
+    there = sum(span.stop - span.start for _, span in pieces)
+    if there != end - first:
+        raise ValueError(f"of {name} {list(shape)} only {there} of {end - first} elements are there")
 
-    def check() -> None:
-        for one in filter(None, checks):
-            one()
+    def load() -> NDArray[Any]:
+        arrays = [part.read()[span] for part, span in pieces]
+        return arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, np.float32), *arrays])
 
-    tensor = FileTensor(name=name, dtype="float32", shape=shape, segments=tuple(segments), check=check)
-    there = sum(segment.size for segment in segments)
-    if there != tensor.nbytes:
-        raise ValueError(f"of {name} {list(shape)} only {there} of {tensor.nbytes} bytes are there")
-    return tensor
+    return FileTensor(dtype="float32", shape=shape, load=load)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
     """State of a model-parallel rank's optimizer, by the names of the parameters."""
 
-    parts: Mapping[str, Mapping[str, FileTensor]]
+    parts: Mapping[str, dict[str, FileTensor]]
     """Parts of the state, and as "" the float32 weights, which are absent where the weights themselves are float32."""
     steps: Mapping[Path, int | None]
     """Number of updates that were made, by file."""
@@ -252,35 +253,31 @@ def open_deepspeed(path: Path) -> Iterator[Weights]:
 
     path: the root with ``latest``, its folder global_stepN, or a file in that. Raises CheckpointError and ConfigError.
     """
-    with open_checkpoint(path) as there:
-        first = there.models[0]
-        if any(name.endswith(f".{POSITIONS}") for name in first):
-            root = there.folder.parent
-            raise CheckpointError(f"{path}: {UNDER_DEEPSPEED.format(root=root)}")
-        name_map = in_version(first.path, first.tree.get("checkpoint_version", 0), NAME_MAP)
-        ranks = [{name: tensor for layer in layers for name, tensor in layer.items()} for layers in there.layers]
-        saved, why_not = read_optimizers(there)
-        parts = {
-            part: _by_tensor_rank(len(ranks), [one.parts.get(part, {}) for one in saved])
-            for part in (saved[0].parts if saved else ())
-        }
-        why = "weights of less precision, of which the optimizer has the float32"
-        notes = {"module": why} if "" in parts else {}
-        step = first.tree.get("global_steps", first.tree.get("iteration", 0))
-        yield weights_of_ranks(
-            path, "deepspeed", first, there.folder, name_map, ranks,
-            masters=parts.pop("", []), moments=parts, notes=notes, counter="global_steps", step=step,
-            new_run=lambda: _run_of(first, saved[0], step),
-            without_run={"optimizer": why_not} if why_not else {},
-        )  # fmt: skip
-
-
-def _by_tensor_rank(count: int, stages: Sequence[Mapping[str, FileTensor]]) -> Ranks:
-    """Join the stages of each of ``count`` tensor ranks, with the embeddings of the first stage."""
-    ranks: list[dict[str, FileTensor]] = [{} for _ in range(count)]
-    for number, tensors in enumerate(stages):
-        ranks[number % count] = {**tensors, **ranks[number % count]}
-    return ranks
+    there = open_checkpoint(path)
+    first = there.models[0]
+    if any(name.endswith(f".{POSITIONS}") for name in first):
+        root = there.folder.parent
+        raise CheckpointError(f"{path}: {UNDER_DEEPSPEED.format(root=root)}")
+    name_map = in_version(first.path, first.tree.get("checkpoint_version", 0), NAME_MAP)
+    ranks = [{name: tensor for layer in layers for name, tensor in layer.items()} for layers in there.layers]
+    saved, why_not = read_optimizers(there)
+    parts = {
+        # a last stage has a copy of the embeddings of the first
+        part: [
+            dict(ChainMap(*(one.parts.get(part, {}) for one in saved[rank :: len(ranks)])))
+            for rank in range(len(ranks))
+        ]
+        for part in (saved[0].parts if saved else ())
+    }
+    why = "weights of less precision, of which the optimizer has the float32"
+    notes = {"module": why} if "" in parts else {}
+    step = first.tree.get("global_steps", first.tree.get("iteration", 0))
+    yield weights_of_ranks(
+        path, "deepspeed", first, there.folder, name_map, ranks,
+        masters=parts.pop("", []), moments=parts, notes=notes, counter="global_steps", step=step,
+        new_run=lambda: _run_of(first, saved[0], step),
+        without_run={"optimizer": why_not} if why_not else {},
+    )  # fmt: skip
 
 
 def _run_of(first: TensorFile, saved: Saved, step: Any) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from common.errors import TokenizerError
 from common.files import atomic_write
 from common.structured_files import MAX_JSON_BYTES, parse_json, read_bytes
 from common.systems.weights import Weights
-from common.tensor_files.protobuf import read_fields
+from common.tensor_files.arrays import Bytes
+from common.tensor_files.protobuf import read_message
 from common.tokenizer import WORDS, Tokenizer, load_tokenizer
 from common.tokenizer.folder import CONFIG, companions_in, ids_in, vocabulary_in
 from common.tokenizer.gpt2_bpe import GPT2BPETokenizer
@@ -80,16 +81,17 @@ def tokenizer_json(model: bytes) -> str:
 
 def _read(model: bytes) -> tuple[list[tuple[str, float, int]], dict[int, Any], dict[int, Any]]:
     """Return the pieces (text, score, type), and the fields of trainer_spec and of normalizer_spec."""
-    pieces: list[tuple[str, float, int]] = []
-    specs: dict[int, dict[int, Any]] = {_TRAINER: {}, _NORMALIZER: {}}
-    for number, value in read_fields(np.frombuffer(model, np.uint8)):
-        if number == _PIECE:
-            fields = dict(read_fields(value))
-            score = float(np.frombuffer(fields[2].tobytes(), "<f4")[0]) if 2 in fields else 0.0
-            pieces.append((fields[1].tobytes().decode(), score, fields.get(3, 1)))
-        elif number in specs:
-            specs[number] = dict(read_fields(value))
-    return pieces, specs[_TRAINER], specs[_NORMALIZER]
+    parts = read_message(np.frombuffer(model, np.uint8))
+
+    def last(message: Bytes) -> dict[int, Any]:
+        return {number: values[-1] for number, values in read_message(message).items()}
+
+    pieces = []
+    for fields in map(last, parts.get(_PIECE, ())):
+        score = float(np.frombuffer(fields[2].tobytes(), "<f4")[0]) if 2 in fields else 0.0
+        pieces.append((fields[1].tobytes().decode(), score, fields.get(3, 1)))
+    trainer, normalizer = (last(parts[number][-1]) if number in parts else {} for number in (_TRAINER, _NORMALIZER))
+    return pieces, trainer, normalizer
 
 
 def _merges(pieces: list[tuple[str, float, int]], ids: dict[str, int]) -> list[tuple[str, str]]:
@@ -178,9 +180,8 @@ def put_tokenizer(folder: Path, weights: Weights) -> TokenizerError | None:
     """Write the tokenizer's files into ``folder``, where there are any. Return why that of the run
     cannot be written. Raises StorageError, and TokenizerError for files that cannot be read.
     """
-    source = _folder_of(weights)
     why: TokenizerError | None = None
-    files = vocabulary_in(source) | companions_in(source)
+    files = vocabulary_in(weights.folder) | companions_in(weights.folder)
     try:
         tokenizer = _of_run(weights)
     except TokenizerError as error:
@@ -195,8 +196,8 @@ def put_tokenizer(folder: Path, weights: Weights) -> TokenizerError | None:
 
 def tokenizer_of(weights: Weights) -> Tokenizer | None:
     """Return the tokenizer beside the weights, or that of the run. None: there is none. Raises TokenizerError."""
-    if vocabulary_in(folder := _folder_of(weights)):
-        return load_tokenizer(None, folder)
+    if vocabulary_in(weights.folder):
+        return load_tokenizer(None, weights.folder)
     with suppress(TokenizerError):
         return _of_run(weights)
     return None
@@ -207,7 +208,7 @@ def special_ids(weights: Weights) -> dict[str, Any]:
     files have them. None stands for none; the padding is left out then.
     """
     rows = weights.model.vocab_size
-    found = ids_in(_folder_of(weights))
+    found = ids_in(weights.folder)
     with suppress(TokenizerError):
         if not found and (tokenizer := tokenizer_of(weights)) is not None:
             found = {"bos_token_id": tokenizer.bos_id, "eos_token_id": [*tokenizer.ends]}
@@ -221,13 +222,9 @@ def special_ids(weights: Weights) -> dict[str, Any]:
     return {name: each for name, each in found.items() if name != "pad_token_id" or each is not None}
 
 
-def _folder_of(weights: Weights) -> Path:
-    return weights.path if weights.path.is_dir() else weights.path.parent
-
-
 def _of_run(weights: Weights) -> Tokenizer | None:
     """Return the run's tokenizer. None: it had none, or there are files beside the weights. Raises TokenizerError."""
-    if weights.tokenizer is None or vocabulary_in(_folder_of(weights)):
+    if weights.tokenizer is None or vocabulary_in(weights.folder):
         return None
     return read_tokenizer(weights.tokenizer)
 

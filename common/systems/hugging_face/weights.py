@@ -7,10 +7,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from common.config.resolved import ResolvedModel
 from common.dialects.hugging_face import DEFAULTS, TABLE
@@ -85,14 +84,9 @@ def read_config(path: Path) -> ResolvedModel:
     return checked_model(path, section)
 
 
-def write_config(
-    path: Path, model: ResolvedModel, dtype: str, ids: Mapping[str, Any], window: int | None = None
-) -> None:
-    """Write config.json.
-
-    ids: bos_token_id and the others of ``special_ids``; transformers would take 50256 for any
-    vocabulary where they are left out. window: n_ctx, by default the number of positions.
-    """
+def write_config(folder: Path, weights: Weights, dtype: str = "float32", window: int | None = None) -> None:
+    """Write config.json. window: n_ctx, by default the number of positions."""
+    model = weights.model
     fields = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -104,9 +98,9 @@ def write_config(
         "n_inner": None if model.ffn_hidden_size == 4 * model.hidden_size else model.ffn_hidden_size,
         **{name: getattr(model, _FIELDS[name]) for name in _RATES},
         "torch_dtype": dtype,
-        **ids,
+        **special_ids(weights),  # transformers would take 50256 for any vocabulary
     }
-    with atomic_write(path, "w") as file:
+    with atomic_write(folder / CONFIG, "w") as file:
         json.dump(fields, file, indent=2)
         file.write("\n")
 
@@ -213,7 +207,7 @@ def write_hugging_face(folder: Path, weights: Weights, dtype: str | None) -> dic
     """Write into an empty folder; returns the CRC-32 of each file of weights. OSError is left to the caller."""
     tensors = export_names(NAME_MAPS[0], weights.tensors, weights.model, dtype)
     sums = stream_shards(folder, tensors, arrays_of(tensors), limit=_SHARD_BYTES)
-    write_config(folder / CONFIG, weights.model, next(iter(tensors.values())).dtype, special_ids(weights))
+    write_config(folder, weights, next(iter(tensors.values())).dtype)
     return sums
 
 
@@ -227,5 +221,4 @@ def write_with_pickle(folder: Path, weights: Weights) -> None:
     tree = {name: TensorLeaf(dtype=weight.dtype, shape=weight.shape, name=name) for name, weight in tensors.items()}
     table = name_map.rows(0)[0].theirs
     write_torch(folder / "pytorch_model.bin", tree | {name_map.head: tree[table]}, arrays_of(tensors))
-    dtype = tensors[table].dtype
-    write_config(folder / CONFIG, weights.model, dtype, special_ids(weights), weights.model.seq_length)
+    write_config(folder, weights, tensors[table].dtype, weights.model.seq_length)

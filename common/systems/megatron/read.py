@@ -105,55 +105,55 @@ def open_megatron(path: Path, format: str) -> Iterator[Weights]:
     path: the root, one of its folders iter_... or release, or the file of a single rank. Raises
     CheckpointError and ConfigError.
     """
-    with open_shards(path) as (files, tensor_ranks):
-        first = files[0]
-        folder = first.path.parents[1]
-        name_map = match_name_map(folder, format, NAME_MAPS[format], _weights_in(first))
-        if format == "megatron":
-            name_map = in_version(first.path, first.tree.get("checkpoint_version", 0), name_map)
-        stored = [
-            {name: tensor for name, tensor in _weights_in(file).items() if not name_map.ignores(name)} for file in files
-        ]
-        saved = [read_optimizer(file) for file in files]
+    files, tensor_ranks = open_shards(path)
+    first = files[0]
+    folder = first.path.parents[1]
+    name_map = match_name_map(folder, format, NAME_MAPS[format], _weights_in(first))
+    if format == "megatron":
+        name_map = in_version(first.path, first.tree.get("checkpoint_version", 0), name_map)
+    stored = [
+        {name: tensor for name, tensor in _weights_in(file).items() if not name_map.ignores(name)} for file in files
+    ]
+    saved = [read_optimizer(file) for file in files]
 
-        def named(values: Iterable[Sequence[FileTensor]]) -> list[dict[str, FileTensor]]:
-            """Name tensors that are in the optimizer's order. The names in the file are in the order of the modules.
+    def named(values: Iterable[Sequence[FileTensor]]) -> list[dict[str, FileTensor]]:
+        """Name tensors that are in the optimizer's order. The names in the file are in the order of the modules.
 
-            Megatron makes two groups, of parameters with decay (matrices) and without (vectors), each in the order of
-            the modules: ``_get_params_for_weight_decay_optimization`` and later ``get_param_groups`` in
-            megatron/optimizer/__init__.py, ``_get_param_groups`` in megatron/core/optimizer/__init__.py. The first
-            comes first, but in releases of megatron-core whose groups are in the order of their first parameters, on
-            all but the first stage: both are read.
-            """
-            try:
-                found = [
-                    name_in_order({name: weights[name].shape for name in weights}, tensors)
-                    for weights, tensors in zip(stored, values, strict=True)
-                ]
-            except ValueError as error:
-                raise CheckpointError(f"{folder}: {error}") from None
-            return join_stages(found, tensor_ranks)
+        Megatron makes two groups, of parameters with decay (matrices) and without (vectors), each in the order of
+        the modules: ``_get_params_for_weight_decay_optimization`` and later ``get_param_groups`` in
+        megatron/optimizer/__init__.py, ``_get_param_groups`` in megatron/core/optimizer/__init__.py. The first
+        comes first, but in releases of megatron-core whose groups are in the order of their first parameters, on
+        all but the first stage: both are read.
+        """
+        try:
+            found = [
+                name_in_order({name: weights[name].shape for name in weights}, tensors)
+                for weights, tensors in zip(stored, values, strict=True)
+            ]
+        except ValueError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
+        return join_stages(found, tensor_ranks)
 
-        ranks, state = join_stages(stored, tensor_ranks), saved[0]
-        masters = named(one.copies for one in saved) if all(one.copies for one in saved) else []
-        moments = {part: named([one.moments.get(part, ()) for one in saved]) for part in state.moments}
-        notes = {}
-        if masters:
-            notes["model"] = "weights of less precision, of which the optimizer has the float32"
-        table, head = name_map.table, name_map.head or ""
-        if all({head, table} <= rank.keys() for rank in masters or ranks):
-            for rank in masters or ranks:
-                check_tied(folder, head, rank[head], rank[table])
-            notes[head] = f"tied to {table}"
-        for rank in (*ranks, *masters, *itertools.chain(*moments.values())):
-            rank.pop(head, None)
-        step = first.tree.get("iteration", first.tree.get("total_iters", 0))
-        yield weights_of_ranks(
-            path, format, first, folder, name_map, ranks,
-            masters=masters, moments=moments, notes=notes, counter="iteration", step=step,
-            new_run=lambda: _run_of(first, state, step),
-            without_run={"optimizer": state.why_not} if state.why_not else {},
-        )  # fmt: skip
+    ranks, state = join_stages(stored, tensor_ranks), saved[0]
+    masters = named(one.copies for one in saved) if all(one.copies for one in saved) else []
+    moments = {part: named([one.moments.get(part, ()) for one in saved]) for part in state.moments}
+    notes = {}
+    if masters:
+        notes["model"] = "weights of less precision, of which the optimizer has the float32"
+    table, head = name_map.table, name_map.head or ""
+    if all({head, table} <= rank.keys() for rank in masters or ranks):
+        for rank in masters or ranks:
+            check_tied(folder, head, rank[head], rank[table])
+        notes[head] = f"tied to {table}"
+    for rank in (*ranks, *masters, *itertools.chain(*moments.values())):
+        rank.pop(head, None)
+    step = first.tree.get("iteration", first.tree.get("total_iters", 0))
+    yield weights_of_ranks(
+        path, format, first, folder, name_map, ranks,
+        masters=masters, moments=moments, notes=notes, counter="iteration", step=step,
+        new_run=lambda: _run_of(first, state, step),
+        without_run={"optimizer": state.why_not} if state.why_not else {},
+    )  # fmt: skip
 
 
 def _weights_in(file: TensorFile) -> dict[str, FileTensor]:
@@ -239,6 +239,7 @@ _OF_ALL = (
     "consumed_train_samples", "tensor_model_parallel_size", "pipeline_model_parallel_size",
     "params_dtype",
 )  # fmt: skip
+"""Args that are the same on all ranks. None is a rank's own, so swapped ones are not found."""
 _NEW_FORMAT = (".metadata", "common.pt")
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -274,8 +275,7 @@ def rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
     return {ranks: files[path] for ranks, path in by_ranks(files, _RANK).items()}
 
 
-@contextmanager
-def open_shards(path: Path) -> Iterator[tuple[Sequence[TensorFile], int]]:
+def open_shards(path: Path) -> tuple[Sequence[TensorFile], int]:
     """Open the files of all ranks, by stage x tensor ranks + tensor rank, and return the number of tensor ranks.
     Raises CheckpointError unless there is one for each rank of the training, and ConfigError for Megatron's newer
     format.
@@ -312,17 +312,15 @@ def open_shards(path: Path) -> Iterator[tuple[Sequence[TensorFile], int]]:
                 f"{file.path}: holds the parts of an interleaved pipeline (model0, model1,"
                 " ...); save it with Megatron without --num-layers-per-virtual-pipeline-stage"
             )
-    require_same({file.path: _of_all(file) for file in opened.values()}, lambda path: path.parent.name)
-    yield [opened[rank, stage] for stage in range(stages) for rank in range(tensor)], tensor
-
-
-def _of_all(file: TensorFile) -> dict[str, Any]:
-    """Return values that are the same on all ranks. None is a rank's own, so swapped ones are not found."""
-    args, tree = args_of(file), file.tree if isinstance(file.tree, dict) else {}
-    return {name: args.get(name) for name in _OF_ALL} | {
-        "checkpoint_version": tree.get("checkpoint_version"),
-        "iteration in the file": tree.get("iteration", tree.get("total_iters")),
-    }
+    told = {}
+    for file in opened.values():
+        tree = file.tree if isinstance(file.tree, dict) else {}
+        told[file.path] = {name: args_of(file).get(name) for name in _OF_ALL} | {
+            "checkpoint_version": tree.get("checkpoint_version"),
+            "iteration in the file": tree.get("iteration", tree.get("total_iters")),
+        }
+    require_same(told, lambda path: path.parent.name)
+    return [opened[rank, stage] for stage in range(stages) for rank in range(tensor)], tensor
 
 
 def join_stages(files: Sequence[Mapping[str, FileTensor]], tensor_ranks: int) -> list[dict[str, FileTensor]]:

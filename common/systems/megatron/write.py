@@ -19,6 +19,7 @@ from common.files import atomic_write, fsync_folder
 from common.parallel.batch import batch_sizes, check_divides, pad_vocabulary
 from common.parallel.sharding import local_shape, slice_of
 from common.systems.megatron.read import FILE, NAME_MAPS, TRACKER
+from common.systems.megatron_args import FIXED, MODEL, REST
 from common.systems.name_map import NameRow
 from common.systems.run_state import write_model_yaml
 from common.systems.weights import Weights
@@ -248,34 +249,21 @@ def _model_args(weights: Weights, precision: str, tensor: int, stages: int) -> a
     """
     model = weights.model
     run: Any = weights.run or {"state": {"step": 0, "consumed_samples": 0}, "config": {}}
+    of_model = {theirs: getattr(model, ours) for ours, theirs in (MODEL | REST).items()}
     return argparse.Namespace(
-        num_layers=model.num_layers, encoder_num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size, num_attention_heads=model.num_heads,
-        kv_channels=model.hidden_size // model.num_heads,
-        group_query_attention=False, seq_length=model.seq_length,
-        encoder_seq_length=model.seq_length,
-        max_position_embeddings=model.max_positions, add_position_embedding=True,
-        position_embedding_type="learned_absolute",
-        use_rotary_position_embeddings=False, rotary_percent=1.0, tokenizer_type="GPT2BPETokenizer",
-        vocab_size=model.vocab_size,
-        make_vocab_size_divisible_by=model.vocab_multiple,
+        **of_model, **{name: values[0] for name, values in FIXED.items()},
+        encoder_num_layers=model.num_layers, kv_channels=model.hidden_size // model.num_heads,
+        encoder_seq_length=model.seq_length, add_position_embedding=True, rotary_percent=1.0,
+        tokenizer_type="GPT2BPETokenizer", vocab_size=model.vocab_size,
         padded_vocab_size=pad_vocabulary(model.vocab_size, model.vocab_multiple, tensor),
         layernorm_epsilon=model.layer_norm_epsilon, norm_epsilon=model.layer_norm_epsilon,
-        normalization="LayerNorm",
-        apply_layernorm_1p=False, apply_residual_connection_post_layernorm=False,
-        add_bias_linear=True, bias_gelu_fusion=True,
-        openai_gelu=False, squared_relu=False, swiglu=False,
+        add_bias_linear=True, bias_gelu_fusion=True, openai_gelu=False,
         untie_embeddings_and_output_weights=False, num_experts=None,
-        hidden_dropout=model.hidden_dropout, attention_dropout=model.attention_dropout,
-        init_method_std=model.initializer_range,
         tensor_model_parallel_size=tensor, pipeline_model_parallel_size=stages,
-        virtual_pipeline_model_parallel_size=None,
-        num_layers_per_virtual_pipeline_stage=None, data_parallel_random_init=False,
-        use_distributed_optimizer=False,
+        virtual_pipeline_model_parallel_size=None, num_layers_per_virtual_pipeline_stage=None,
+        data_parallel_random_init=False, use_distributed_optimizer=False,
         transformer_impl="local", fp16=precision == "float16", bf16=precision == "bfloat16",
         params_dtype=TorchName(f"torch.{precision}"),
         hysteresis=_hysteresis(run), iteration=run["state"]["step"],
-        consumed_train_samples=run["state"]["consumed_samples"],
-        consumed_valid_samples=0,
+        consumed_train_samples=run["state"]["consumed_samples"], consumed_valid_samples=0,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from common.dialects.mindformers import BASE
 from common.errors import CheckpointError, ConfigError
 from common.systems.dialect import read_foreign
 from common.systems.mindformers.config import DIALECT
-from common.systems.mindformers.slices import SlicedTensor, Slices, find_slices, strategy_file
+from common.systems.mindformers.slices import Slices, find_slices, strategy_file
 from common.systems.name_map import LINEAR, NameMap, match_name_map, name_map
 from common.systems.run_state import MODEL_YAML, NO_SCALE, new_run, read_model_yaml, require_moments, require_one_run
 from common.systems.weights import Weight, Weights, checked_model, import_names, weights_from
@@ -134,7 +134,7 @@ def _find(path: Path) -> Path | Slices | None:
     return found
 
 
-def _tensors(found: Path | Slices) -> Mapping[str, FileTensor | SlicedTensor]:
+def _tensors(found: Path | Slices) -> Mapping[str, FileTensor]:
     return found.tensors() if isinstance(found, Slices) else open_tensors(found)
 
 

@@ -22,30 +22,15 @@ from numpy.typing import NDArray
 
 from common.errors import CheckpointError
 from common.files import open_input, reading
-from common.tensor_files.arrays import NUMPY_TYPES, FileTensor, TensorKind
+from common.tensor_files.arrays import NUMPY_TYPES, FileTensor
 from common.tensor_files.containers import open_tensors
 from common.tensor_files.mindspore_ckpt import is_checkpoint
-from common.tensor_files.mindspore_strategy import Layout, Spans, Strategy, read_strategy
+from common.tensor_files.mindspore_strategy import Layout, Strategy, read_strategy
 
 _NAME = re.compile(r"(?P<prefix>.+)_rank_(?P<rank>\d{1,6})(_\d+)?-(?P<at>\d{1,18}_\d{1,18})\.ckpt")
 _RANK = re.compile(r"rank_(?P<rank>\d{1,6})")
 _DEPTH = 4
 """Depth of folders that is searched for files."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SlicedTensor(TensorKind):
-    """A tensor whose parts are in several files."""
-
-    parts: Mapping[Spans, FileTensor]
-
-    def read(self) -> NDArray[Any]:
-        if len(self.parts) == 1:
-            return next(iter(self.parts.values())).read()
-        whole: NDArray[Any] = np.empty(self.shape, NUMPY_TYPES[self.dtype])
-        for spans, part in self.parts.items():
-            whole[tuple(slice(*span) for span in spans)] = part.read()
-        return whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +44,7 @@ class Slices:
     files: Mapping[int, Path]
     strategies: Sequence[Path]
 
-    def tensors(self) -> dict[str, SlicedTensor]:
+    def tensors(self) -> dict[str, FileTensor]:
         """Return all tensors, joined. Raises CheckpointError for a missing part, or a strategy of another run."""
         merged: dict[int, dict[str, Layout]] = defaultdict(dict)
         for path in self.strategies:
@@ -157,7 +142,7 @@ def _named(file: Path) -> tuple[int | None, Path, str, str]:
     return (rank, folder.parent if folder else file.parent, name["prefix"] if name else "", name["at"] if name else "")
 
 
-def _merge(slices: Slices, strategy: Strategy) -> dict[str, SlicedTensor]:
+def _merge(slices: Slices, strategy: Strategy) -> dict[str, FileTensor]:
     where = f"{slices.root}{f': files of {slices.at}' if slices.at else ''}"
     said = " and ".join(map(str, slices.strategies[:2]))
     ranks = {layout.ranks for layouts in strategy.values() for layout in layouts.values()}
@@ -169,7 +154,7 @@ def _merge(slices: Slices, strategy: Strategy) -> dict[str, SlicedTensor]:
             f" ranks, and here are the files of rank{'s' * (len(slices.files) > 1)}"
             f" {_listed(slices.files)}; give the strategy files of all stages of this run"
         )
-    whole: dict[str, SlicedTensor] = {}
+    whole: dict[str, FileTensor] = {}
     unknown: list[str] = []
     absent: dict[int, list[str]] = defaultdict(list)
     for stage, layouts in strategy.items():
@@ -191,7 +176,7 @@ def _merge(slices: Slices, strategy: Strategy) -> dict[str, SlicedTensor]:
                 if first.nbytes > NUMPY_TYPES[first.dtype].itemsize:
                     unknown.append(name)
                 layout = Layout(devices=(stage_ranks,), axes=((),) * len(first.shape))
-            whole[name] = _joined(slices, said, layout, held)
+            whole[name] = _joined(slices, said, name, layout, held)
             for rank in layout.first_ranks(range(layout.ranks), without=held):
                 absent[stage * stage_ranks + rank].append(name)
         if not files:
@@ -213,13 +198,13 @@ def _merge(slices: Slices, strategy: Strategy) -> dict[str, SlicedTensor]:
     return whole
 
 
-def _joined(slices: Slices, said: str, layout: Layout, held: Mapping[int, FileTensor]) -> SlicedTensor:
+def _joined(slices: Slices, said: str, name: str, layout: Layout, held: Mapping[int, FileTensor]) -> FileTensor:
     first = held[min(held)]
     kinds = {(tensor.dtype, tensor.shape) for tensor in held.values()}
     if len(kinds) > 1 or len(layout.axes) not in (0, len(first.shape)):
         shapes = " and ".join(f"{kind} {list(shape)}" for kind, shape in sorted(kinds)[:3])
         raise CheckpointError(
-            f"{slices.root}: {first.name} is {shapes} on its ranks, and {said} describes equal parts of"
+            f"{slices.root}: {name} is {shapes} on its ranks, and {said} describes equal parts of"
             f" {len(layout.axes)} dims: they are of two runs; give the strategy files of this one"
         )
     shape = tuple(
@@ -229,7 +214,16 @@ def _joined(slices: Slices, said: str, layout: Layout, held: Mapping[int, FileTe
         layout.spans(rank, first.shape) if layout.axes else tuple((0, size) for size in shape): tensor
         for rank, tensor in sorted(held.items(), reverse=True)
     }
-    return SlicedTensor(dtype=first.dtype, shape=shape, parts=parts)
+
+    def load() -> NDArray[Any]:
+        if len(parts) == 1:
+            return next(iter(parts.values())).read()
+        whole: NDArray[Any] = np.empty(shape, NUMPY_TYPES[first.dtype])
+        for spans, part in parts.items():
+            whole[tuple(slice(*span) for span in spans)] = part.read()
+        return whole
+
+    return FileTensor(dtype=first.dtype, shape=shape, load=load)
 
 
 def _listed(files: Mapping[int, Path]) -> str:

@@ -31,7 +31,7 @@ from common.systems.weights import Weight, Weights, arrays_of, export_names
 from common.tensor_files.mindspore_ckpt import stream_mindspore
 from common.tensor_files.mindspore_strategy import Layout, write_strategy
 from common.weights.names import EMBEDDING, POSITIONS, parameter_shapes
-from common.weights.pieces import ShardedReader, TensorSlice, open_stored
+from common.weights.pieces import ShardedReader, open_stored
 
 FILE = "gpt2.ckpt"
 
@@ -179,8 +179,7 @@ def _part(
     """Return the part of a rank, which is read when it is written."""
     shape = tuple(size // parts for size, parts in zip(whole, layout.parts(), strict=True))
     spans = layout.spans(rank, shape)
-    rows, *columns = reversed(spans) if row.transposed else spans
-    piece = TensorSlice(rows=rows, columns=columns[0] if columns else None)
+    piece = spans[::-1] if row.transposed else spans
     name = row.ours[0] + suffix
 
     def load() -> NDArray[Any]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from common.config.values import rule_keeping
@@ -25,7 +26,7 @@ from common.systems.run_state import (
     require_one_run,
 )
 from common.systems.weights import Weight, Weights, import_names, weights_from
-from common.tensor_files.arrays import NUMPY_TYPES, FileTensor, map_file
+from common.tensor_files.arrays import NUMPY_TYPES, FileTensor, joined, map_file
 from common.weights.names import EMBEDDING, POSITIONS, parameter_shapes
 
 DATA, META = "out", "meta"
@@ -64,7 +65,7 @@ def read_variable(folder: Path, usual: tuple[int, ...] | None) -> FileTensor:
         raise CheckpointError(
             f"{folder / DATA}: has {data.size} bytes, and {dtype} {list(shape)} takes {expected}; copy it again"
         )
-    return FileTensor(name=folder.name, dtype=dtype, shape=shape, segments=(data,))
+    return FileTensor(dtype=dtype, shape=shape, load=partial(joined, dtype, data))
 
 
 _BLOCK = "model-h{layer}-"
@@ -159,7 +160,7 @@ def _number(own: Mapping[str, FileTensor], start: str, end: str = "") -> float |
     if not names:
         return None
     tensor = own[names[0]]
-    data = tensor.segments[0].view(NUMPY_TYPES[tensor.dtype])  # meta may say more dims than an array has
+    data = tensor.load()  # meta may say more dims than an array has
     if tensor.dtype == "uint8" and data.size in (4, 8):  # snapshots without meta
         data = data.view("<f4" if data.size == 4 else "<i8")
     is_scale = end == "-LossScale"

@@ -37,14 +37,8 @@ def write_onnx(folder: Path, weights: Weights, dtype: str | None, *, cache: bool
         dtype = "float32"
     if dtype in BITS:
         require_blocks(model, dtype, BLOCK)
-    tensors = weights.tensors
-
-    def read(name: str) -> NDArray[np.float32]:
-        return tensors[name].load_as("float32")
-
-    graph = GPT2Graph(model, read, dtype, cache=cache, scheme=scheme)
     with ChecksummedFile(folder / DATA_FILE) as data:
-        content = graph.write(data, DATA_FILE)
+        content = GPT2Graph(weights, dtype, data, DATA_FILE, cache=cache, scheme=scheme).write()
     with ChecksummedFile(folder / GRAPH_FILE) as file:
         file.write(content)
     return {GRAPH_FILE: file.checksum, DATA_FILE: data.checksum}

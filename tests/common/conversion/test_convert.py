@@ -339,11 +339,11 @@ def test_unusual_heads_are_said_at_any_width(caplog: Any, width: int, heads: int
     assert bool(caplog.records) == bool(said) and said in caplog.text
 
 
-def test_logits_that_differ_are_an_error(source: Path, tmp_path: Path) -> None:
+def test_logits_that_differ_are_an_error(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def compare(path: Path, theirs: Any, wrong: float = 1.001) -> Any:
-        runners = {"hf": theirs, "torch_gpt2": lambda *_: np.full((2, 9, 101), wrong)}
-        out = tmp_path / "ours"
-        return convert(path, out, target_format="torch_gpt2", source_format="hf", verify=True, runners=runners)
+        monkeypatch.setattr("torch_gpt2.predict.hugging_face_logits", theirs)
+        monkeypatch.setattr("torch_gpt2.predict.logits", lambda *_: np.full((2, 9, 101), wrong))
+        return convert(path, tmp_path / "ours", target_format="torch_gpt2", source_format="hf", verify=True)
 
     def ones(*_: Any) -> np.ndarray:
         return np.ones((2, 9, 101))

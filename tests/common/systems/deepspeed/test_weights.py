@@ -191,7 +191,7 @@ BAD: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     r"unexpected layers\.2\.rotary\.inv_freq": (
         STAGES, "layer_05-model_00-model_states.pt",
         changed(lambda tree: tree.update({"rotary.inv_freq": torch.zeros(2)}))),
-    "its optimizer is not of these weights.*bytes are there": (WHOLE, SECOND, changed(shorten)),
+    "its optimizer is not of these weights.*elements are there": (WHOLE, SECOND, changed(shorten)),
     f"mp_rank_01_optim_states.pt: number of updates is 4, and {FIRST} says 3":
         (STAGES, "zero_pp_rank_0_mp_rank_01_optim_states.pt", changed(add_update)),
     f"{FIRST}: ZeRO-3, whose weights lie in pieces": (
