@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ class WeightFormat:
     """Name in messages, such as "a Hugging Face folder"."""
     detects: Callable[[Path], bool]
     """Tells whether a path looks like this format."""
-    open: Callable[..., AbstractContextManager[Weights]] | None = None
+    open: Callable[..., Weights] | None = None
     """Opens weights. Raises CheckpointError and ConfigError. None: the format is written only."""
     write: Callable[..., dict[str, int]] | None = None
     """Writes weights: (empty folder, weights, dtype) -> the CRC-32 of each file by its name. None:
@@ -48,7 +47,7 @@ class WeightFormat:
     """Whether transformers' config.json belongs beside what ``write`` writes."""
     takes_model: bool = False
     """Whether ``open`` takes the config's model too, for files that do not describe theirs."""
-    open_to_compute: Callable[[Path], AbstractContextManager[Weights]] | None = None
+    open_to_compute: Callable[[Path], Weights] | None = None
     """Opens weights to run them, without checksums of large files. None: ``open`` does."""
 
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.config.resolved import ResolvedModel
@@ -151,8 +150,7 @@ def detects(path: Path) -> bool:
     return path.suffix == ".pdparams" or (path / FILE).is_file() or bool(rank_folders(path))
 
 
-@contextmanager
-def open_fleetx(path: Path) -> Iterator[Weights]:
+def open_fleetx(path: Path) -> Weights:
     """path: the file, its folder, or epoch_X_step_Y with the folders of ranks. Raises
     CheckpointError and ConfigError.
     """
@@ -164,7 +162,7 @@ def open_fleetx(path: Path) -> Iterator[Weights]:
     name_map = match_name_map(where, "fleetx", NAME_MAPS, ranks[0])
     state = file.with_name("model_state.pdopt")
     ignored = {state.name: "state of the optimizer"} if state.is_file() else {}
-    yield weights_from(
+    return weights_from(
         where, name_map, join_ranks(where, ranks, name_map, model.num_layers), model,
         format="fleetx", path=path, ignored=ignored,
     )  # fmt: skip

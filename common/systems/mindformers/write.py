@@ -116,18 +116,15 @@ def write_rank_file(config: Run, place: tuple[int, int], rank: int, is_split: bo
             write_strategy(checkpoint.parent / STRATEGY_FILE, dict(enumerate(strategy)))
         stage, local_rank = divmod(rank, topology.data * topology.tensor)
         manifest = read_manifest(checkpoint, checksums=False)
-        with (
-            open_stored(checkpoint, MODEL_FILE, manifest) as model,
-            open_stored(checkpoint, OPTIMIZER_FILE, manifest) as optimizer,
-        ):
-            stored = [(model, "", "")]
-            stored += [(optimizer, MOMENTS[part], f".{part}") for part in config.optimizer.rule.parts if optimizer]
-            tensors = {
-                prefix + row.theirs: _part(reader, row, suffix, layout, local_rank, row.shape(shapes))
-                for reader, prefix, suffix in stored
-                for row, layout in layouts[stage].items()
-            } | counters_of(manifest, epoch=place[0])
-            stream_mindspore(temporary, tensors, arrays_of(tensors))
+        model, optimizer = (open_stored(checkpoint, file, manifest) for file in (MODEL_FILE, OPTIMIZER_FILE))
+        stored = [(model, "", "")]
+        stored += [(optimizer, MOMENTS[part], f".{part}") for part in config.optimizer.rule.parts if optimizer]
+        tensors = {
+            prefix + row.theirs: _part(reader, row, suffix, layout, local_rank, row.shape(shapes))
+            for reader, prefix, suffix in stored
+            for row, layout in layouts[stage].items()
+        } | counters_of(manifest, epoch=place[0])
+        stream_mindspore(temporary, tensors, arrays_of(tensors))
         os.replace(temporary, target)
         fsync_folder(folder)
     except OSError as error:

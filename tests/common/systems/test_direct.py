@@ -73,8 +73,8 @@ def test_a_rank_reads_its_part_as_after_the_converter(source: str, tmp_path: Pat
         whole = Path(shutil.copytree(whole, tmp_path / "with_model"))
         shutil.copy(tmp_path / "run" / "config.yaml", whole)
     convert(whole, ours, target_format="torch_gpt2")
-    with open_project(ours) as weights:
-        model, run = weights.model, weights.run
+    weights = open_project(ours)
+    model, run = weights.model, weights.run
     config = config_of().model_copy(update={"model": model})
     there, here = open_checkpoint(path, "x"), Checkpoint(ours)
     for cut in ({}, {"tensor": 2, "tensor_rank": 1}, {"shards": 3, "shard_rank": 2}):
