@@ -19,6 +19,7 @@ from common.systems.name_map import NameMap, NameRow, read_part
 from common.tensor_files.arrays import (
     FileTensor,
     TensorKind,
+    TensorSource,
     prefetch_arrays,
     round_to_bfloat16,
     same_bytes,
@@ -33,11 +34,10 @@ MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weight(TensorKind):
-    """Whole tensor, with the rows of the true vocabulary."""
-
-    load: Callable[[], NDArray[Any]]
-    """Returns the array: a view of the file where that is possible, bfloat16 as uint16 words."""
+class Weight(TensorSource):
+    """Whole tensor, with the rows of the true vocabulary. It loads an array, a view of the file where that is
+    possible.
+    """
 
     def load_as(self, dtype: str) -> NDArray[Any]:
         """Return the tensor in another type, rounded to the nearest."""
@@ -86,7 +86,7 @@ class Weights:
 
         def counted(weight: Weight) -> Weight:
             def load() -> NDArray[Any]:
-                array = weight.load()
+                array: NDArray[Any] = weight.load()
                 add(array.nbytes)
                 return array
 

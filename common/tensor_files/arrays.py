@@ -54,9 +54,15 @@ class TensorKind:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FileTensor(TensorKind):
-    load: Callable[[], NDArray[Any]]
-    """Returns the elements in their order, of any shape. Raises CheckpointError if the bytes have changed."""
+class TensorSource(TensorKind):
+    load: Callable[[], Any]
+    """Returns an array of the elements in row-major order, with bfloat16 as uint16 words. For a file of torch it may
+    return several, which are written one after the other.
+    """
+
+
+class FileTensor(TensorSource):
+    """Tensor of a file. What loads it raises CheckpointError if the bytes have changed."""
 
     def read(self) -> NDArray[Any]:
         """Return the tensor. The array is read-only, and a view of the file where that is possible.
@@ -64,7 +70,8 @@ class FileTensor(TensorKind):
         bfloat16 comes as uint16 words (``widen_bfloat16``). A view may be unaligned: copy it before passing it to a
         framework. Raises CheckpointError if the bytes have changed.
         """
-        return self.load().reshape(self.shape)
+        array: NDArray[Any] = self.load().reshape(self.shape)
+        return array
 
 
 def joined(dtype: str, *segments: Bytes) -> NDArray[Any]:

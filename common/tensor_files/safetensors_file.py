@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from common.errors import CheckpointError
 from common.files import atomic_write, open_input
 from common.structured_files import parse_json, shown
-from common.tensor_files.arrays import Bytes, FileTensor, TensorFile, TensorKind, joined
+from common.tensor_files.arrays import Bytes, FileTensor, TensorFile, TensorKind, TensorSource, joined, prefetch_arrays
 from common.tensor_files.checksummed import ChecksummedFile
 
 INDEX = "model.safetensors.index.json"
@@ -89,34 +88,31 @@ def stream_safetensors(path: Path, kinds: Mapping[str, TensorKind], arrays: Iter
     return file.checksum
 
 
-def stream_shards(
-    folder: Path, kinds: Mapping[str, TensorKind], arrays: Iterable[NDArray[Any]], *, limit: int
-) -> dict[str, int]:
-    """Write ``arrays``, made one at a time in the order of ``kinds``, into one or more files.
-    Return the CRC-32 of each file by its name.
+def stream_shards(folder: Path, tensors: Mapping[str, TensorSource], *, limit: int) -> dict[str, int]:
+    """Write tensors, loaded one at a time, into one or more files. Return the CRC-32 of each file by its name.
 
     A file has at most ``limit`` bytes of tensors; a larger tensor has a file to itself. Several
     files get an index. OSError and StorageError are left to the caller, who owns the folder.
     """
-    shards: list[dict[str, TensorKind]] = [{}]
-    for name, kind in kinds.items():
-        if shards[-1] and sum(other.nbytes for other in shards[-1].values()) + kind.nbytes > limit:
+    shards: list[dict[str, TensorSource]] = [{}]
+    for name, tensor in tensors.items():
+        if shards[-1] and sum(other.nbytes for other in shards[-1].values()) + tensor.nbytes > limit:
             shards.append({})
-        shards[-1][name] = kind
+        shards[-1][name] = tensor
+    files = {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
     if len(shards) == 1:
-        return {"model.safetensors": stream_safetensors(folder / "model.safetensors", kinds, arrays)}
-    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    source = iter(arrays)
+        files = {"model.safetensors": shards[0]}
     sums = {
-        file: stream_safetensors(folder / file, shard, islice(source, len(shard)))
-        for file, shard in zip(files, shards, strict=True)
+        file: stream_safetensors(folder / file, shard, prefetch_arrays(each.load for each in shard.values()))
+        for file, shard in files.items()
     }
-    index = {
-        "metadata": {"total_size": sum(kind.nbytes for kind in kinds.values())},
-        "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
-    }
-    with atomic_write(folder / INDEX, "w") as file:
-        json.dump(index, file, indent=2)
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+            "weight_map": {name: file for file, shard in files.items() for name in shard},
+        }
+        with atomic_write(folder / INDEX, "w") as file:
+            json.dump(index, file, indent=2)
     return sums
 
 

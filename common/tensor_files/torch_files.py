@@ -11,12 +11,11 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from isal.isal_zlib import crc32
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 from common.errors import CheckpointError
 from common.interrupts import ending_at_interrupts
 from common.paths import require_package
-from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorKind
+from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorSource, prefetch_arrays
 from common.tensor_files.checksummed import ChecksummedFile
 from common.tensor_files.pickled_values import KNOWN, foreign_class, plain_tree
 
@@ -41,21 +40,12 @@ _STAND_INS: dict[str, Callable[..., Any]] = KNOWN | {
 _MAX_CLASSES = 64
 _AFTER_RECORD, _DIRECTORY = b"PK\x07\x08", b"PK\x01\x02"
 """Marks in a zip: after a record, where its CRC-32 is, and before its entry in the directory."""
-Parts: TypeAlias = Sequence[NDArray[Any]]
-"""Arrays whose bytes in row-major order, one after the other, are a tensor."""
 
 
 class TorchName(str):
     """Name of torch that stands for itself, such as ``torch.float16``."""
 
     __slots__ = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorLeaf(TensorKind):
-    """Place of a tensor; places of one ``name`` share its storage, as tied weights do."""
-
-    name: str
 
 
 def _torch(path: Path) -> Any:
@@ -148,26 +138,25 @@ def _compare_checksums(path: Path, content: Bytes, *, of_tensors: bool) -> None:
                     )
 
 
-def write_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any] | Parts]) -> None:
+def write_torch(path: Path, tree: Any) -> None:
     """Write and fsync ``tree``: dicts, lists, tuples, ``argparse.Namespace``, plain values, ``TorchName`` and
-    ``TensorLeaf``.
+    ``TensorSource``. One of these in several places is one tensor, as tied weights are.
 
-    arrays: one, or its parts, for each leaf, in the order in which the names first occur; bfloat16 as uint16 words. No
-    array is kept. OSError is left to the caller, who owns the folder. With weights_only, torch accepts Namespace and
-    numpy values only after ``add_safe_globals``, as with its own files.
+    Tensors are loaded one at a time, and none is kept. OSError is left to the caller, who owns the folder. With
+    weights_only, torch accepts Namespace and numpy values only after ``add_safe_globals``, as with its own files.
     """
-    torch, tensors = _torch(path), {}
+    torch, tensors = _torch(path), dict[TensorSource, Any]()
 
     def placed(value: Any) -> Any:
-        if isinstance(value, TensorLeaf):
-            if value.name not in tensors:  # memory that is never touched, and so never taken
+        if isinstance(value, TensorSource):
+            if value not in tensors:  # memory that is never touched, and so never taken
                 tensor = torch.empty(value.shape, dtype=getattr(torch, value.dtype))
-                tensors[value.name] = tensor
+                tensors[value] = tensor
                 # torch takes a tensor that begins as _AFTER_RECORD for the mark, and adds what
                 # follows to the serialization_id. Only memory that was in use begins so.
                 if (first := tensor.view(-1)[:4].view(torch.uint8)).any():
                     first.zero_()
-            return tensors[value.name]
+            return tensors[value]
         if isinstance(value, TorchName):
             return getattr(torch, value.removeprefix("torch."))
         if isinstance(value, argparse.Namespace):
@@ -184,7 +173,9 @@ def write_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any] | Parts]) -
         filling.fill_uninitialized_memory = fills
     computes = torch.serialization.get_crc32_options()
     with ChecksummedFile(path) as file:
-        records = _Records(file, {tensor.data_ptr() for tensor in tensors.values()}, arrays)
+        # torch saves them in the order in which they occur, and no memory of an empty one
+        made = prefetch_arrays(each.load for each in tensors if each.nbytes)
+        records = _Records(file, {tensor.data_ptr() for tensor in tensors.values()}, made)
         torch.serialization.set_crc32_options(False)
         try:
             torch.save(whole, records)
@@ -192,7 +183,7 @@ def write_torch(path: Path, tree: Any, arrays: Iterable[NDArray[Any] | Parts]) -
             raise error.__context__ or error from None
         finally:
             torch.serialization.set_crc32_options(computes)
-        assert next(records.arrays, None) is None, "the arrays are those of the leaves"
+        assert next(made, None) is None, "torch has saved them all"
 
 
 class _Records:
@@ -200,11 +191,9 @@ class _Records:
     CRC-32, which torch would take ten times as long to compute.
     """
 
-    def __init__(self, file: ChecksummedFile, places: set[int], arrays: Iterable[NDArray[Any] | Parts]) -> None:
+    def __init__(self, file: ChecksummedFile, places: set[int], arrays: Iterator[Any]) -> None:
         """places: addresses of the tensors. arrays: in the order in which torch saves those."""
-        parts = ((each,) if isinstance(each, np.ndarray) else each for each in arrays)
-        self.arrays = (each for each in parts if any(part.size for part in each))
-        self._file, self._places, self._sums = file, places, list[bytes]()
+        self._file, self._places, self._arrays, self._sums = file, places, arrays, list[bytes]()
 
     def flush(self) -> None:
         """Do nothing: the end of the file's block writes the last bytes."""
@@ -213,9 +202,10 @@ class _Records:
         """Write a record, or what the zip has around it."""
         if np.frombuffer(data, np.uint8).ctypes.data in self._places:
             self._file.checksum, first = 0, self._file.position
-            for part in next(self.arrays):
+            made = next(self._arrays)
+            for part in (made,) if isinstance(made, np.ndarray) else made:
                 self._file.write_array(part)
-            assert self._file.position == first + len(data), "an array is that of its leaf"
+            assert self._file.position == first + len(data), "an array is that of its tensor"
             return
         piece, entry, sums = bytearray(data), 0, iter(self._sums)
         if piece[:4] == _AFTER_RECORD:

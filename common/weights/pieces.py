@@ -146,7 +146,7 @@ def shape_of(piece: TensorSlice) -> tuple[int, ...]:
 class ShardedReader:
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._parts: dict[str, list[tuple[Any, tuple[slice, ...]]]] = defaultdict(list)
+        self._parts: dict[str, list[tuple[Any, TensorSlice]]] = defaultdict(list)
         self._split: set[str] = set()
 
     def add(self, reader: Any, pieces: Mapping[str, Rectangle] | None) -> None:
@@ -157,7 +157,7 @@ class ShardedReader:
             if pieces is not None and name in pieces:
                 spans = pieces[name]
                 self._split.add(name)
-            self._parts[name].append((reader, tuple(slice(*span) for span in spans)))
+            self._parts[name].append((reader, tuple((first, end) for first, end in spans)))
 
     def __bool__(self) -> bool:
         return bool(self._parts)
@@ -165,11 +165,11 @@ class ShardedReader:
     def require(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Raise CheckpointError unless exactly these tensors are there, whole and with these shapes."""
         found = {
-            name: tuple(max(spans[dim].stop for _, spans in parts) for dim in range(len(parts[0][1])))
+            name: tuple(max(spans[dim][1] for _, spans in parts) for dim in range(len(parts[0][1])))
             for name, parts in self._parts.items()
         }
         there = {
-            name: sum(math.prod(span.stop - span.start for span in spans) for _, spans in self._parts[name])
+            name: sum(math.prod(shape_of(spans)) for _, spans in self._parts[name])
             for name, shape in expected.items()
             if name in self._split and len(shape) == len(found[name]) and all(map(operator.le, found[name], shape))
         }
@@ -179,20 +179,15 @@ class ShardedReader:
     def read(self, name: str, piece: TensorSlice) -> Array:
         """Return a rectangle of a tensor; elements beyond its rows are 0."""
         parts = self._parts[name]
-        if len(parts) == 1 and tuple((span.start, span.stop) for span in parts[0][1]) == piece:
+        if len(parts) == 1 and parts[0][1] == piece:
             return np.asarray(parts[0][0].get_tensor(name))
         values = np.zeros(shape_of(piece), np.float32)
         for reader, spans in parts:
-            common = [
-                (max(first, span.start), min(end, span.stop)) for (first, end), span in zip(piece, spans, strict=True)
-            ]
+            common = [(max(first, at), min(end, to)) for (first, end), (at, to) in zip(piece, spans, strict=True)]
             if all(first < end for first, end in common):
-                target = tuple(
-                    slice(first - start, end - start) for (first, end), (start, _) in zip(common, piece, strict=True)
-                )
-                source = tuple(
-                    slice(first - span.start, end - span.start)
-                    for (first, end), span in zip(common, spans, strict=True)
+                target, source = (
+                    tuple(slice(first - at, end - at) for (first, end), (at, _) in zip(common, of, strict=True))
+                    for of in (piece, spans)
                 )
                 values[target] = reader.get_slice(name)[source]
         return values

@@ -19,11 +19,11 @@ from common.structured_files import read_json_mapping, shown
 from common.systems.hugging_face.tokenizer import special_ids
 from common.systems.name_map import LINEAR, NameMap, match_name_map, name_map
 from common.systems.strangers import NANOGPT, OTHER_HEAD, beside_model, wrapper_of
-from common.systems.weights import Weights, arrays_of, check_tied, checked_model, export_names, weights_from
+from common.systems.weights import Weights, check_tied, checked_model, export_names, weights_from
 from common.tensor_files.arrays import FileTensor, TensorFile
 from common.tensor_files.containers import open_tensors
 from common.tensor_files.safetensors_file import stream_shards
-from common.tensor_files.torch_files import ZIP_MAGIC, TensorLeaf, write_torch
+from common.tensor_files.torch_files import ZIP_MAGIC, write_torch
 from common.weights.names import EMBEDDING, POSITIONS
 
 
@@ -204,7 +204,7 @@ _SHARD_BYTES = 5 * 10**9
 def write_hugging_face(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
     """Write into an empty folder; returns the CRC-32 of each file of weights. OSError is left to the caller."""
     tensors = export_names(NAME_MAPS[0], weights.tensors, weights.model, dtype)
-    sums = stream_shards(folder, tensors, arrays_of(tensors), limit=_SHARD_BYTES)
+    sums = stream_shards(folder, tensors, limit=_SHARD_BYTES)
     write_config(folder, weights, next(iter(tensors.values())).dtype)
     return sums
 
@@ -216,7 +216,6 @@ def write_with_pickle(folder: Path, weights: Weights) -> None:
     """
     name_map = NAME_MAPS[0]
     tensors = export_names(name_map, weights.tensors, weights.model, None)
-    tree = {name: TensorLeaf(dtype=weight.dtype, shape=weight.shape, name=name) for name, weight in tensors.items()}
     table = name_map.rows(0)[0].theirs
-    write_torch(folder / "pytorch_model.bin", tree | {name_map.head: tree[table]}, arrays_of(tensors))
+    write_torch(folder / "pytorch_model.bin", tensors | {name_map.head: tensors[table]})
     write_config(folder, weights, tensors[table].dtype, weights.model.seq_length)

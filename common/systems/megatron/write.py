@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.config.values import STATE_PARTS, RuleName
 from common.files import atomic_write, fsync_folder
@@ -23,8 +24,8 @@ from common.systems.megatron_args import FIXED, MODEL, REST
 from common.systems.name_map import NameRow
 from common.systems.run_state import write_model_yaml
 from common.systems.weights import Weights
-from common.tensor_files.arrays import prefetch_arrays
-from common.tensor_files.torch_files import Parts, TensorLeaf, TorchName, write_torch
+from common.tensor_files.arrays import TensorSource
+from common.tensor_files.torch_files import TorchName, write_torch
 from common.weights.names import EMBEDDING, POSITIONS, decays
 
 
@@ -38,7 +39,8 @@ class _RankFile:
     tensor_rank: int
     stages: int
     stage: int
-    makers: dict[str, Callable[[], Parts]] = field(default_factory=dict)
+    tensors: dict[tuple[str, str], TensorSource] = field(default_factory=dict)
+    """By name and type: a float32 weight is its own float32 copy."""
 
     def rows(self) -> list[NameRow]:
         """Return a row for each of its tensors in the order of Megatron's modules, with layers numbered from 0."""
@@ -53,33 +55,32 @@ class _RankFile:
             end.append(replace(start[0], theirs=name_map.head))
         return [*(start if self.stage == 0 else ()), *blocks, *(end if self.stage == self.stages - 1 else ())]
 
-    def add(self, row: NameRow, dtype: str | None, part: str = "") -> TensorLeaf:
+    def add(self, row: NameRow, dtype: str | None, part: str = "") -> TensorSource:
         """Add a tensor.
 
         part: the part of the optimizer's state, empty for the weight. dtype: None keeps that of the source.
         """
         model, tensor = self.weights.model, self.tensor
-        source = self.weights.moments if part else self.weights.tensors
-        wanted = dtype or source[row.ours[0] + part].dtype
+        given = self.weights.moments if part else self.weights.tensors
+        wanted = dtype or given[row.ours[0] + part].dtype
         shapes, makers = {}, []  # a maker for each parameter in the tensor
         for name in row.ours:
-            weight = source[name + part]
+            weight = given[name + part]
             whole = weight.shape
             if name == EMBEDDING:
-                rows = pad_vocabulary(model.vocab_size, model.vocab_multiple, tensor)
-                whole = (rows, *whole[1:])
+                whole = (pad_vocabulary(model.vocab_size, model.vocab_multiple, tensor), *whole[1:])
             shapes[name] = local_shape(name, whole, tensor)
             piece = slice_of(name, whole, tensor=tensor, tensor_rank=self.tensor_rank)
             makers.append(partial(weight.cut, piece, wanted))
-        leaf = TensorLeaf(dtype=wanted, shape=row.shape(shapes), name=f"{row.theirs}{part}:{wanted}")
+        rows, *columns = row.shape(shapes)
 
-        def make() -> Parts:
+        def load() -> Sequence[NDArray[Any]]:
             parts = row.pieces([make_one() for make_one in makers], model.num_heads // tensor)
-            missing = leaf.shape[0] - sum(map(len, parts))  # rows of zeros pad the vocabulary
-            return [*parts, np.zeros((missing, *leaf.shape[1:]), parts[0].dtype)] if missing else parts
+            missing = rows - sum(map(len, parts))  # rows of zeros pad the vocabulary
+            return [*parts, np.zeros((missing, *columns), parts[0].dtype)] if missing else parts
 
-        self.makers[leaf.name] = make
-        return leaf
+        source = TensorSource(dtype=wanted, shape=(rows, *columns), load=load)
+        return self.tensors.setdefault((row.theirs + part, wanted), source)
 
 
 def write_megatron(
@@ -113,7 +114,7 @@ def write_megatron(
             tree["optimizer"] = _optimizer(rank, rows, mixed=precision != "float32")
             tree |= _scheduler(weights.run)
         (checkpoint / name).mkdir(parents=True)
-        write_torch(checkpoint / name / FILE, tree, prefetch_arrays(rank.makers.values()))
+        write_torch(checkpoint / name / FILE, tree)
         fsync_folder(checkpoint / name)
     fsync_folder(checkpoint)
     write_model_yaml(folder, weights)
@@ -168,10 +169,9 @@ def _optimizer(rank: _RankFile, rows: list[NameRow], *, mixed: bool) -> dict[str
     outer: dict[str, Any] = {"optimizer": inner}
     scale = engine["loss_scale"]
     if scale.get("mode") == "dynamic":
-        name = "grad_scaler.scale"
-        rank.makers[name] = lambda: [np.array([scale["value"]], np.float32)]
+        value = np.array([scale["value"]], np.float32)
         outer["grad_scaler"] = {
-            "scale": TensorLeaf(dtype="float32", shape=(1,), name=name),
+            "scale": TensorSource(dtype="float32", shape=(1,), load=lambda: value),
             "growth_tracker": scale["finite_steps"],
             "hysteresis_tracker": _hysteresis(run) - scale["overflows"],
         }

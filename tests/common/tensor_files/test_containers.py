@@ -3,6 +3,7 @@ itself, and what is refused.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file as load_torch, save_file
 
 from common.errors import CheckpointError
 from common.tensor_files import mindspore_ckpt
-from common.tensor_files.arrays import TensorKind
+from common.tensor_files.arrays import TensorKind, TensorSource
 from common.tensor_files.containers import open_tensors
 from common.tensor_files.mindspore_ckpt import stream_mindspore
 from common.tensor_files.safetensors_file import INDEX, stream_safetensors, stream_shards, write_safetensors
@@ -91,9 +92,11 @@ def test_a_file_that_does_not_fit_together_is_refused(tmp_path: Path, content: b
 
 def shards_of(folder: Path, limit: int) -> dict[str, int]:
     folder.mkdir(exist_ok=True)
-    kinds = {name: TensorKind(dtype="bfloat16", shape=(2, 3)) for name in "abcd"}
-    arrays = (np.full((2, 3), number, np.uint16) for number in range(4))
-    return stream_shards(folder, kinds, arrays, limit=limit)
+    tensors = {
+        name: TensorSource(dtype="bfloat16", shape=(2, 3), load=partial(np.full, (2, 3), number, np.uint16))
+        for number, name in enumerate("abcd")
+    }
+    return stream_shards(folder, tensors, limit=limit)
 
 
 def test_shards_are_those_of_the_library_and_read_as_one(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import torch
 
 from common.errors import CheckpointError, ConfigError
 from common.tensor_files import pickled_values
+from common.tensor_files.arrays import TensorSource
 from common.tensor_files.containers import open_tensors
-from common.tensor_files.torch_files import TensorLeaf, TorchName, write_torch
+from common.tensor_files.torch_files import TorchName, write_torch
 
 
 def as_torch(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
@@ -227,7 +228,10 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
         "double": ("float64", np.ones(1)), "byte": ("uint8", np.array([7, 8], np.uint8)),
         "turned": ("float32", matrix.T),
     }  # fmt: skip
-    leaves = {name: TensorLeaf(name=name, dtype=word, shape=array.shape) for name, (word, array) in arrays.items()}
+    leaves = {
+        name: TensorSource(dtype=word, shape=array.shape, load=lambda array=array: array)
+        for name, (word, array) in arrays.items()
+    }
     plain = {
         "groups": [{"params": [0, 1], "betas": (0.9, 0.95), "none": ()}, []],
         "iteration": 2**40, "version": 3.0, "name": "é\n", "flag": True, "nothing": None, 3: -1,
@@ -235,7 +239,7 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
     }  # fmt: skip
     path = tmp_path / "model_optim_rng.pt"
     tree = {"model": {**leaves, "tied": leaves["m"]}, **plain}
-    write_torch(path, tree, (array for _, array in arrays.values()))
+    write_torch(path, tree)
     loaded = torch.load(path, weights_only=True)
     with zipfile.ZipFile(path) as records:
         assert records.testzip() is None
@@ -247,7 +251,7 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
     assert torch.load(path, weights_only=True, mmap=True)["model"]["turned"].shape == (3, 2)
     assert loaded == plain | {"dtype": torch.bfloat16}
     args = argparse.Namespace(hidden_size=8, dtype=TorchName("torch.float16"))
-    write_torch(path, {"args": args, "state": np.random.get_state()}, [])
+    write_torch(path, {"args": args, "state": np.random.get_state()})
     loaded = torch.load(path, weights_only=False)
     assert loaded["args"] == argparse.Namespace(hidden_size=8, dtype=torch.float16)
     np.testing.assert_array_equal(loaded["state"][1], np.random.get_state()[1])
@@ -255,6 +259,6 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_an_error_of_the_system() -> None:
     """Torch makes a RuntimeError of it."""
-    leaf = TensorLeaf(name="a", dtype="float32", shape=(2**22,))
+    leaf = TensorSource(dtype="float32", shape=(2**22,), load=lambda: np.ones(2**22, np.float32))
     with pytest.raises(OSError, match="No space left on device"):
-        write_torch(Path("/dev/full"), {"a": leaf}, [np.ones(2**22, np.float32)])
+        write_torch(Path("/dev/full"), {"a": leaf})
