@@ -37,7 +37,7 @@ def as_weights(model: ResolvedModel, arrays: Mapping[str, Any], dtype: str = "fl
 
 
 def require_arrays(path: Path, format: str, arrays: Mapping[str, Any]) -> Weights:
-    """Require that weights are these arrays bit for bit. Returns them, closed."""
+    """Require that weights are these arrays bit for bit. Returns them."""
     found = FORMATS[format].open(path)
     assert found.tensors.keys() == arrays.keys()
     for name, array in arrays.items():
