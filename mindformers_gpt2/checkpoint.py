@@ -15,7 +15,7 @@ from common.errors import ConfigError
 from common.parallel.run import Run
 from common.training.opened_checkpoint import Checkpoint
 from common.training.recording import LAST_NORM, VARIABLE, RecorderBase
-from common.weights.pieces import TensorSlice
+from common.weights.pieces import TensorSlice, shape_of
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.model import GPT2, LayerNorm, build_model
 from mindformers_gpt2.optimizer import Optimizer
@@ -64,8 +64,7 @@ def fill_moments(optimizer: Optimizer, values: Iterable[tuple[str, str, Array]])
 def _cut(tensor: Parameter, piece: TensorSlice) -> Array:
     """Return this rank's part of a tensor, without the rows that pad the vocabulary."""
     values: Array = tensor.asnumpy().astype("float32", copy=True)
-    first, end = piece[0]
-    return values[: end - first]
+    return values[: shape_of(piece)[0]]
 
 
 def _fill(tensor: Parameter, values: Array) -> None:

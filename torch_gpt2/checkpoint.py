@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from common.checkpoint.snapshot import padded_rows
 from common.log import LOG
 from common.training.recording import LAST_NORM, RecorderBase
-from common.weights.pieces import TensorSlice
+from common.weights.pieces import TensorSlice, shape_of
 from torch_gpt2.model import GPT2
 from torch_gpt2.optimizer import local_shard
 
@@ -116,8 +116,7 @@ def fill_moments(
 
 def _cut(tensor: Tensor, piece: TensorSlice) -> Tensor:
     """Return this rank's part of a tensor, without the rows that pad the vocabulary."""
-    first, end = piece[0]
-    return local_shard(tensor.detach()).detach()[: end - first]
+    return local_shard(tensor.detach()).detach()[: shape_of(piece)[0]]
 
 
 class Recorder(RecorderBase):

@@ -17,7 +17,6 @@ from common.parallel.operator_plan import held_slice, owns, splits_vocabulary
 from common.parallel.sharding import padded_shapes
 from common.parallel.topology import GroupKind
 from common.resolve.vendor_settings import semi_auto_settings
-from common.weights.pieces import shape_of
 from mindformers_gpt2.base_engine import BaseEngine, QueuedStep
 from mindformers_gpt2.data import inputs_and_targets
 from mindformers_gpt2.parallel.collectives import all_reduce
@@ -56,7 +55,7 @@ class SemiAutoEngine(BaseEngine):
         self.is_sharded, self.owns = True, partial(owns, config=config, at=world.at)
         self.pieces = {name: held_slice(name, config, world.at) for name in self.master.tensors}
         for name, tensor in self.master.tensors.items():
-            if tuple(tensor.shape) != (planned := shape_of(self.pieces[name])):
+            if tuple(tensor.shape) != (planned := tuple(end - first for first, end in self.pieces[name])):
                 raise RunError(
                     f"rank {world.rank}: MindSpore's compiler holds {tuple(tensor.shape)} of {name}"
                     f" {padded_shapes(config)[name]}, the plan says {planned}; set"

@@ -104,9 +104,8 @@ class DeepSpeedState(ABC):
         for key, (name, part) in wanted.items():
             whole = self._weight(name) if part is None else self._moment(name, part)
             if name in owned:
-                first, end = owned[name][0]
                 values = whole.to("cpu", torch.float32).view(shape_of(self.pieces[name]))
-                found[key] = np.array(values[: end - first].numpy())
+                found[key] = np.array(values[: shape_of(owned[name])[0]].numpy())
         return found
 
     def _values(self, reader: Checkpoint | None) -> Iterable[tuple[str, Tensor]]:
@@ -116,8 +115,7 @@ class DeepSpeedState(ABC):
         return ((name, self._padded(name, array)) for name, array in arrays)
 
     def _padded(self, name: str, array: Array) -> Tensor:
-        first, end = self.pieces[name][0]
-        return torch.from_numpy(padded_rows(array, end - first))
+        return torch.from_numpy(padded_rows(array, shape_of(self.pieces[name])[0]))
 
 
 class WholeState(DeepSpeedState):

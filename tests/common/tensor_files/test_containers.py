@@ -3,7 +3,6 @@ itself, and what is refused.
 """
 
 import json
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -92,11 +91,9 @@ def test_a_file_that_does_not_fit_together_is_refused(tmp_path: Path, content: b
 
 def shards_of(folder: Path, limit: int) -> dict[str, int]:
     folder.mkdir(exist_ok=True)
-    tensors = {
-        name: TensorSource(dtype="bfloat16", shape=(2, 3), load=partial(np.full, (2, 3), number, np.uint16))
-        for number, name in enumerate("abcd")
-    }
-    return stream_shards(folder, tensors, limit=limit)
+    arrays = {name: np.full((2, 3), number, np.uint16) for number, name in enumerate("abcd")}
+    of = {name: TensorSource(dtype="bfloat16", shape=(2, 3), load=array.view) for name, array in arrays.items()}
+    return stream_shards(folder, of, limit=limit)
 
 
 def test_shards_are_those_of_the_library_and_read_as_one(tmp_path: Path) -> None:

@@ -228,18 +228,15 @@ def test_torch_loads_what_we_write(tmp_path: Path) -> None:
         "double": ("float64", np.ones(1)), "byte": ("uint8", np.array([7, 8], np.uint8)),
         "turned": ("float32", matrix.T),
     }  # fmt: skip
-    leaves = {
-        name: TensorSource(dtype=word, shape=array.shape, load=lambda array=array: array)
-        for name, (word, array) in arrays.items()
-    }
+    sources = ((name, word, array) for name, (word, array) in arrays.items())
+    leaves = {name: TensorSource(dtype=word, shape=array.shape, load=array.view) for name, word, array in sources}
     plain = {
         "groups": [{"params": [0, 1], "betas": (0.9, 0.95), "none": ()}, []],
         "iteration": 2**40, "version": 3.0, "name": "é\n", "flag": True, "nothing": None, 3: -1,
         "dtype": TorchName("torch.bfloat16"),
     }  # fmt: skip
     path = tmp_path / "model_optim_rng.pt"
-    tree = {"model": {**leaves, "tied": leaves["m"]}, **plain}
-    write_torch(path, tree)
+    write_torch(path, {"model": {**leaves, "tied": leaves["m"]}, **plain})
     loaded = torch.load(path, weights_only=True)
     with zipfile.ZipFile(path) as records:
         assert records.testzip() is None

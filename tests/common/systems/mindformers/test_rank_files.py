@@ -402,8 +402,7 @@ def test_every_kind_of_layout_as_mindspore_cuts_it(
     shutil.copy(strategy, tmp_path / "cut")
     found = find_slices(tmp_path / "cut")
     assert isinstance(found, Slices) and len(found.files) == math.prod(devices)
-    [tensor] = found.tensors().values()
-    [part] = open_tensors(found.files[0]).values()
+    [tensor], [part] = (each.values() for each in (found.tensors(), open_tensors(found.files[0])))
     assert part.nbytes < whole.nbytes and np.array_equal(tensor.read(), whole)
 
 
