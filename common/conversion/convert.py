@@ -144,7 +144,7 @@ def _counts(weights: Weights) -> dict[str, int]:
 
 def _open_again(folder: Path, format: str, source: Path) -> None:
     """Raise CheckpointError unless what was written can be opened, by its headers and manifests."""
-    opened = FORMATS[format].open_to_compute or FORMATS[format].open
+    opened = FORMATS[format].open_again or FORMATS[format].open
     try:
         if opened is not None:
             opened(folder)

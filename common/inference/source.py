@@ -96,8 +96,7 @@ def find_source(path: Path, *, verify: bool = False) -> Source:
     if format == "onnx":  # a graph beside transformers' config.json, as optimum writes it
         model = read_config((path if path.is_dir() else path.parent) / CONFIG)
         return Source(path=path, format="onnx", model=model, tokenizer={})
-    opened = FORMATS[format].open_to_compute or FORMATS[format].open
-    if opened is None:
+    if (opened := FORMATS[format].open) is None:
         raise CheckpointError(f"{path}: {explain(path, 'a model')}")
     with reading(path, CheckpointError):
         weights = opened(path)

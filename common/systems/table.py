@@ -47,8 +47,8 @@ class WeightFormat:
     """Whether transformers' config.json belongs beside what ``write`` writes."""
     takes_model: bool = False
     """Whether ``open`` takes the config's model too, for files that do not describe theirs."""
-    open_to_compute: Callable[[Path], Weights] | None = None
-    """Opens weights to run them, without checksums of large files. None: ``open`` does."""
+    open_again: Callable[[Path], Weights] | None = None
+    """Opens weights that were just written, without checksums of large files. None: ``open`` does."""
 
 
 _QUANTIZED = ("float32", "float16", "int8", "int4")
@@ -63,7 +63,7 @@ FORMATS: dict[str, WeightFormat] = {
     "torch_gpt2": WeightFormat(
         "torch_gpt2", lambda path: find_checkpoint(path) is not None,
         own_folder.open_project, own_folder.write_project,
-        open_to_compute=partial(own_folder.open_project, checksums=False),
+        open_again=partial(own_folder.open_project, checksums=False),
         dtypes=(*FLOATS, "int8"),
     ),
     **{

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from common.conversion.convert import convert
 from common.errors import CheckpointError
@@ -22,6 +23,7 @@ from common.training.metrics import read_metrics
 from common.training.opened_checkpoint import Checkpoint, open_checkpoint
 from common.training.start import require_same_model
 from common.weights.names import parameter_shapes
+from common.weights.pieces import open_parameters
 from common.yaml_files import dump_yaml
 from run_gpt2 import main
 from tests.common.systems.fleetx.test_weights import copy as fleetx_folder
@@ -149,3 +151,9 @@ def test_one_flag_of_mindformers_takes_weights_and_runs(
     assert steps(starts["hf"], "b", 2) == [1, 2]
     assert "theirs: holds only weights" in capfd.readouterr().out
     assert steps(starts["hf"], "b", 3) == [1, 2, 3]
+
+
+def test_integers_without_their_scales_are_refused_by_name(tmp_path: Path) -> None:
+    save_file({"x.weight": np.zeros((2, 2), np.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .* lacks x\.weight_scale; copy it"):
+        open_parameters(tmp_path / "model.safetensors")

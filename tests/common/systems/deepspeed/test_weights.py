@@ -122,8 +122,7 @@ def test_a_run_goes_to_other_formats(saved: Path, tmp_path: Path, target: str) -
     """The whole run, and both hold the same bits."""
     case = saved / STAGES
     convert(case, tmp_path / target, target_format=target, verify=True)
-    source = FORMATS["deepspeed"].open(case)
-    found = FORMATS[target].open(tmp_path / target)
+    source, found = FORMATS["deepspeed"].open(case), FORMATS[target].open(tmp_path / target)
     one, other = ({**weights.tensors, **weights.moments} for weights in (source, found))
     assert one.keys() == other.keys()
     for name in one:
@@ -221,5 +220,4 @@ def test_the_meant_folder_is_found(saved: Path, tmp_path: Path) -> None:
     # Megatron-DeepSpeed's own file of the last iteration does not make it Megatron's
     (root / "latest_checkpointed_iteration.txt").write_text("4")
     assert detect(root) == detect(root / "global_step3") == "deepspeed"
-    found = FORMATS["deepspeed"].open(root)
-    assert found.path == root
+    assert FORMATS["deepspeed"].open(root).path == root

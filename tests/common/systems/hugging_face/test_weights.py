@@ -189,8 +189,7 @@ def test_a_checkpoint_of_lightning_is_read(tmp_path: Path, model: Any, monkeypat
     found = opened(tmp_path / "hf")
     (tmp_path / "config.json").rename(tmp_path / "model_config.json")
     own = read_config(tmp_path / "model_config.json")
-    weights = open_hugging_face(file, own)
-    table = weights.tensors["wte.weight"].load()
+    table = open_hugging_face(file, own).tensors["wte.weight"].load()
     for state in (found.state_dict(), {"transformer.wte.weight": torch.tensor(table)}):
         assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
 

@@ -104,8 +104,7 @@ def require_whole(found: Any, checkpoint: Path, rows: int) -> None:
 
 def require_same(path: Path, checkpoint: Path) -> None:
     """What is read of MindFormers' files is the checkpoint, bit for bit."""
-    ours = open_mindformers(path)
-    expected = open_project(checkpoint)
+    ours, expected = open_mindformers(path), open_project(checkpoint)
     assert ours.model == expected.model
     assert ours.run is not None and ours.run["engine"]["optimizer_steps"] == 3
     found, wanted = ({**each.tensors, **each.moments} for each in (ours, expected))
