@@ -165,7 +165,7 @@ def _record(message: Bytes) -> dict[str, Any]:
     maps = found["tensor_map"]
     several = len(maps) > 1  # a list of axes for each dim, or one axis for each dim
     found["tensor_map"] = [dims for dims in maps if dims] if several else [*chain(*maps)]
-    return found | {name: read_numbers(fields[number][-1])[0] for number, name in _NUMBERS.items() if number in fields}
+    return found | {name: read_numbers(int(fields[n][-1]))[0] for n, name in _NUMBERS.items() if n in fields}
 
 
 def _layout(record: Mapping[str, Any]) -> Layout:

@@ -181,9 +181,10 @@ def read_paddle(path: Path, content: Bytes) -> TensorFile:
 def _tensor(name: Any, array: Any) -> FileTensor:
     if not isinstance(name, str) or not isinstance(array, np.ndarray) or array.dtype.name not in _TYPES:
         raise ValueError(f"{name} is not an array of numbers")
-    ordered = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    word = _TYPES[array.dtype.name]
+    ordered = np.ascontiguousarray(array, NUMPY_TYPES[word])
     ordered.flags.writeable = False
-    return FileTensor(dtype=_TYPES[array.dtype.name], shape=array.shape, load=lambda: ordered)
+    return FileTensor(dtype=word, shape=array.shape, load=lambda: ordered)
 
 
 class _Unpickler(pickle.Unpickler):
