@@ -98,11 +98,11 @@ def tensors_of(run: Path) -> dict[str, np.ndarray[Any, Any]]:
     parts = {MODEL_FILE: [""]} | ({OPTIMIZER_FILE: moments} if moments else {})
     found = {}
     for file, endings in parts.items():
-        with open_stored(checkpoint, file, manifest) as stored:
-            for name, shape in parameter_shapes(config.model).items():
-                for ending in endings:
-                    array = stored.read(f"{name}{ending}", slice_of(name, shape))
-                    found[f"{file}/{name}{ending}"] = array
+        stored = open_stored(checkpoint, file, manifest)
+        for name, shape in parameter_shapes(config.model).items():
+            for ending in endings:
+                array = stored.read(f"{name}{ending}", slice_of(name, shape))
+                found[f"{file}/{name}{ending}"] = array
     return found
 
 

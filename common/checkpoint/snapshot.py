@@ -7,8 +7,7 @@ restored as zeros when loading. A folder may hold 8-bit integers, or be trained 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -131,23 +130,18 @@ def padded_rows(values: Array, rows: int) -> Array:
     return padded
 
 
-@contextmanager
-def open_integers(folder: Path, manifest: Mapping[str, Any]) -> Iterator[QuantizedReader | None]:
+def open_integers(folder: Path, manifest: Mapping[str, Any]) -> QuantizedReader | None:
     """Open the file of a folder with 8-bit weights; None if they are float."""
-    if MODEL_FILE not in manifest.get("files", {}):
-        yield None
-        return
-    with open_parameters(folder / MODEL_FILE) as reader:
-        yield reader if isinstance(reader, QuantizedReader) else None
+    reader = open_parameters(folder / MODEL_FILE) if MODEL_FILE in manifest.get("files", {}) else None
+    return reader if isinstance(reader, QuantizedReader) else None
 
 
 def scheme_of(folder: Path, manifest: Mapping[str, Any]) -> Scheme | None:
     """Return how the weights of a checkpoint are, or were trained to become, integers; None if
     unknown. Raises CheckpointError and ConfigError.
     """
-    with open_integers(folder, manifest) as reader:
-        if reader is not None:
-            return reader.scheme
+    if (reader := open_integers(folder, manifest)) is not None:
+        return reader.scheme
     config = manifest.get("config", {})
     if not config.get("quantization"):
         return None

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,14 +71,14 @@ class LayerComparison:
 class StepReader:
     """Record of all ranks, read tensor by tensor."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path) -> None:
         """Open a record. Raises DataError and CheckpointError."""
         self.facts = _facts(folder, 0)
         self._shapes: dict[str, list[int]] = {}
         self._stored = ShardedReader(folder)
         for rank in range(int(self.facts["ranks"])):
             facts = self.facts if rank == 0 else _facts(folder, rank)
-            reader = stack.enter_context(open_safetensors(folder / f"rank_{rank:05d}.safetensors"))
+            reader = open_safetensors(folder / f"rank_{rank:05d}.safetensors")
             self._stored.add(reader, facts["pieces"])
             for name, spans in facts["pieces"].items():
                 ends = [end for _, end in spans]
@@ -113,32 +112,31 @@ def compare_records(one: Path, other: Path, tolerance: float | None) -> LayerCom
 
     Raises DataError and CheckpointError.
     """
-    with ExitStack() as stack:
-        readers = StepReader(one, stack), StepReader(other, stack)
-        facts = [reader.facts for reader in readers]
-        if tolerance is None:
-            tolerance = max(TOLERANCES[each["compute"]] for each in facts)
-            if facts[0]["backend"] != facts[1]["backend"]:
-                tolerance = max(tolerance, OTHER_KERNELS)
-        rows, left_out = [], []
-        for section, name in order(max(each["layers"] for each in facts)):
-            key = f"{section}/{name}" if name else section
-            shapes = [reader.shape(key) for reader in readers]
-            if name != LOSS and (shapes[0] is None or shapes[0] != shapes[1]):
-                if shapes != [None, None]:
-                    found = ["not recorded" if shape is None else str(list(shape)) for shape in shapes]
-                    left_out.append(f"{key}: {found[0]} and {found[1]}")
-                continue
-            rows.append(_row(section, name, *readers, tolerance))
-        samples = facts[0]["samples"]
-        ranks = zip(*(each["ranks_of_samples"] for each in facts), strict=False)
-        return LayerComparison(
-            step=facts[0]["step"],
-            tolerance=tolerance,
-            rows=tuple(rows),
-            left_out=tuple(left_out),
-            ranks=dict(zip(samples, ranks, strict=False)) if samples == facts[1]["samples"] else {},
-        )
+    readers = StepReader(one), StepReader(other)
+    facts = [reader.facts for reader in readers]
+    if tolerance is None:
+        tolerance = max(TOLERANCES[each["compute"]] for each in facts)
+        if facts[0]["backend"] != facts[1]["backend"]:
+            tolerance = max(tolerance, OTHER_KERNELS)
+    rows, left_out = [], []
+    for section, name in order(max(each["layers"] for each in facts)):
+        key = f"{section}/{name}" if name else section
+        shapes = [reader.shape(key) for reader in readers]
+        if name != LOSS and (shapes[0] is None or shapes[0] != shapes[1]):
+            if shapes != [None, None]:
+                found = ["not recorded" if shape is None else str(list(shape)) for shape in shapes]
+                left_out.append(f"{key}: {found[0]} and {found[1]}")
+            continue
+        rows.append(_row(section, name, *readers, tolerance))
+    samples = facts[0]["samples"]
+    ranks = zip(*(each["ranks_of_samples"] for each in facts), strict=False)
+    return LayerComparison(
+        step=facts[0]["step"],
+        tolerance=tolerance,
+        rows=tuple(rows),
+        left_out=tuple(left_out),
+        ranks=dict(zip(samples, ranks, strict=False)) if samples == facts[1]["samples"] else {},
+    )
 
 
 def order(layers: int) -> Iterator[tuple[str, str]]:

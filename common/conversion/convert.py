@@ -9,7 +9,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -96,7 +96,7 @@ def convert(
                 raise ConfigError(
                     f"--from {source_format}: this format is written only; give the weights that it was made of"
                 )
-            weights = stack.enter_context(opened(source))
+            weights = opened(source)
         temporary = stack.enter_context(
             whole_folder(target, what="the weights", remedy="make room there, or choose another --output")
         )
@@ -126,7 +126,7 @@ def convert(
         }
         if verify:
             if is_float and (open_written := format.open) is not None:
-                written = stack.enter_context(open_written(temporary))
+                written = open_written(temporary)
                 report["sha256"] = _compare(weights, written)
             else:  # the source's weights describe it: the program that runs it may compare logits
                 tensors = {name: replace(each, dtype=dtype or "float32") for name, each in weights.tensors.items()}
@@ -144,10 +144,10 @@ def _counts(weights: Weights) -> dict[str, int]:
 
 def _open_again(folder: Path, format: str, source: Path) -> None:
     """Raise CheckpointError unless what was written can be opened, by its headers and manifests."""
-    opened = FORMATS[format].open_to_compute or FORMATS[format].open
+    opened = FORMATS[format].open_again or FORMATS[format].open
     try:
-        with opened(folder) if opened else nullcontext():
-            pass
+        if opened is not None:
+            opened(folder)
     except UserError as error:
         reason = str(error).replace(f"{folder}/", "")
         raise CheckpointError(

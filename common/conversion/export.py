@@ -157,10 +157,11 @@ def export_program(config: Run, checkpoint: Checkpoint, program: ProgramFormat |
     source_format = detect(path)
     opened = FORMATS[source_format].open
     assert opened is not None
+    with reading(path, CheckpointError):
+        weights = opened(path)
     with (
         run_folder.owned_folder(folder.parent),
         reading(path, CheckpointError),
-        opened(path) as weights,
         export_folder(folder) as temporary,
     ):
         if (why := put_tokenizer(temporary, weights)) is not None:

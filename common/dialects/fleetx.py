@@ -7,6 +7,9 @@ scales: Paddle's ImperativeQuantAware.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from common.dialects.rules import (
     ByHand,
     Defaults,
@@ -43,6 +46,11 @@ _CLIP = above_zero("for no clip leave the section grad_clip out")
 def _length(tokens: int) -> int:
     """Change the most tokens to generate: 512 there at most, and for a number below 0."""
     return tokens if 0 <= whole(tokens) <= _MAX_GENERATED else _MAX_GENERATED
+
+
+def _weights(path: Any) -> Any:
+    """Add the ending to the prefix of a file, as FleetX does."""
+    return f"{path}.pdparams" if Path(f"{path}.pdparams").is_file() else path
 
 
 _ENGINE: Table = {
@@ -196,7 +204,7 @@ TABLE: Table = {
     ),
     **within("Quantization", _QUANTIZATION),
     **within("Compress.Quantization", _QUANTIZATION),
-    **each(ByHand("checkpoint.init_from"), "Quantization.pretrained Compress.pretrained"),
+    **each(MapTo("checkpoint.init_from", _weights), "Quantization.pretrained Compress.pretrained"),
     **{f"Compress.{name}.enable": Fixed((False,), f"{name} is not in this version; leave the section out")
        for name in ("Prune", "Distillation")},
     **each(Ignored("it is not enabled"), "Compress.Prune.* Compress.Distillation.*"),

@@ -66,8 +66,7 @@ TABLE: Table = {
     "attention_dropout": MapTo("model.attention_dropout", number),
     "hidden_dropout": MapTo("model.dropout", number),
     "init_method_std": MapTo("model.initializer_range", number),
-    "layernorm_epsilon": MapTo("model.layer_norm_epsilon", number),
-    "norm_epsilon": MapTo("model.layer_norm_epsilon", number),
+    **each(MapTo("model.layer_norm_epsilon", number), "layernorm_epsilon norm_epsilon"),
     "position_embedding_type": Fixed(("learned_absolute",), "GPT-2 learns its positions; use"
         " learned_absolute"),
     "normalization": Fixed(("LayerNorm",), "GPT-2 has LayerNorm"),
@@ -115,8 +114,7 @@ TABLE: Table = {
     """),
     "task": Fixed((), OF_TASKS, "evaluation.task"),
     # batch and length
-    "micro_batch_size": MapTo("train.micro_batch_size"),
-    "batch_size": MapTo("train.micro_batch_size"),
+    **each(MapTo("train.micro_batch_size"), "micro_batch_size batch_size"),
     "global_batch_size": MapTo("train.global_batch_size"),
     "train_iters": MapTo("train.max_steps"),
     "train_tokens": MapTo("train.max_tokens"),
@@ -179,7 +177,6 @@ TABLE: Table = {
     "accumulate_allreduce_grads_in_fp32": Ignored("precision.reduction is float32"),
     "fp16_lm_cross_entropy": Fixed((), "the loss is taken in float32; leave the flag out"),
     "grad_reduce_in_bf16": MapTo("precision.reduction", Switch("bfloat16")),
-    "disable_bf16_reduced_precision_matmul": Ignored(_KERNELS),
     **each(Ignored("losses and gradients that are not finite are found anyway"), """
         no_check_for_nan_in_loss_and_grad check_for_spiky_loss check_for_large_grads rerun_mode
         error_injection_* result_rejected_tracker_filename
@@ -201,12 +198,10 @@ TABLE: Table = {
     """),
     "deepspeed": ByHand("engine=deepspeed", switch=True),
     "deepspeed_config": ByHand("deepspeed.config_file"),
-    "tensor_model_parallel_size": MapTo("parallel.model_parallel"),
-    "model_parallel_size": MapTo("parallel.model_parallel"),
+    **each(MapTo("parallel.model_parallel"), "tensor_model_parallel_size model_parallel_size"),
     "pipeline_model_parallel_size": MapTo("parallel.pipeline_stage"),
     "sequence_parallel": MapTo("parallel.sequence_parallel", Switch(True)),
-    "cp_comm_type": Ignored("there is one context-parallel rank"),
-    "hierarchical_context_parallel_sizes": Ignored("there is one context-parallel rank"),
+    **each(Ignored("there is one context-parallel rank"), "cp_comm_type hierarchical_context_parallel_sizes"),
     **each(Ignored("layers are split evenly over the stages"), """
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         pipeline_model_parallel_layout account_for_embedding_in_pipeline_split
@@ -223,14 +218,11 @@ TABLE: Table = {
         " out"),
     "zero_stage": MapTo("parallel.zero_stage", whole),
     "cpu_optimizer": MapTo("deepspeed.offload_optimizer", Switch(True)),
-    **each(Ignored(_LAUNCHED), "deepspeed_mpi deepscale deepscale_config"),
+    **each(Ignored(_LAUNCHED), "deepspeed_mpi deepscale deepscale_config local_rank lazy_mpu_init"),
     "no_pipeline_parallel": Ignored("--pipeline-model-parallel-size says it"),
     "distributed_backend": Ignored("the device says how ranks talk: NCCL, HCCL or Gloo"),
     "DDP_impl": Ignored("parallel says how gradients are summed"),
-    "use_contiguous_buffers_in_ddp": Ignored(_KERNELS),
-    "local_rank": Ignored(_LAUNCHED),
     "use_cpu_initialization": Ignored("initial weights do not depend on the device"),
-    "lazy_mpu_init": Ignored(_LAUNCHED),
     # data
     **each(ByHand("data.train"), "data_path train_data_path"),
     "split": MapTo("data.split", joined),
@@ -243,10 +235,9 @@ TABLE: Table = {
         data_args_path per_split_data_args_path
     """),
     "dataloader_type": Fixed(("single",), "samples are read once in an epoch; use single"),
-    "vocab_file": MapTo("data.tokenizer.vocab_file"),
+    **each(MapTo("data.tokenizer.vocab_file"), "vocab_file tokenizer_model"),
     "merge_file": MapTo("data.tokenizer.merge_file"),
     "tokenizer_type": MapTo("data.tokenizer.type"),
-    "tokenizer_model": MapTo("data.tokenizer.vocab_file"),
     **each(Ignored("the files of data.tokenizer say it"), """
         tokenizer_metadata tiktoken_* legacy_tokenizer trust_remote_code
     """),
@@ -323,7 +314,8 @@ TABLE: Table = {
         keep_fp8_transpose_cache enable_full_sharding_in_hsdp torch_fsdp2_no_reshard_after_forward
         nccl_communicator_config_path check_weight_hash_across_dp_replicas_interval cpu_torch_adam
         use_torch_optimizer_for_cpu_offload optimizer_offload_fraction dump_param_to_param_group_map
-        no_pin_cpu_* enable_experimental disable_msc
+        no_pin_cpu_* enable_experimental disable_msc disable_bf16_reduced_precision_matmul
+        use_contiguous_buffers_in_ddp
     """),
     "use_flash_attn": Ignored(_KERNELS, "train.fused_attention"),
     **each(Ignored("recomputed activations are not split"), """

@@ -29,9 +29,9 @@ BASE = "base_config"
 MARKS = words("""
     base_config runner_config runner_wrapper lr_schedule callbacks train_dataset
     train_dataset_task trainer moe_config processor resume_or_finetune_checkpoint use_parallel
-    auto_trans_ckpt aicc_config swap_config
+    auto_trans_ckpt aicc_config swap_config model
 """)
-"""Top-level keys that only MindFormers has."""
+"""Top-level keys that only MindFormers has, and the model, which only there has a model_config."""
 PARTS = words("parallel_config recompute_config")
 """MindFormers' sections that files of ours may have."""
 TARGETS = {"Ascend": "npu", "GPU": "cuda", "CPU": "cpu"}
@@ -51,10 +51,6 @@ def _one_file(value: Any) -> Any:
     if len(files) != 1:
         raise ValueError("put the files into one folder, and give it as dataset_dir")
     return files[0]
-
-
-def _recompute(value: Any) -> Any:
-    return {True: "full", False: "none"}.get(value, value) if isinstance(value, bool) else value
 
 
 _MODEL: Table = {
@@ -173,7 +169,7 @@ TABLE: Table = {
     "lr_schedule.lr_end": MapTo("optimizer.min_learning_rate"),
     "lr_schedule.warmup_ratio": MapTo("optimizer.warmup_fraction"),
     "lr_schedule.warmup_steps": ByHand("optimizer.warmup_steps"),
-    "lr_schedule.total_steps": ByHand("optimizer.decay_steps"),
+    "lr_schedule.total_steps": MapTo("optimizer.decay_steps", lambda steps: None if steps == -1 else steps),
     **each(MapTo("optimizer.power", number), "power lr_power", "lr_schedule."),
     "lr_schedule.num_cycles": Fixed((0.5,), "the cosine falls once; set 0.5"),
     "lr_schedule.warmup_lr_init": Fixed((0, 0.0), "the warm-up begins at 0; set 0"),
@@ -203,7 +199,8 @@ TABLE: Table = {
         "context_parallel seq_split_num", "parallel_config."),
     "moe_config.expert_num": Fixed((1,), f"{_NO_EXPERTS}; set 1"),
     "moe_config.*": Ignored(_NO_EXPERTS),
-    "recompute_config.recompute": MapTo("train.recompute", _recompute),
+    "recompute_config.recompute": MapTo("train.recompute",
+        lambda value: ("none", "full")[value] if isinstance(value, bool) else value),
     "recompute_config.select_recompute": ByHand(),
     **same("train", "mp_comm_recompute recompute_slice_activation"
         " parallel_optimizer_comm_recompute", "recompute_config."),
@@ -230,8 +227,7 @@ TABLE: Table = {
     "eval_dataset": ByHand("data.validation"),
     "eval_dataset.data_loader.dataset_dir": MapTo("data.validation"),
     "eval_dataset.data_loader.num_samples": MapTo("validation.max_samples"),
-    "eval_dataset.*": Ignored("validation windows are read in order"),
-    "eval_dataset_task.*": Ignored("validation windows are read in order"),
+    **each(Ignored("validation windows are read in order"), "eval_dataset.* eval_dataset_task.*"),
     "processor": ByHand("data.tokenizer"),
     "processor.*": Ignored("data.tokenizer names the files of the vocabulary"),
     "metric.*": Ignored("loss and perplexity are measured"),
@@ -243,7 +239,7 @@ TABLE: Table = {
     "resume_training": ByHand("checkpoint.resume"),
     "do_eval": ByHand("--run_mode eval"),
     **each(ByHand("validation.interval"), "eval_step_interval eval_epoch_interval"),
-    "eval_callbacks": Ignored(WRITTEN),
+    **each(Ignored(WRITTEN), "eval_callbacks monitor_config.*"),
     **each(Ignored("checkpoints are read in every layout"), """
         auto_trans_ckpt src_strategy_path_or_dir
     """),
@@ -259,7 +255,6 @@ TABLE: Table = {
     "init_start_profile": Ignored("profile_start_step says it"),
     "profile_communication": Ignored("the trace has it"),
     "print_separate_loss": Ignored("there is one loss"),
-    "monitor_config.*": Ignored(WRITTEN),
 }  # fmt: skip
 
 CALLBACKS: dict[str, tuple[MapTo, Any]] = {

@@ -96,12 +96,12 @@ def find_source(path: Path, *, verify: bool = False) -> Source:
     if format == "onnx":  # a graph beside transformers' config.json, as optimum writes it
         model = read_config((path if path.is_dir() else path.parent) / CONFIG)
         return Source(path=path, format="onnx", model=model, tokenizer={})
-    opened = FORMATS[format].open_to_compute or FORMATS[format].open
-    if opened is None:
+    if (opened := FORMATS[format].open) is None:
         raise CheckpointError(f"{path}: {explain(path, 'a model')}")
-    with reading(path, CheckpointError), opened(path) as weights:
-        run, record = (weights.run or {}).get("config", {}), weights.tokenizer or {}
-        return Source(path=weights.path, format=format, model=weights.model, tokenizer=record, run=run)
+    with reading(path, CheckpointError):
+        weights = opened(path)
+    run, record = (weights.run or {}).get("config", {}), weights.tokenizer or {}
+    return Source(path=weights.path, format=format, model=weights.model, tokenizer=record, run=run)
 
 
 def _of_export(folder: Path, *, verify: bool) -> Source:

@@ -107,9 +107,6 @@ COMMAND_LINES = {
 }
 """Systems with command lines, by the word of --from."""
 
-FLAG_FILES = (".sh", ".txt", ".flags", ".args")
-"""Endings of files that hold command-line flags; any other file is YAML."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFile:
@@ -133,7 +130,7 @@ class ConfigFile:
     @classmethod
     def read(cls, path: Path, fill: Fill | None = None) -> ConfigFile:
         """Read a file and those that it extends. Raises ConfigError."""
-        if path.suffix in FLAG_FILES:
+        if path.suffix in (".sh", ".txt", ".flags", ".args"):  # any other file is YAML
             where, program, flags = read_command(path)
             return cls.of_flags(find_command_line(flags, program), flags, where, path, fill)
         fleetx.require_checkout(path)
@@ -234,21 +231,15 @@ def open_flags(system: str, words: Sequence[str], overrides: Sequence[str] = (),
 
 def find_dialect(path: Path, tree: Mapping[str, Any], sources: Sources) -> Dialect | None:
     """Return the system whose keys a YAML has, None for ours. Raises ConfigError for keys of several systems."""
-    model, found = tree.get("model"), list[tuple[Dialect, list[str]]]()
-    for each in DIALECTS:
-        marks = each.marks & tree.keys()
-        if each is mindformers.DIALECT and isinstance(model, Mapping) and "model_config" in model:
-            marks |= {"model"}
-        if marks:
-            found.append((each, sorted(marks)))
+    model = tree.get("model")  # ours too
+    names = {*tree} if isinstance(model, Mapping) and "model_config" in model else {*tree} - {"model"}
+    found = [(each, min(marks)) for each in DIALECTS if (marks := each.marks & names)]
     if not found:
         return None
     if len(found) > 1:
-        places = "; ".join(
-            f"{sources.get((mark,), path)}: {mark} is {dialect.system}'s" for dialect, (mark, *_) in found
-        )
+        places = "; ".join(f"{sources.get((mark,), path)}: {mark} is {dialect.system}'s" for dialect, mark in found)
         raise ConfigError(f"{path}: mixes the words of several systems: {places}; keep one")
-    dialect, (mark, *_) = found[0]
+    [(dialect, mark)] = found
     own = {"base", "train", "precision", "logging"} & tree.keys()
     if own:
         raise ConfigError(

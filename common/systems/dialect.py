@@ -5,6 +5,7 @@ result. A key without a rule is refused.
 from __future__ import annotations
 
 import difflib
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,12 +25,6 @@ def read_word(word: str, rule: Rule | None, where: str) -> Any:
     return read_value(word, tuple(rule.key.split(".")) if isinstance(rule, MapTo) else (), where)
 
 
-_LIKE = 0.9
-"""Least likeness (difflib's ratio) of a typing error to a key with a rule of its own."""
-_LIKE_SECTION = 0.75
-"""Least likeness of a key at the top to a misspelled section."""
-
-
 def read_foreign(
     path: Path, base: str, sections: Collection[str] = (), text: str | None = None
 ) -> tuple[dict[str, Any], Sources]:
@@ -44,7 +39,7 @@ def read_foreign(
         carriers: set[str] = set()
         own, sources = read_yaml(file, carriers, text=text if file is path else None)
         for name in carriers if sections else ():
-            if not difflib.get_close_matches(name, sections, n=1, cutoff=_LIKE_SECTION):
+            if not difflib.get_close_matches(name, sections, n=1, cutoff=0.75):  # it may be misspelled
                 own.pop(name, None)
         return own, sources
 
@@ -185,9 +180,9 @@ class ForeignKeys:
             self.refuse(key, value, "expected a number that is not below 0")
         return value
 
-    def take_count(self, key: str, default: int | None = None, least: int = 1) -> Any:
+    def take_count(self, key: str, least: int = 1) -> Any:
         """Take a whole number, at least ``least``. Raises ConfigError for any other value."""
-        value = self.peek_count(key, default, least)
+        value = self.peek_count(key, least=least)
         self.left.pop(key, None)
         return value
 
@@ -216,32 +211,26 @@ def apply(table: Table, theirs: ForeignKeys, ours: Translation) -> None:
     """Take every key with a rule in ``table``, and their default of those that are left out. Raises
     ConfigError for a value that this project cannot follow.
     """
-    for pattern, rule in table.items():
-        if isinstance(rule, ByHand):
-            continue
+    rules = {pattern: rule for pattern, rule in table.items() if not isinstance(rule, ByHand)}
+    own: dict[str, list[str]] = defaultdict(list)
+    for name in rules:
+        if not name.endswith("*"):
+            own[name.rpartition(".")[0]].append(name)
+    for pattern, rule in rules.items():
         is_default = pattern in theirs.defaults and theirs.is_left_out(pattern)
         if is_default and isinstance(rule, MapTo) and ours.get(rule.key) is None:
             ours.set(rule.key, rule.change(theirs.defaults[pattern]))
-        if pattern.endswith("*"):
-            keys = [key for key in theirs.under(pattern[:-1]) if not _has_own_rule(key, table)]
-        else:
-            keys = [pattern] if pattern in theirs.left else []
+        keys = [pattern] if pattern in theirs.left else []
+        if pattern.endswith("*"):  # for what is not a misspelling of a key with a rule of its own
+            keys = [
+                key
+                for key in theirs.under(pattern[:-1])
+                if not difflib.get_close_matches(key, own[key.rpartition(".")[0]], n=1, cutoff=0.9)
+            ]
         for key in keys:
             value = theirs.take(key)
             if value is not None:
                 _obey(rule, key, value, theirs, ours)
-
-
-def _has_own_rule(key: str, table: Table) -> bool:
-    """Tell whether a key has a rule of its own, which is not a pattern, or is a misspelling of such a key."""
-    section = key.rpartition(".")[0]
-    own = [
-        name
-        for name, rule in table.items()
-        if not isinstance(rule, ByHand)
-        if not name.endswith("*") and name.rpartition(".")[0] == section
-    ]
-    return bool(difflib.get_close_matches(key, own, n=1, cutoff=_LIKE))
 
 
 def _obey(rule: Rule, key: str, value: Any, theirs: ForeignKeys, ours: Translation) -> None:

@@ -5,8 +5,7 @@ checkpoint.init_from, load and resume take every format of ``FORMATS`` that can 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,10 +43,7 @@ def foreign_format(path: Path) -> str | None:
     return None if format == "torch_gpt2" or FORMATS[format].open is None else format
 
 
-@contextmanager
-def open_foreign(
-    path: Path, format: str, model: ResolvedModel
-) -> Iterator[tuple[dict[str, Any], dict[str, ForeignTensors]]]:
+def open_foreign(path: Path, format: str, model: ResolvedModel) -> tuple[dict[str, Any], dict[str, ForeignTensors]]:
     """Open weights of a ``foreign_format``. Raises CheckpointError and ConfigError.
 
     Returns a manifest like that of our checkpoints, and the tensors by the names of our files:
@@ -55,15 +51,14 @@ def open_foreign(
     read, and why. model: the config's, used where the files do not record theirs.
     """
     system: Any = FORMATS[format]
-    with ExitStack() as stack:
-        with reading(path, CheckpointError):
-            opened = system.open(path, model) if system.takes_model else system.open(path)
-            weights = _without_padding(stack.enter_context(opened), model)
-        files = {MODEL_FILE: ForeignTensors(path, weights.tensors)}
-        if weights.run is not None:
-            files[OPTIMIZER_FILE] = ForeignTensors(path, weights.moments)
-        listed = {"files": {name: {} for name in files}, "left_out": dict(weights.ignored)}
-        yield own_folder.manifest_of(weights) | listed, files
+    with reading(path, CheckpointError):
+        opened = system.open(path, model) if system.takes_model else system.open(path)
+        weights = _without_padding(opened, model)
+    files = {MODEL_FILE: ForeignTensors(path, weights.tensors)}
+    if weights.run is not None:
+        files[OPTIMIZER_FILE] = ForeignTensors(path, weights.moments)
+    listed = {"files": {name: {} for name in files}, "left_out": dict(weights.ignored)}
+    return own_folder.manifest_of(weights) | listed, files
 
 
 _MAX_RANKS = 8

@@ -37,10 +37,6 @@ TOKENS = "tokenized_train"
 _RATES = ("embedding_dropout", "attention_dropout", "hidden_dropout")
 _OWN = ROOT / "compat" / "gpt2_chinese"
 """Folder that stands for the users' own, which has config/."""
-_LIGHTNING = ".ckpt"
-"""Ending of PyTorch Lightning's checkpoints."""
-_START = "[CLS]"
-"""Token before each text of the later generate.py."""
 
 
 class _Files(Dialect):
@@ -98,8 +94,7 @@ def _take_data(theirs: ForeignKeys, ours: Translation, key: str) -> None:
     if type(shortest) is not int:
         theirs.refuse("min_length", shortest, "expected a whole number")
     for flag in DATA:
-        theirs.take(flag)
-        ours.note_given(theirs, flag, "the data are made before the run")
+        ours.leave_out(theirs, flag, "the data are made before the run")
 
 
 def _evaluate(theirs: ForeignKeys, ours: Translation) -> None:
@@ -121,7 +116,7 @@ def _defaults_of_generation(tree: Mapping[str, Any]) -> Defaults:
     --n_ctx, or Lightning's .ckpt as --model_path, is the generate.py since April 2021. It has
     defaults of its own and begins each text with [CLS].
     """
-    later = "n_ctx" in tree or str(tree.get("model_path", "")).endswith(_LIGHTNING)
+    later = "n_ctx" in tree or str(tree.get("model_path", "")).endswith(".ckpt")
     defaults = GENERATE_DEFAULTS | (OF_TITLES if OF_TITLES.keys() & tree.keys() else OF_SAMPLES)
     return defaults | (OF_LATER if later else {})
 
@@ -136,7 +131,7 @@ def _generate(theirs: ForeignKeys, ours: Translation) -> None:
     _take_lengths(theirs, ours)
     _take_tokenizer(theirs, ours)
     if not OF_TITLES.keys() & set(theirs.names):
-        start = _START if "n_ctx" in theirs.defaults else ""
+        start = "[CLS]" if "n_ctx" in theirs.defaults else ""
         ours.set("predict.prompt", f"{start}{theirs.take('prefix')}", theirs.where("prefix"), "prefix")
         ours.set("predict.num_sequences", theirs.take("nsamples"), theirs.where("nsamples"), "nsamples")
         folder = theirs.take("save_samples_path")

@@ -4,8 +4,6 @@ of weights. Both backends share them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +22,7 @@ from common.weights.names import parameter_of, parameter_shapes
 from common.weights.pieces import ShardedReader, open_stored
 
 
-@contextmanager
-def open_project(path: Path, *, checksums: bool = True) -> Iterator[Weights]:
+def open_project(path: Path, *, checksums: bool = True) -> Weights:
     """Open a folder. Raises CheckpointError that names every tensor that is missing, unexpected or
     incomplete. Without ``checksums`` only the sizes of its files are compared.
     """
@@ -33,33 +30,29 @@ def open_project(path: Path, *, checksums: bool = True) -> Iterator[Weights]:
     manifest = read_manifest(checkpoint, checksums=checksums)
     model = checked_model(checkpoint / MANIFEST, manifest["config"].get("model", {}))
     shapes = parameter_shapes(model)
-    with (
-        open_stored(checkpoint, MODEL_FILE, manifest) as stored,
-        open_stored(checkpoint, OPTIMIZER_FILE, manifest) as optimizer,
-    ):
-        stored.require(shapes)
-        data = manifest["config"].get("data")
-        records = (data.get("tokenizer") if isinstance(data, dict) else None, manifest.get("tokenizer"))
-        weights = Weights(
-            path=checkpoint,
-            format="torch_gpt2",
-            model=model,
-            tensors={name: _weight(stored, name, shape) for name, shape in shapes.items()},
-            tokenizer={key: value for each in records if isinstance(each, dict) for key, value in each.items()} or None,
-            scheme=scheme_of(checkpoint, manifest),
-        )
-        if manifest["files"].keys() == {MODEL_FILE}:  # an export, or weights without a run
-            yield weights
-            return
-        of_the_folder = ("format_version", "converted_from", "files")
-        record = {key: value for key, value in manifest.items() if key not in of_the_folder}
-        run = checked_run(checkpoint / MANIFEST, record)
-        run["config"] = {key: value for key, value in run["config"].items() if key != "model"}
-        of_moments = moment_shapes(model, run["config"]["optimizer"]["name"]) if optimizer else {}
-        optimizer.require(of_moments)
-        moments = {name: _weight(optimizer, name, shape) for name, shape in of_moments.items()}
-        moments = require_moments(checkpoint / OPTIMIZER_FILE, moments, run, model)
-        yield replace(weights, moments=moments, run=run)
+    stored, optimizer = (open_stored(checkpoint, file, manifest) for file in (MODEL_FILE, OPTIMIZER_FILE))
+    stored.require(shapes)
+    data = manifest["config"].get("data")
+    records = (data.get("tokenizer") if isinstance(data, dict) else None, manifest.get("tokenizer"))
+    weights = Weights(
+        path=checkpoint,
+        format="torch_gpt2",
+        model=model,
+        tensors={name: _weight(stored, name, shape) for name, shape in shapes.items()},
+        tokenizer={key: value for each in records if isinstance(each, dict) for key, value in each.items()} or None,
+        scheme=scheme_of(checkpoint, manifest),
+    )
+    if manifest["files"].keys() == {MODEL_FILE}:  # an export, or weights without a run
+        return weights
+    of_the_folder = ("format_version", "converted_from", "files")
+    record = {key: value for key, value in manifest.items() if key not in of_the_folder}
+    run = checked_run(checkpoint / MANIFEST, record)
+    run["config"] = {key: value for key, value in run["config"].items() if key != "model"}
+    of_moments = moment_shapes(model, run["config"]["optimizer"]["name"]) if optimizer else {}
+    optimizer.require(of_moments)
+    moments = {name: _weight(optimizer, name, shape) for name, shape in of_moments.items()}
+    moments = require_moments(checkpoint / OPTIMIZER_FILE, moments, run, model)
+    return replace(weights, moments=moments, run=run)
 
 
 def _weight(stored: ShardedReader, name: str, shape: tuple[int, ...]) -> Weight:

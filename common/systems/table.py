@@ -1,16 +1,11 @@
 """Table of the formats of weights that this project reads and writes. A new system is a folder
 beside this file, and an entry here.
-
-This package stands above all packages that use a part of a system. Such a lower package (a style of
-log lines) defines the type of the part. A system's folder makes one, and an entry script passes it
-down. The folders do not import each other.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +31,7 @@ class WeightFormat:
     """Name in messages, such as "a Hugging Face folder"."""
     detects: Callable[[Path], bool]
     """Tells whether a path looks like this format."""
-    open: Callable[..., AbstractContextManager[Weights]] | None = None
+    open: Callable[..., Weights] | None = None
     """Opens weights. Raises CheckpointError and ConfigError. None: the format is written only."""
     write: Callable[..., dict[str, int]] | None = None
     """Writes weights: (empty folder, weights, dtype) -> the CRC-32 of each file by its name. None:
@@ -52,8 +47,8 @@ class WeightFormat:
     """Whether transformers' config.json belongs beside what ``write`` writes."""
     takes_model: bool = False
     """Whether ``open`` takes the config's model too, for files that do not describe theirs."""
-    open_to_compute: Callable[[Path], AbstractContextManager[Weights]] | None = None
-    """Opens weights to run them, without checksums of large files. None: ``open`` does."""
+    open_again: Callable[[Path], Weights] | None = None
+    """Opens weights that were just written, without checksums of large files. None: ``open`` does."""
 
 
 _QUANTIZED = ("float32", "float16", "int8", "int4")
@@ -68,7 +63,7 @@ FORMATS: dict[str, WeightFormat] = {
     "torch_gpt2": WeightFormat(
         "torch_gpt2", lambda path: find_checkpoint(path) is not None,
         own_folder.open_project, own_folder.write_project,
-        open_to_compute=partial(own_folder.open_project, checksums=False),
+        open_again=partial(own_folder.open_project, checksums=False),
         dtypes=(*FLOATS, "int8"),
     ),
     **{
@@ -99,7 +94,7 @@ FORMATS: dict[str, WeightFormat] = {
         for name, title in (("megatron", "Megatron-LM"), ("megatron_core", "Megatron-Core"))
     },
     "oneflow": WeightFormat(
-        "a snapshot of OneFlow's GPT", oneflow.detects, oneflow.open_oneflow
+        "a snapshot of OneFlow's GPT", lambda path: oneflow.find_snapshot(path) is not None, oneflow.open_oneflow
     ),
     "onnx": WeightFormat(
         "an ONNX folder",

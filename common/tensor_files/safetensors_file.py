@@ -7,8 +7,7 @@ as transformers names them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,8 +36,8 @@ def read_safetensors(path: Path, content: Bytes) -> TensorFile:
     """Return the tensors. Raises CheckpointError unless the library finds the file whole, and ValueError for a type
     that GPT-2 does not have.
     """
-    with open_safetensors(path):
-        begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    open_safetensors(path)  # checks the file
+    begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
     header = parse_json(content[8:begin].tobytes())
     header.pop("__metadata__", None)
     if strange := [name for name in header if header[name]["dtype"] not in _WORDS]:
@@ -117,8 +116,7 @@ def stream_shards(folder: Path, tensors: Mapping[str, TensorSource], *, limit: i
     return sums
 
 
-@contextmanager
-def open_safetensors(path: Path) -> Iterator[Any]:
+def open_safetensors(path: Path) -> Any:
     """Return a ``safetensors.safe_open`` reader of numpy arrays. Raises CheckpointError for a file
     that is missing or broken.
     """
@@ -127,8 +125,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
     with open_input(path, CheckpointError):
         pass  # the library says of every file that it cannot open that the file is absent
     try:
-        with safe_open(path, framework="numpy") as reader:
-            yield reader
+        return safe_open(path, framework="numpy")
     except SafetensorError as error:
         raise CheckpointError(
             f"{path}: not a whole safetensors file: {error}; copy it again or use another one"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,7 @@ class Checkpoint:
         if self._format is None:
             return self._own_manifest()
         if model.vocab_size not in self._foreign:
-            with open_foreign(self.path, self._format, model) as (manifest, _):
-                self._foreign[model.vocab_size] = manifest
+            self._foreign[model.vocab_size] = open_foreign(self.path, self._format, model)[0]
         return self._foreign[model.vocab_size]
 
     def _own_manifest(self) -> dict[str, Any]:
@@ -88,18 +87,14 @@ class Checkpoint:
 
     def holds_integers(self) -> bool:
         """Return whether its weights have 8 bits. A damaged file is reported where it is read."""
-        with suppress(GPT2Error, OSError), open_integers(self.path, self._own_manifest()) as reader:
-            return reader is not None
+        with suppress(GPT2Error, OSError):
+            return open_integers(self.path, self._own_manifest()) is not None
         return False
 
-    @contextmanager
-    def _open(self, model: ResolvedModel, file: str) -> Iterator[ShardedReader | ForeignTensors]:
+    def _open(self, model: ResolvedModel, file: str) -> ShardedReader | ForeignTensors:
         if self._format is None:
-            with open_stored(self.path, file, self._own_manifest()) as stored:
-                yield stored
-        else:
-            with open_foreign(self.path, self._format, model) as (_, files):
-                yield files[file]
+            return open_stored(self.path, file, self._own_manifest())
+        return open_foreign(self.path, self._format, model)[1][file]
 
     def states(self, config: Run, loss_scale: LossScale) -> tuple[TrainState, EngineState]:
         """Return the run's and the engine's state, and load ``loss_scale``.
@@ -129,20 +124,19 @@ class Checkpoint:
         Raises CheckpointError unless every tensor is there with the model's shape.
         """
         shapes = parameter_shapes(model)
-        with self._open(model, MODEL_FILE) as stored:
-            stored.require(shapes)
-            for name, piece in (pieces or _whole(shapes)).items():
-                yield name, stored.read(name, piece)
+        stored = self._open(model, MODEL_FILE)
+        stored.require(shapes)
+        for name, piece in (pieces or _whole(shapes)).items():
+            yield name, stored.read(name, piece)
 
     def quantized(self, model: ResolvedModel) -> Iterator[tuple[str, NDArray[np.int8], LayerScheme]]:
         """Yield the 8-bit weights as they are stored; nothing if all weights are float.
 
         Raises CheckpointError unless every tensor is there with the model's shape.
         """
-        with open_integers(self.path, self._own_manifest()) as reader:
-            if reader is not None:
-                check_tensors(self.path, shapes_of(reader), parameter_shapes(model))
-                yield from reader.quantized()
+        if (reader := open_integers(self.path, self._own_manifest())) is not None:
+            check_tensors(self.path, shapes_of(reader), parameter_shapes(model))
+            yield from reader.quantized()
 
     def scheme(self) -> Scheme | None:
         """Return how its weights are, or were trained to become, integers; None if unknown.
@@ -168,13 +162,13 @@ class Checkpoint:
                 f"{self.path}: an export, without the state of the optimizer; resume the run it"
                 f" was made from, or start over from its weights with checkpoint.init_from={self.path}"
             )
-        with self._open(config.model, OPTIMIZER_FILE) as stored:
-            if not stored and (config.optimizer.rule.takes_momentum or not optimizer_steps):
-                return
-            stored.require({f"{name}.{part}": shape for name, shape in shapes.items() for part in parts})
-            for name, piece in (pieces or _whole(shapes)).items():
-                for part in parts:
-                    yield name, part, stored.read(f"{name}.{part}", piece)
+        stored = self._open(config.model, OPTIMIZER_FILE)
+        if not stored and (config.optimizer.rule.takes_momentum or not optimizer_steps):
+            return
+        stored.require({f"{name}.{part}": shape for name, shape in shapes.items() for part in parts})
+        for name, piece in (pieces or _whole(shapes)).items():
+            for part in parts:
+                yield name, part, stored.read(f"{name}.{part}", piece)
 
 
 def open_checkpoint(where: Path, why: str) -> Checkpoint:

@@ -131,7 +131,8 @@ def write_epoch_models(checkpoint: Path, *, missing: bool = False) -> None:
         if missing and file.is_file() and file.stat().st_mtime_ns >= saved:
             continue
         remedy = "the checkpoint is whole; make room there, and start the run again"
-        with open_project(checkpoint) as weights, whole_folder(target, what="the model", remedy=remedy) as folder:
+        weights = open_project(checkpoint)
+        with whole_folder(target, what="the model", remedy=remedy) as folder:
             put_tokenizer(folder, weights)
             write_with_pickle(folder, weights)
         LOG.info(f"{target}: the weights after step {step}, as transformers reads them")

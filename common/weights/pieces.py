@@ -18,7 +18,6 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from common.errors import CheckpointError
 from common.log import LOG
 from common.tensor_files.safetensors_file import open_safetensors, shapes_of
 from common.weights.names import check_tensors
@@ -69,6 +69,10 @@ class QuantizedReader:
         integers = [name for name in names if reader.get_slice(name).get_dtype() == "I8"]
         of_scales = {name + WEIGHT_SCALE for name in integers} | {name for name in names if name.endswith(_INPUT_SCALE)}
         self._names = [name for name in names if name not in of_scales]
+        if lost := of_scales.difference(names):
+            raise CheckpointError(
+                f"{path}: not a whole file of 8 bits: lacks {min(lost)}; copy it again or use another one"
+            )
         self.scheme: Scheme = {
             name: LayerScheme(
                 scales=reader.get_tensor(name + WEIGHT_SCALE),
@@ -118,15 +122,14 @@ class _Slice:
         return values
 
 
-@contextmanager
-def open_parameters(path: Path) -> Iterator[Any]:
+def open_parameters(path: Path) -> Any:
     """Open a file of ours as a reader of float32 tensors, whether its weights have 8 bits or not.
 
     Raises CheckpointError.
     """
-    with open_safetensors(path) as reader:
-        is_integer = any(reader.get_slice(name).get_dtype() == "I8" for name in reader.keys())  # noqa: SIM118
-        yield QuantizedReader(path, reader) if is_integer else reader
+    reader = open_safetensors(path)
+    is_integer = any(reader.get_slice(name).get_dtype() == "I8" for name in reader.keys())  # noqa: SIM118
+    return QuantizedReader(path, reader) if is_integer else reader
 
 
 TensorSlice: TypeAlias = tuple[tuple[int, int], ...]
@@ -190,17 +193,15 @@ class ShardedReader:
         return values
 
 
-@contextmanager
-def open_stored(checkpoint: Path, file: str, manifest: Mapping[str, Any]) -> Iterator[ShardedReader]:
+def open_stored(checkpoint: Path, file: str, manifest: Mapping[str, Any]) -> ShardedReader:
     """Return the tensors of ``file`` (model.safetensors), written by one rank or in parts by each
     rank. Raises CheckpointError.
     """
     stored = ShardedReader(checkpoint / file)
-    with ExitStack() as stack:
-        for name, record in manifest["files"].items():
-            if name == file or name.startswith(f"{Path(file).stem}.rank_"):
-                stored.add(stack.enter_context(open_parameters(checkpoint / name)), record.get("pieces"))
-        yield stored
+    for name, record in manifest["files"].items():
+        if name == file or name.startswith(f"{Path(file).stem}.rank_"):
+            stored.add(open_parameters(checkpoint / name), record.get("pieces"))
+    return stored
 
 
 def file_of_rank(file: str, rank: int) -> str:

@@ -60,8 +60,8 @@ print(json.dumps(answers))
 def test_plain_torch_runs_it(oracle: tuple[GPT2LMHeadModel, Path], tmp_path: Path) -> None:
     """In a process without this project, for other batches and lengths than the traced ones, up to all positions."""
     net, source = oracle
-    with open_hugging_face(source) as weights:
-        write_program(tmp_path, weights, cache=True)
+    weights = open_hugging_face(source)
+    write_program(tmp_path, weights, cache=True)
     texts = [np.random.default_rng(0).integers(0, VOCABULARY, shape) for shape in ((1, 1), (3, 7), (1, POSITIONS))]
     words = [sys.executable, "-c", _STRANGER, FILE, json.dumps([ids.tolist() for ids in texts])]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -81,9 +81,9 @@ def test_greedy_tokens_without_a_cache_equal_those_of_transformers(
     tests/gpt2_toolkit. A damaged file is one message.
     """
     net, source = oracle
-    with open_hugging_face(source) as weights:
-        model = weights.model
-        write_program(tmp_path, weights, cache=False)
+    weights = open_hugging_face(source)
+    model = weights.model
+    write_program(tmp_path, weights, cache=False)
     decoder = ExportedDecoder(ProgramModel(tmp_path / FILE, model), POSITIONS, rows=2)
     random = np.random.default_rng(1)
     prompts = [

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -56,9 +55,8 @@ def altered(change: Callable[[GPT2], Any]) -> Any:
 def test_the_record_is_what_transformers_computes(record: Any, tmp_path: Path) -> None:
     """Outputs of blocks, their gradients and those of all weights, of transformers' own model."""
     folder = record("one")
-    with ExitStack() as stack:
-        reader = StepReader(folder, stack)
-        found = {name: reader.read(name) for name in load_file(folder / "rank_00000.safetensors")}
+    reader = StepReader(folder)
+    found = {name: reader.read(name) for name in load_file(folder / "rank_00000.safetensors")}
 
     def section(kind: str) -> dict[str, torch.Tensor]:
         chosen = [name for name in found if name.startswith(f"{kind}/")]

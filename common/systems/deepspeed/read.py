@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -247,8 +246,7 @@ def detects(path: Path) -> bool:
         return True
 
 
-@contextmanager
-def open_deepspeed(path: Path) -> Iterator[Weights]:
+def open_deepspeed(path: Path) -> Weights:
     """Open a checkpoint.
 
     path: the root with ``latest``, its folder global_stepN, or a file in that. Raises CheckpointError and ConfigError.
@@ -272,7 +270,7 @@ def open_deepspeed(path: Path) -> Iterator[Weights]:
     why = "weights of less precision, of which the optimizer has the float32"
     notes = {"module": why} if "" in parts else {}
     step = first.tree.get("global_steps", first.tree.get("iteration", 0))
-    yield weights_of_ranks(
+    return weights_of_ranks(
         path, "deepspeed", first, there.folder, name_map, ranks,
         masters=parts.pop("", []), moments=parts, notes=notes, counter="global_steps", step=step,
         new_run=lambda: _run_of(first, saved[0], step),

@@ -12,7 +12,7 @@ from typing import Any
 from common.config.schema import MAX_COUNT
 from common.config.values import takes_momentum
 from common.dialects.fleetx import COSINE, DEFAULTS, MARKS, TABLE
-from common.dialects.rules import Defaults, Ignored, listed
+from common.dialects.rules import Defaults, Ignored, MapTo, listed
 from common.errors import ConfigError
 from common.paths import ROOT, looked_in
 from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
@@ -39,10 +39,10 @@ _OTHER_MODULES = {
     ),
     "MoEModule": "mixture of experts is not in this version; use GPTModule",
 }
-_OTHER_MODELS = {
-    "GPT-cn": "its Chinese tokenizer, gpt-cpm-large-cn, is not here. The model is GPT: set GPT, the"
+_GPT_CN = (
+    "its Chinese tokenizer, gpt-cpm-large-cn, is not here. The model is GPT: set GPT, the"
     " vocab_size of your tokenizer, and data.tokenizer"
-}
+)
 
 
 def require_checkout(path: Path) -> None:
@@ -227,12 +227,9 @@ def _checkpoint(theirs: ForeignKeys, ours: Translation) -> None:
         expected = f"expected {', '.join(_MODULES)}"
         theirs.refuse("Model.module", module, _OTHER_MODULES.get(str(module), expected))
     if name != "GPT":
-        reason = "the models here are GPT; use GPT"
-        theirs.refuse("Model.name", name, _OTHER_MODELS.get(str(name), reason))
+        theirs.refuse("Model.name", name, _GPT_CN if name == "GPT-cn" else "the models here are GPT; use GPT")
     _validation_data(theirs, ours, trains=module == "GPTModule")
-    key = "Engine.save_load.ckpt_dir"
-    if (path := theirs.take(key)) is not None:
-        ours.put(f"checkpoint.{_MODULES[module]}", path, theirs, key)
+    apply({"Engine.save_load.ckpt_dir": MapTo(f"checkpoint.{_MODULES[module]}")}, theirs, ours)
 
 
 def _evaluation(theirs: ForeignKeys, ours: Translation) -> None:
@@ -308,15 +305,6 @@ def _quantization(theirs: ForeignKeys, ours: Translation) -> None:
             theirs.take(prefix)
 
 
-def _pretrained(theirs: ForeignKeys, ours: Translation) -> None:
-    """Stand after ``_quantization``, which takes the keys of a section that is not enabled."""
-    for key in ("Quantization.pretrained", "Compress.pretrained"):
-        if (path := theirs.take(key)) is not None:
-            # FleetX takes a prefix, to which it adds the ending
-            weights = f"{path}.pdparams" if Path(f"{path}.pdparams").is_file() else path
-            ours.put("checkpoint.init_from", weights, theirs, key)
-
-
 def settle(ours: Translation) -> None:
     """Remove keys without effect on the backend that is chosen in the end."""
     if ours.get("train.recompute") == "none":
@@ -334,7 +322,7 @@ DIALECT = Dialect(
     begin={"logging.style": "fleetx", "data.eod_mask_loss": True},
     parts=(
         _checkpoint, _layout, _validation, _steps, _precision, _model, _evaluation, _profile,
-        _quantization, _pretrained,
+        _quantization,
     ),
     settle=settle, base="_base_", marks=MARKS,
 )  # fmt: skip

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from common.config.resolved import ResolvedModel
 from common.dialects.fleetx import DEFAULTS, TABLE
@@ -50,8 +48,8 @@ _SEPARATE = ("attn.q_proj", "attn.k_proj", "attn.v_proj")
 def _names(attention: dict[str, str]) -> NameMap:
     return name_map(
         {
-            EMBEDDING: "gpt.embeddings.word_embeddings.weight",
-            POSITIONS: "gpt.embeddings.position_embeddings.weight",
+            EMBEDDING: _TABLE,
+            POSITIONS: f"{_EMBEDDINGS}position_embeddings.weight",
             "ln_f": "gpt.decoder.norm",
             "ln_1": f"{_BLOCK}norm1",
             **attention,
@@ -79,7 +77,7 @@ def name_in_whole(name: str) -> str:
     """
     name = re.sub(r"^_layers?\.", "", name)  # wrapper of fleet.distributed_model around a model
     if embedding := re.fullmatch(r"(?:shared_layers\.embed|0(?:\.0)?)\.(.+)", name):
-        return f"gpt.embeddings.{embedding[1]}"
+        return _EMBEDDINGS + embedding[1]
     # an interleaved pipeline names the first layer of the chunk, and the index in it
     layer = re.fullmatch(r"(\d+)(?:\.(\d+))?\.(.+)", name)
     if layer is None:
@@ -152,8 +150,7 @@ def detects(path: Path) -> bool:
     return path.suffix == ".pdparams" or (path / FILE).is_file() or bool(rank_folders(path))
 
 
-@contextmanager
-def open_fleetx(path: Path) -> Iterator[Weights]:
+def open_fleetx(path: Path) -> Weights:
     """path: the file, its folder, or epoch_X_step_Y with the folders of ranks. Raises
     CheckpointError and ConfigError.
     """
@@ -165,7 +162,7 @@ def open_fleetx(path: Path) -> Iterator[Weights]:
     name_map = match_name_map(where, "fleetx", NAME_MAPS, ranks[0])
     state = file.with_name("model_state.pdopt")
     ignored = {state.name: "state of the optimizer"} if state.is_file() else {}
-    yield weights_from(
+    return weights_from(
         where, name_map, join_ranks(where, ranks, name_map, model.num_layers), model,
         format="fleetx", path=path, ignored=ignored,
     )  # fmt: skip
@@ -193,21 +190,18 @@ def read_config(file: Path) -> ResolvedModel:
                 f"{folder}: {', '.join(path.name for path in found)} have a section Model; leave one there"
             )
         for path, section in found.items():
-            return _model(path, section)
+            if missing := [name for name in _NEEDED if section.get(name) is None]:
+                raise ConfigError(
+                    f"{path}: Model lacks {', '.join(missing)}; give the file that the run was started with, not its"
+                    " base"
+                )
+            sizes = {
+                rule.key.removeprefix("model."): section.get(key.removeprefix("Model."), DEFAULTS.get(key))
+                for key, rule in TABLE.items()
+                if key.startswith("Model.") and isinstance(rule, MapTo) and rule.key.startswith("model.")
+            }
+            return checked_model(path, sizes | {"seq_length": section["max_position_embeddings"]})
     raise ConfigError(
         f"{file.parent}: no YAML with a section Model ({', '.join(_NEEDED)}); heads cannot be read off shapes: put"
         f" FleetX's config, or our section model as {MODEL_YAML}, beside the weights"
     )
-
-
-def _model(path: Path, section: dict[str, Any]) -> ResolvedModel:
-    if missing := [name for name in _NEEDED if section.get(name) is None]:
-        raise ConfigError(
-            f"{path}: Model lacks {', '.join(missing)}; give the file that the run was started with, not its base"
-        )
-    sizes = {
-        rule.key.removeprefix("model."): section.get(key.removeprefix("Model."), DEFAULTS.get(key))
-        for key, rule in TABLE.items()
-        if key.startswith("Model.") and isinstance(rule, MapTo) and rule.key.startswith("model.")
-    }
-    return checked_model(path, sizes | {"seq_length": section["max_position_embeddings"]})

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -58,25 +58,19 @@ def infer(main: Callable[..., int], read: Read, argv: Sequence[str], program: st
 
     Sampling and prompts of the command's own configuration win over the export's.
     """
-    from common.yaml_files import dump_yaml
-
     arguments = parse_arguments(["--run_mode", "predict", *argv], program=program)
-    tree = _with_export(read(arguments.config), arguments.overrides)
     own = [word for word in arguments.overrides if not word[:1].isupper()]
     show = ["--show_config"] if arguments.show_config else []
-    with tempfile.NamedTemporaryFile("w", prefix="inference-", suffix=".yaml", encoding="utf-8") as file:
-        file.write(dump_yaml(tree))
-        file.flush()
-        words = ["--run_mode", "predict", "--config", file.name, *show, *own]
-        return main(words, program=program)
+    words = ["--run_mode", "predict", "--config", arguments.config, *show, *own]
+    return main(words, program=program, file=_with_export(read, arguments.config, arguments.overrides))
 
 
-def _with_export(file: ConfigFile, overrides: Sequence[str]) -> dict[str, Any]:
+def _with_export(read: Read, config: str, overrides: Sequence[str]) -> ConfigFile:
     """Return a configuration of ours for the export that another one names. Raises ConfigError and CheckpointError."""
     from common.checkpoint.snapshot import SETTINGS_FILE
-    from common.yaml_files import read_yaml_mapping
 
-    ours = file.open(overrides).ours.tree
+    file = read(config)
+    ours = file.open(overrides).ours
     inference = file.tree.get("Inference")
     given = [word.partition("=")[2] for word in overrides if word.startswith(f"{_KEY}=")]
     if not given and isinstance(inference, Mapping) and inference.get("model_dir"):
@@ -92,9 +86,11 @@ def _with_export(file: ConfigFile, overrides: Sequence[str]) -> dict[str, Any]:
             " write one with tools/export.py -c CONFIG -o Engine.save_load.output_dir=DIR"
         )
     settings = folder / SETTINGS_FILE
-    tree = read_yaml_mapping(settings) if settings.is_file() else dict(_PROGRAM)
+    export = read(str(settings)) if settings.is_file() else replace(file, dialect=None, tree=_PROGRAM, sources={})
+    tree, sources = dict(export.tree), dict(export.sources)
+    sources |= {key: where for key, where in ours.sources.items() if key[0] in _OF_THE_MACHINE}
     for name in _OF_THE_MACHINE:
-        value, own = tree.get(name), ours.get(name)
+        value, own = tree.get(name), ours.tree.get(name)
         if isinstance(value, Mapping) and isinstance(own, Mapping):
             tree[name] = {**value, **own}
         elif own is not None:
@@ -104,7 +100,8 @@ def _with_export(file: ConfigFile, overrides: Sequence[str]) -> dict[str, Any]:
     data = tree.get("data")
     if isinstance(data, dict) and isinstance(data.get("tokenizer"), dict):
         data["tokenizer"]["folder"] = str(folder)
-    return tree | {"output_dir": str(folder), "checkpoint": {"load": str(folder)}}
+    tree |= {"output_dir": str(folder), "checkpoint": {"load": str(folder)}}
+    return replace(export, tree=tree, sources=sources)
 
 
 def _has_prompt(tree: Mapping[str, Any]) -> bool:

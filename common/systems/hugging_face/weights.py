@@ -7,8 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from common.config.resolved import ResolvedModel
@@ -130,8 +129,7 @@ def _is_lightning(path: Path) -> bool:
         return file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
 
 
-@contextmanager
-def open_hugging_face(path: Path, model: ResolvedModel | None = None) -> Iterator[Weights]:
+def open_hugging_face(path: Path, model: ResolvedModel | None = None) -> Weights:
     """Open a folder.
 
     path: the folder, or a file of weights beside its config.json. model: that of a Lightning .ckpt
@@ -148,7 +146,7 @@ def open_hugging_face(path: Path, model: ResolvedModel | None = None) -> Iterato
     tensors, ignored, name_map = _model_in(stored)
     # transformers does not open the folder of a wrapped model
     where = path if tensors.keys() <= stored.keys() | {name_map.rows(0)[0].theirs} else file
-    yield weights_from(file, name_map, tensors, model, format="hf", path=where, ignored=ignored)
+    return weights_from(file, name_map, tensors, model, format="hf", path=where, ignored=ignored)
 
 
 def _model_in(stored: TensorFile) -> tuple[dict[str, FileTensor], dict[str, str], NameMap]:

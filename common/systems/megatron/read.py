@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,8 +97,7 @@ def detects(path: Path, format: str) -> bool:
         return format == "megatron"
 
 
-@contextmanager
-def open_megatron(path: Path, format: str) -> Iterator[Weights]:
+def open_megatron(path: Path, format: str) -> Weights:
     """Open a checkpoint.
 
     path: the root, one of its folders iter_... or release, or the file of a single rank. Raises
@@ -148,7 +146,7 @@ def open_megatron(path: Path, format: str) -> Iterator[Weights]:
     for rank in (*ranks, *masters, *itertools.chain(*moments.values())):
         rank.pop(head, None)
     step = first.tree.get("iteration", first.tree.get("total_iters", 0))
-    yield weights_of_ranks(
+    return weights_of_ranks(
         path, format, first, folder, name_map, ranks,
         masters=masters, moments=moments, notes=notes, counter="iteration", step=step,
         new_run=lambda: _run_of(first, state, step),

@@ -7,7 +7,7 @@ from typing import Any
 
 from common.device import sees_ascend
 from common.dialects.mindformers import BASE, CALLBACKS, DEFAULTS, MARKS, OF_TYPES, TABLE, TARGETS, WRITTEN
-from common.dialects.rules import Defaults, Ignored, MapTo
+from common.dialects.rules import Defaults, Ignored, MapTo, Rule
 from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
 
 _COMPILED = (
@@ -124,18 +124,12 @@ def _length(theirs: ForeignKeys, ours: Translation) -> None:
         ours.put("train.sink_size", size, theirs, key)
     elif size is not None:
         ours.note(key, "train.sink_size stays 1; losses do not depend on it")
-    key = "lr_schedule.total_steps"
-    if (steps := theirs.take(key)) != -1:
-        ours.put("optimizer.decay_steps", steps, theirs, key)
-    key = "lr_schedule.warmup_steps"
-    steps = theirs.take(key)
-    if theirs.peek("lr_schedule.warmup_ratio") is None:
-        ours.put("optimizer.warmup_steps", steps, theirs, key)
-    else:
-        ours.note_given(theirs, key, "warmup_ratio says it")
-    key = "train_dataset.batch_size"
-    if theirs.peek("runner_config.batch_size") is None and theirs.peek(key) is not None:
-        ours.put("train.micro_batch_size", theirs.peek(key), theirs, key)
+    rules: dict[str, Rule] = {"lr_schedule.warmup_steps": MapTo("optimizer.warmup_steps")}
+    if theirs.peek("lr_schedule.warmup_ratio") is not None:
+        rules["lr_schedule.warmup_steps"] = Ignored("warmup_ratio says it")
+    if theirs.peek("runner_config.batch_size") is None:
+        rules["train_dataset.batch_size"] = MapTo("train.micro_batch_size")
+    apply(rules, theirs, ours)
 
 
 def _scale(theirs: ForeignKeys, ours: Translation) -> None:
@@ -163,32 +157,23 @@ def _scale(theirs: ForeignKeys, ours: Translation) -> None:
 
 
 def _parallel(theirs: ForeignKeys, ours: Translation) -> None:
-    mode = theirs.peek("parallel.parallel_mode")
-    if (
-        theirs.peek("parallel_config.optimizer_shard") is not None
-        and theirs.peek("parallel.enable_parallel_optimizer") is not None
-    ):
-        theirs.take("parallel_config.optimizer_shard")
-        ours.note("parallel_config.optimizer_shard", "parallel.enable_parallel_optimizer says it")
-    stages = theirs.peek_count("parallel_config.pipeline_stage")
-    key = "parallel_config.data_parallel"
-    copies = theirs.take(key)
-    if mode not in (0, "data_parallel"):
-        ours.put("parallel.data_parallel", copies, theirs, key)
-    else:
-        ours.note_given(theirs, key, "in parallel_mode 0 every device has a copy of the model")
-    key = "parallel_config.micro_batch_num"
-    parts = theirs.take(key)
-    if stages > 1:
+    rules: dict[str, Rule] = {
+        "parallel_config.data_parallel": MapTo("parallel.data_parallel"),
+        "parallel_config.micro_batch_num": Ignored(
+            "MindFormers splits batches for a pipeline only; train.accumulation_steps does it everywhere"
+        ),
+    }
+    if theirs.peek("parallel.enable_parallel_optimizer") is not None:
+        rules["parallel_config.optimizer_shard"] = Ignored("parallel.enable_parallel_optimizer says it")
+    if theirs.peek("parallel.parallel_mode") in (0, "data_parallel"):
+        rules["parallel_config.data_parallel"] = Ignored("in parallel_mode 0 every device has a copy of the model")
+    if theirs.peek_count("parallel_config.pipeline_stage") > 1:
         theirs.take("runner_config.gradient_accumulation_steps")  # not with a pipeline there
-        ours.put("train.accumulation_steps", parts, theirs, key)
-    else:
-        why = "MindFormers splits batches for a pipeline only; train.accumulation_steps does it"
-        ours.note_given(theirs, key, f"{why} everywhere")
+        rules["parallel_config.micro_batch_num"] = MapTo("train.accumulation_steps")
     key = "recompute_config.recompute"
     if theirs.take("recompute_config.select_recompute", False) and theirs.peek(key) is not True:
-        theirs.take(key)
-        ours.put("train.recompute", "selective", theirs, key)
+        rules[key] = MapTo("train.recompute", lambda _: "selective")
+    apply(rules, theirs, ours)
 
 
 def _callbacks(theirs: ForeignKeys, ours: Translation) -> None:
@@ -220,10 +205,8 @@ def _callbacks(theirs: ForeignKeys, ours: Translation) -> None:
 
 
 def _checkpoint(theirs: ForeignKeys, ours: Translation) -> None:
-    resume = theirs.take("resume_training", False)
-    for key in ("load_checkpoint", "resume_or_finetune_checkpoint"):
-        if (path := theirs.take(key)) is not None:
-            ours.put("checkpoint.resume" if resume else "checkpoint.init_from", path, theirs, key)
+    rule = MapTo("checkpoint.resume" if theirs.take("resume_training", False) else "checkpoint.init_from")
+    apply(dict.fromkeys(("load_checkpoint", "resume_or_finetune_checkpoint"), rule), theirs, ours)
 
 
 def _profile(theirs: ForeignKeys, ours: Translation) -> None:
@@ -245,20 +228,23 @@ def settle(ours: Translation, *, whole: bool = True) -> None:
     torch, device = ours.get("backend") == "torch", ours.get("device", target)
     if device == "auto" and not torch and not sees_ascend():
         device = "cpu"
-    whys: dict[str, str] = {}
-    if ours.get("parallel.pipeline_stage", 1) != 1 and whole:
-        whys["parallel.vocab_emb_dp"] = "with a pipeline the ranks split the table"
-    if ours.get("parallel.parallel_mode") not in (2, "auto_parallel"):
-        whys["parallel.search_mode"] = "parallel_mode 2 looks for splits"
-    if ours.get("parallel.data_parallel") == 1:
-        whys["parallel.enable_parallel_optimizer"] = "there is one data-parallel rank"
-    if ours.get("parallel.model_parallel", 1) == 1:
-        whys["train.recompute_slice_activation"] = "one tensor-parallel rank has no slices"
-        whys["parallel.sequence_parallel"] = "one tensor-parallel rank has nothing to split"
+    is_piped = ours.get("parallel.pipeline_stage", 1) != 1
+    is_searched = ours.get("parallel.parallel_mode") in (2, "auto_parallel")
+    is_undivided, is_whole = ours.get("parallel.data_parallel") == 1, ours.get("parallel.model_parallel", 1) == 1
+    is_pynative = not torch and ours.get("context.mode") in (1, "pynative")
+    rows = (
+        (is_piped and whole, "parallel.vocab_emb_dp", "with a pipeline the ranks split the table"),
+        (not is_searched, "parallel.search_mode", "parallel_mode 2 looks for splits"),
+        (is_undivided, "parallel.enable_parallel_optimizer", "there is one data-parallel rank"),
+        (is_whole, "train.recompute_slice_activation", "one tensor-parallel rank has no slices"),
+        (is_whole, "parallel.sequence_parallel", "one tensor-parallel rank has nothing to split"),
+        (not ours.get("context.enable_graph_kernel"), "context.graph_kernel_flags", "enable_graph_kernel is off"),
+        (is_pynative, "train.recompute", "context.mode=1 keeps all activations; losses do not change"),
+        (device == "cpu" and not torch, "profile.memory", "MindSpore records allocations on accelerators only"),
+    )
+    whys = {key: why for is_unused, key, why in rows if is_unused}
     whys |= _unused_by_graph(ours, torch, device) | _UNUSED_ON_DEVICE.get(device, {})
     whys |= _UNUSED_ON_TORCH if torch else {}
-    if device == "cpu" and not torch:
-        whys["profile.memory"] = "MindSpore records allocations on accelerators only"
     for key, why in whys.items():
         ours.drop(key, why)
     if whole:
@@ -268,25 +254,18 @@ def settle(ours: Translation, *, whole: bool = True) -> None:
 
 def _unused_by_graph(ours: Translation, torch: bool, device: str) -> dict[str, str]:
     """Return keys of ours that have no effect with this kind of graph, or without a graph."""
-    whys: dict[str, str] = {}
-    if not ours.get("context.enable_graph_kernel"):
-        whys["context.graph_kernel_flags"] = "enable_graph_kernel is off"
-    if not torch and ours.get("context.mode") in (1, "pynative"):
-        whys["train.recompute"] = "context.mode=1 keeps all activations; losses do not change"
     layout = [ours.get(f"parallel.{name}_parallel") for name in ("data", "model")]
     alone = [*layout, ours.get("parallel.pipeline_stage")] == [1, 1, 1]
     compiles = ours.get("parallel.parallel_mode") in (1, 2, "semi_auto_parallel", "auto_parallel")
     if compiles and not torch and not alone and device in ("npu", "auto"):
-        whys["data.eod_mask_loss"] = (
-            "graphs that the compiler splits have one mask for all windows, so every target counts"
-        )
-        return whys
+        why = "graphs that the compiler splits have one mask for all windows, so every target counts"
+        return {"data.eod_mask_loss": why}
     why = "parallel_mode 1 and 2 on Ascends have it"
     if torch:
         why = "on torch the work is split by our own plan"
     elif alone:
         why = "one device has nothing to split"
-    whys |= dict.fromkeys(_COMPILED, why)
+    whys = dict.fromkeys(_COMPILED, why)
     if torch or (compiles and (device == "cpu" or alone)):
         whys["parallel.parallel_mode"] = why
         if compiles:

@@ -4,8 +4,7 @@ holds heads and vocabulary. Before release 0.6 the names differed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,8 +137,7 @@ def _tensors(found: Path | Slices) -> Mapping[str, FileTensor]:
     return found.tensors() if isinstance(found, Slices) else open_tensors(found)
 
 
-@contextmanager
-def open_mindformers(path: Path, model: ResolvedModel | None = None, format: str = "mindformers") -> Iterator[Weights]:
+def open_mindformers(path: Path, model: ResolvedModel | None = None, format: str = "mindformers") -> Weights:
     """Open a checkpoint.
 
     path: the file, its folder, or the folder above the files of a distributed run's ranks. model:
@@ -191,7 +189,7 @@ def open_mindformers(path: Path, model: ResolvedModel | None = None, format: str
     else:
         notes |= dict.fromkeys(counters, "where training stood, without the state of the optimizer")
     moments = {} if run is None else require_moments(file, moments, run, model)
-    yield replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})
+    return replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})
 
 
 _STEPS = ("global_step", "step_num")

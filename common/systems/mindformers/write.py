@@ -6,7 +6,7 @@ import glob
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,8 +115,16 @@ def write_rank_file(config: Run, place: tuple[int, int], rank: int, is_split: bo
             )
             write_strategy(checkpoint.parent / STRATEGY_FILE, dict(enumerate(strategy)))
         stage, local_rank = divmod(rank, topology.data * topology.tensor)
-        with _tensors(config, layouts[stage], shapes, local_rank, place, checkpoint) as tensors:
-            stream_mindspore(temporary, tensors, arrays_of(tensors))
+        manifest = read_manifest(checkpoint, checksums=False)
+        model, optimizer = (open_stored(checkpoint, file, manifest) for file in (MODEL_FILE, OPTIMIZER_FILE))
+        stored = [(model, "", "")]
+        stored += [(optimizer, MOMENTS[part], f".{part}") for part in config.optimizer.rule.parts if optimizer]
+        tensors = {
+            prefix + row.theirs: _part(reader, row, suffix, layout, local_rank, row.shape(shapes))
+            for reader, prefix, suffix in stored
+            for row, layout in layouts[stage].items()
+        } | counters_of(manifest, epoch=place[0])
+        stream_mindspore(temporary, tensors, arrays_of(tensors))
         os.replace(temporary, target)
         fsync_folder(folder)
     except OSError as error:
@@ -162,37 +170,10 @@ def _layout(row: NameRow, shape: tuple[int, ...], topology: Topology, shards: in
     return layout
 
 
-# ---- the tensors of a rank ----
-
-
-@contextmanager
-def _tensors(
-    config: Run,
-    layouts: Mapping[NameRow, Layout],
-    shapes: Mapping[str, tuple[int, ...]],
-    rank: int,
-    place: tuple[int, int],
-    checkpoint: Path,
-) -> Iterator[dict[str, Weight]]:
-    """Yield the tensors of a rank and the counters. Each is read when it is written."""
-    manifest = read_manifest(checkpoint, checksums=False)
-    with (
-        open_stored(checkpoint, MODEL_FILE, manifest) as model,
-        open_stored(checkpoint, OPTIMIZER_FILE, manifest) as optimizer,
-    ):
-        stored = [(model, "", "")]
-        stored += [(optimizer, MOMENTS[part], f".{part}") for part in config.optimizer.rule.parts if optimizer]
-        tensors = {
-            prefix + row.theirs: _part(reader, row, suffix, layout, rank, row.shape(shapes))
-            for reader, prefix, suffix in stored
-            for row, layout in layouts.items()
-        }
-        yield tensors | counters_of(manifest, epoch=place[0])
-
-
 def _part(
     stored: ShardedReader, row: NameRow, suffix: str, layout: Layout, rank: int, whole: tuple[int, ...]
 ) -> Weight:
+    """Return the part of a rank, which is read when it is written."""
     shape = tuple(size // parts for size, parts in zip(whole, layout.parts(), strict=True))
     spans = layout.spans(rank, shape)
     piece = spans[::-1] if row.transposed else spans

@@ -12,36 +12,29 @@ from collections.abc import Callable, Mapping, Sequence
 from common.cluster.environment import find_process
 from common.dialects.megatron import STATIC
 from common.dialects.oneflow import DEFAULTS, POSITIVE, TABLE
+from common.dialects.rules import Ignored, MapTo, Rule
 from common.errors import ConfigError
-from common.systems.dialect import Dialect, ForeignKeys, Translation
+from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
 from common.whole_numbers import MAX_RANKS, argument
 
 
 def _translate(theirs: ForeignKeys, ours: Translation) -> None:
-    scale, flag = theirs.take("loss_scale"), "initial_loss_scale"
-    if scale is not None:
-        try:
-            scale = POSITIVE(scale)
-        except ValueError as error:
-            theirs.refuse("loss_scale", scale, str(error))
+    rules: dict[str, Rule] = {"save": MapTo("output_dir", str)}
+    if theirs.peek("loss_scale") is not None:
         ours.put("loss_scale.mode", "static", theirs, "loss_scale")
-        ours.put("loss_scale.initial", scale, theirs, "loss_scale")
-        if not theirs.is_left_out(flag):
-            ours.leave_out(theirs, flag, STATIC)
+        rules |= {"loss_scale": MapTo("loss_scale.initial", POSITIVE), "initial_loss_scale": Ignored(STATIC)}
     samples = theirs.take_count("train_samples")
     if samples is not None and not theirs.is_left_out("train_iters"):
         ours.note("train_samples", "--train-iters says it")
     elif samples is not None:
         tokens = samples * theirs.peek_count("seq_length")
         ours.put("train.max_tokens", tokens, theirs, "train_samples")
-    flag = "lr_warmup_fraction"
-    if theirs.peek(flag) is not None and theirs.is_left_out("lr_decay_iters"):
-        ours.leave_out(theirs, flag, "it is a part of --lr-decay-iters, which is not given")
-    save, load = theirs.take("save"), theirs.take("load")
-    if save is not None:
-        ours.put("output_dir", str(save), theirs, "save")
-    if load is not None and load != save:
+    if theirs.is_left_out("lr_decay_iters"):
+        rules["lr_warmup_fraction"] = Ignored("it is a part of --lr-decay-iters, which is not given")
+    load = theirs.take("load")
+    if load is not None and load != theirs.peek("save"):
         ours.put("checkpoint.resume", str(load), theirs, "load")
+    apply(rules, theirs, ours)
 
 
 DIALECT = Dialect(
@@ -64,10 +57,8 @@ def start_nodes_devices(
     """
 
     def start(argv: list[str], *, program: str) -> int:
-        if not {"--show_config", "--help", "-h"}.isdisjoint(argv):
-            return run(argv, program=program)
-        options = _options(flags, os.environ)
-        if options is None:
+        is_question = not {"--show_config", "--help", "-h"}.isdisjoint(argv)
+        if is_question or (options := _options(flags, os.environ)) is None:
             return run(argv, program=program)
         _, config, _, mode, *overrides = argv  # --config FILE --run_mode train KEY=VALUE ...
         return launch(["distribute", *options, "none", config, mode, *overrides])

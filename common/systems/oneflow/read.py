@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -107,12 +106,7 @@ def find_snapshot(path: Path) -> Path | None:
     return max(found)[1] if found else None
 
 
-def detects(path: Path) -> bool:
-    return find_snapshot(path) is not None
-
-
-@contextmanager
-def open_oneflow(path: Path) -> Iterator[Weights]:
+def open_oneflow(path: Path) -> Weights:
     """Open a snapshot.
 
     path: the snapshot, or the folder of --save, whose last snapshot is taken. Raises CheckpointError and ConfigError.
@@ -155,7 +149,7 @@ def open_oneflow(path: Path) -> Iterator[Weights]:
         reason = "a number of OneFlow's own, without the whole state of the optimizer"
         notes |= dict.fromkeys([*own, *moments], reason)
     moments = {} if run is None else require_moments(folder, moments, run, model)
-    yield replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})
+    return replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})
 
 
 def _number(own: Mapping[str, FileTensor], start: str, end: str = "") -> float | None:

@@ -168,13 +168,13 @@ def test_there_and_back_bit_for_bit(
         shards = dict(zip(("model_parallel", "pipeline_stage"), ranks, strict=False))
         target = tmp_path / str(number)
         run(tmp_path / str(number - 1), target, other, source_format=one, **shards)
-    with FORMATS[way[-1][0]].open(target) as found:
-        assert found.tensors.keys() == weights.tensors.keys()
-        for size in ("num_heads", "vocab_size"):
-            assert getattr(found.model, size) == getattr(model, size)
-        for name, tensor in found.tensors.items():
-            assert tensor.dtype == dtype
-            assert tensor.load().tobytes() == weights.tensors[name].load().tobytes(), name
+    found = FORMATS[way[-1][0]].open(target)
+    assert found.tensors.keys() == weights.tensors.keys()
+    for size in ("num_heads", "vocab_size"):
+        assert getattr(found.model, size) == getattr(model, size)
+    for name, tensor in found.tensors.items():
+        assert tensor.dtype == dtype
+        assert tensor.load().tobytes() == weights.tensors[name].load().tobytes(), name
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

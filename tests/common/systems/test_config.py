@@ -179,6 +179,9 @@ def test_merge_keys_and_sections_with_only_anchors(tmp_path: Path) -> None:
     *lines, last = MERGED.splitlines()
     path.write_text("\n".join((f"x-more: &more {{{last}}}", "<<: *more", *lines)))
     assert open_config(path).config.optimizer.learning_rate == 1e-4
+    path.write_text(MERGED.replace(", batch_size: 1", "") + "train_dataset: {batch_size: 3}\n")
+    opened = open_config(path)
+    assert (opened.config.train.micro_batch_size, opened.ours.without_effect) == (3, {})
 
 
 def test_quantization_of_release_24(tmp_path: Path) -> None:
@@ -285,18 +288,14 @@ def test_flags_that_deepspeed_does_not_read_are_listed(tmp_path) -> None:
     assert "DeepSpeed reads gradient_clipping of" in opened.ours.without_effect["clip_grad"]
 
 
-def flag_names(folder: str) -> list[str]:
-    lines = (ORIGINALS / folder / "flag_names.txt").read_text().splitlines()
-    return [name for line in lines if not line.startswith("#") for name in line.split()]
-
-
 @pytest.mark.parametrize(
     ("folder", "system", "count"),
     [("modelzoo", "megatron", 185), ("megatron", "megatron", 485), ("oneflow", "oneflow", 56)],
 )
 def test_each_flag_is_read_or_refused_with_the_reason(folder, system, count) -> None:
     """Alone and with a value: some lack one, and some take none."""
-    names = flag_names(folder)
+    lines = (ORIGINALS / folder / "flag_names.txt").read_text().splitlines()
+    names = [name for line in lines if not line.startswith("#") for name in line.split()]
     assert len(names) == count
     base = SMALLEST.format(rate=RATES[system]).split()
     dialect = COMMAND_LINES[system]
@@ -429,15 +428,10 @@ def test_a_file_without_a_key_is_the_run_of_a_file_with_its_default(rows: Rows) 
         assert values_of(rows.dialect, leaves) == given, key
 
 
-def ours_with_a_meaning_of_zero() -> Iterator[str]:
-    for key, field in schema_keys().items():
-        if re.search(r"\b0 (is|are|uses|keeps|validates|saves|reads)\b", field.description or ""):
-            yield key
-
-
 @SYSTEMS
 def test_each_key_of_theirs_onto_such_a_key_has_a_row_for_zero(rows: Rows) -> None:
-    special = set(ours_with_a_meaning_of_zero())
+    zero = re.compile(r"\b0 (is|are|uses|keeps|validates|saves|reads)\b")
+    special = {key for key, field in schema_keys().items() if zero.search(field.description or "")}
     assert {"checkpoint.interval", "predict.top_k"} <= special
     theirs = {key for key, ours in mapped_keys(rows.dialect).items() if ours in special}
     assert theirs - {key for key, value, *_ in rows.sentinels if value == 0} == set()

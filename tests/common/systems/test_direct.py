@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from common.conversion.convert import convert
 from common.errors import CheckpointError
@@ -22,6 +23,7 @@ from common.training.metrics import read_metrics
 from common.training.opened_checkpoint import Checkpoint, open_checkpoint
 from common.training.start import require_same_model
 from common.weights.names import parameter_shapes
+from common.weights.pieces import open_parameters
 from common.yaml_files import dump_yaml
 from run_gpt2 import main
 from tests.common.systems.fleetx.test_weights import copy as fleetx_folder
@@ -73,8 +75,8 @@ def test_a_rank_reads_its_part_as_after_the_converter(source: str, tmp_path: Pat
         whole = Path(shutil.copytree(whole, tmp_path / "with_model"))
         shutil.copy(tmp_path / "run" / "config.yaml", whole)
     convert(whole, ours, target_format="torch_gpt2")
-    with open_project(ours) as weights:
-        model, run = weights.model, weights.run
+    weights = open_project(ours)
+    model, run = weights.model, weights.run
     config = config_of().model_copy(update={"model": model})
     there, here = open_checkpoint(path, "x"), Checkpoint(ours)
     for cut in ({}, {"tensor": 2, "tensor_rank": 1}, {"shards": 3, "shard_rank": 2}):
@@ -149,3 +151,9 @@ def test_one_flag_of_mindformers_takes_weights_and_runs(
     assert steps(starts["hf"], "b", 2) == [1, 2]
     assert "theirs: holds only weights" in capfd.readouterr().out
     assert steps(starts["hf"], "b", 3) == [1, 2, 3]
+
+
+def test_integers_without_their_scales_are_refused_by_name(tmp_path: Path) -> None:
+    save_file({"x.weight": np.zeros((2, 2), np.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .* lacks x\.weight_scale; copy it"):
+        open_parameters(tmp_path / "model.safetensors")

@@ -37,12 +37,12 @@ def as_weights(model: ResolvedModel, arrays: Mapping[str, Any], dtype: str = "fl
 
 
 def require_arrays(path: Path, format: str, arrays: Mapping[str, Any]) -> Weights:
-    """Require that weights are these arrays bit for bit. Returns them, closed."""
-    with FORMATS[format].open(path) as found:
-        assert found.tensors.keys() == arrays.keys()
-        for name, array in arrays.items():
-            np.testing.assert_array_equal(found.tensors[name].load(), array, err_msg=name)
-        return found
+    """Require that weights are these arrays bit for bit. Returns them."""
+    found = FORMATS[format].open(path)
+    assert found.tensors.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found.tensors[name].load(), array, err_msg=name)
+    return found
 
 
 class Evil:

@@ -95,10 +95,10 @@ def expected(folder: Path, case: str, part: str) -> dict[str, np.ndarray]:
 def test_a_checkpoint_is_what_its_processes_had(saved: Path, case: str) -> None:
     """Bit for bit: weights in float32, both moments, step, samples and loss scale."""
     assert detect(saved / case) == "deepspeed"
-    with FORMATS["deepspeed"].open(saved / case) as found:
-        tensors, moments = (
-            {name: np.array(tensor.load()) for name, tensor in each.items()} for each in (found.tensors, found.moments)
-        )
+    found = FORMATS["deepspeed"].open(saved / case)
+    tensors, moments = (
+        {name: np.array(tensor.load()) for name, tensor in each.items()} for each in (found.tensors, found.moments)
+    )
     for part in ("", ".exp_avg", ".exp_avg_sq"):
         stored = moments if part else tensors
         for name, array in expected(saved, case, part).items():
@@ -122,14 +122,14 @@ def test_a_run_goes_to_other_formats(saved: Path, tmp_path: Path, target: str) -
     """The whole run, and both hold the same bits."""
     case = saved / STAGES
     convert(case, tmp_path / target, target_format=target, verify=True)
-    with FORMATS["deepspeed"].open(case) as source, FORMATS[target].open(tmp_path / target) as found:
-        one, other = ({**weights.tensors, **weights.moments} for weights in (source, found))
-        assert one.keys() == other.keys()
-        for name in one:
-            np.testing.assert_array_equal(one[name].load(), other[name].load())
-        assert source.run is not None and found.run is not None
-        assert found.run["state"]["step"] == source.run["state"]["step"]
-        assert found.run["engine"] == source.run["engine"]
+    source, found = FORMATS["deepspeed"].open(case), FORMATS[target].open(tmp_path / target)
+    one, other = ({**weights.tensors, **weights.moments} for weights in (source, found))
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_array_equal(one[name].load(), other[name].load())
+    assert source.run is not None and found.run is not None
+    assert found.run["state"]["step"] == source.run["state"]["step"]
+    assert found.run["engine"] == source.run["engine"]
 
 
 def test_weights_without_a_run(saved: Path, tmp_path: Path) -> None:
@@ -138,10 +138,10 @@ def test_weights_without_a_run(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved / HALF, folder)
     for file in (folder / "global_step3").glob("*optim_states.pt"):
         file.unlink()
-    with FORMATS["deepspeed"].open(folder / "global_step3") as found:
-        assert {tensor.dtype for tensor in found.tensors.values()} == {"bfloat16"}
-        assert found.run is None and not found.moments
-        assert "without the state of the optimizer" in found.ignored["global_steps"]
+    found = FORMATS["deepspeed"].open(folder / "global_step3")
+    assert {tensor.dtype for tensor in found.tensors.values()} == {"bfloat16"}
+    assert found.run is None and not found.moments
+    assert "without the state of the optimizer" in found.ignored["global_steps"]
 
 
 @pytest.mark.parametrize(
@@ -158,9 +158,9 @@ def test_an_optimizer_that_does_not_fit_leaves_the_weights(
     shutil.copytree(saved / "float32_zero0_pp1_tp1", tmp_path / "run")
     for file in tmp_path.glob("run/*/mp_rank_*"):
         resave(file, lambda tree: spoil(tree["optimizer"]))
-    with FORMATS["deepspeed"].open(tmp_path / "run") as found:
-        assert found.run is None and not found.moments
-        assert re.search(f"{why}.*: only weights$", found.ignored["optimizer"])
+    found = FORMATS["deepspeed"].open(tmp_path / "run")
+    assert found.run is None and not found.moments
+    assert re.search(f"{why}.*: only weights$", found.ignored["optimizer"])
 
 
 def changed(edit: Callable[[Any], Any]) -> Callable[[Path], None]:
@@ -213,12 +213,11 @@ def test_the_meant_folder_is_found(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "global_step3", root / "global_step4")
     (root / "latest").write_text("global_step9")
     with pytest.raises(CheckpointError, match=r"latest: names 'global_step9', .* but global_step3,"):
-        FORMATS["deepspeed"].open(root).__enter__()
+        FORMATS["deepspeed"].open(root)
     (root / "latest").unlink()
     with pytest.raises(ConfigError, match="holds global_step3, global_step4 and no file latest"):
-        FORMATS["deepspeed"].open(root).__enter__()
+        FORMATS["deepspeed"].open(root)
     # Megatron-DeepSpeed's own file of the last iteration does not make it Megatron's
     (root / "latest_checkpointed_iteration.txt").write_text("4")
     assert detect(root) == detect(root / "global_step3") == "deepspeed"
-    with FORMATS["deepspeed"].open(root) as found:
-        assert found.path == root
+    assert FORMATS["deepspeed"].open(root).path == root

@@ -74,8 +74,8 @@ def test_the_library_reads_back_what_was_meant(source: Path, tmp_path: Path, dty
     assert {name: fields[name] for name in sizes} == sizes
     assert fields["tokenizer.ggml.tokens"] == TOKENS
     assert fields["tokenizer.ggml.merges"] == ["a b"]
-    with open_hugging_face(source) as weights:
-        expected = {name: weight.load() for name, weight in weights.tensors.items()}
+    weights = open_hugging_face(source)
+    expected = {name: weight.load() for name, weight in weights.tensors.items()}
     stored = {tensor.name: tensor for tensor in reader.tensors}
     qkv = np.concatenate([expected[f"h.1.attn.{part}_proj.weight"] for part in "qkv"])
     kind = gguf.GGMLQuantizationType[KINDS[dtype]]

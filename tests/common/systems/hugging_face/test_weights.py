@@ -129,8 +129,8 @@ def test_a_folder_of_the_hubs_cache_stands_for_its_snapshot(tmp_path: Path, mode
     (folder / "refs" / "main").write_text("607a30d7")
     assert detect(folder) == "hf"
     assert find_source(folder).folder == snapshot, "where its tokenizer is"
-    with FORMATS["hf"].open(folder) as weights:  # type: ignore[misc]
-        assert weights.path == snapshot and weights.tensors["wte.weight"].shape == (40, 12)
+    weights = FORMATS["hf"].open(folder)  # type: ignore[misc]
+    assert weights.path == snapshot and weights.tensors["wte.weight"].shape == (40, 12)
 
 
 CONFIG = Path(__file__).parents[1] / "originals" / "gpt2_chinese" / "config.json"
@@ -189,8 +189,7 @@ def test_a_checkpoint_of_lightning_is_read(tmp_path: Path, model: Any, monkeypat
     found = opened(tmp_path / "hf")
     (tmp_path / "config.json").rename(tmp_path / "model_config.json")
     own = read_config(tmp_path / "model_config.json")
-    with open_hugging_face(file, own) as weights:
-        table = weights.tensors["wte.weight"].load()
+    table = open_hugging_face(file, own).tensors["wte.weight"].load()
     for state in (found.state_dict(), {"transformer.wte.weight": torch.tensor(table)}):
         assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
 

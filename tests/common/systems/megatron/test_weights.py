@@ -297,22 +297,22 @@ def test_a_run_of_megatron_core_resumes(tmp_path: Path, core: Any) -> None:
     (tmp_path / "in" / "latest_checkpointed_iteration.txt").write_text("2\n")
     result = convert(tmp_path / "in", tmp_path / "out", target_format="torch_gpt2", verify=True)
     assert (result["from"], result["step"]) == ("megatron_core", 2)
-    with FORMATS["torch_gpt2"].open(tmp_path / "out") as found:
-        assert found.run is not None
-        state, engine = found.run["state"], found.run["engine"]
-        assert (state["consumed_samples"], state["updated_samples"]) == (16, 12)
-        scale = {"mode": "dynamic", "value": 64.0, "finite_steps": 7, "overflows": 1}
-        assert (engine["optimizer_steps"], engine["loss_scale"]) == (2, scale)
-        np.testing.assert_array_equal(found.tensors["wte.weight"].load(), copies[0][0])
-        for name, weight in found.tensors.items():
-            values, near = weight.load().astype(np.float64), np.testing.assert_allclose
-            averages, squares = 3 * (1 - 0.9**2) * values, 9 * (1 - 0.999**2) * values**2
-            near(found.moments[f"{name}.exp_avg"].load(), averages, rtol=1e-5, err_msg=name)
-            near(found.moments[f"{name}.exp_avg_sq"].load(), squares, rtol=1e-4, err_msg=name)
+    found = FORMATS["torch_gpt2"].open(tmp_path / "out")
+    assert found.run is not None
+    state, engine = found.run["state"], found.run["engine"]
+    assert (state["consumed_samples"], state["updated_samples"]) == (16, 12)
+    scale = {"mode": "dynamic", "value": 64.0, "finite_steps": 7, "overflows": 1}
+    assert (engine["optimizer_steps"], engine["loss_scale"]) == (2, scale)
+    np.testing.assert_array_equal(found.tensors["wte.weight"].load(), copies[0][0])
+    for name, weight in found.tensors.items():
+        values, near = weight.load().astype(np.float64), np.testing.assert_allclose
+        averages, squares = 3 * (1 - 0.9**2) * values, 9 * (1 - 0.999**2) * values**2
+        near(found.moments[f"{name}.exp_avg"].load(), averages, rtol=1e-5, err_msg=name)
+        near(found.moments[f"{name}.exp_avg_sq"].load(), squares, rtol=1e-4, err_msg=name)
     resave(folder / FILE, lambda saved: saved["optimizer"].update(grad_scaler=[1]))
     message = f"{FILE}: its counters or its loss scale are not numbers"
     with pytest.raises(ConfigError, match=message):
-        FORMATS["megatron_core"].open(tmp_path / "in").__enter__()
+        FORMATS["megatron_core"].open(tmp_path / "in")
 
 
 def test_transformer_engine_holds_the_norms_and_its_scales(tmp_path: Path) -> None:
@@ -376,9 +376,9 @@ def test_the_vocabulary_without_a_model_yaml(tmp_path: Path, kind: str) -> None:
             saved["optimizer"] = {"step": 0, "param_groups": [{"lr": 0.0, "params": []}]}
             saved["rng_state"] = [{"extra": io.BytesIO(b"as Transformer Engine's scales")}]
         torch.save(saved, file)
-    with FORMATS["megatron"].open(tmp_path) as found:
-        assert found.model.model_dump() == model.model_copy(update={"seq_length": 9}).model_dump()
-        assert found.run is None and "optimizer" not in found.ignored
+    found = FORMATS["megatron"].open(tmp_path)
+    assert found.model.model_dump() == model.model_copy(update={"seq_length": 9}).model_dump()
+    assert found.run is None and "optimizer" not in found.ignored
 
 
 def changed(edit: Callable[[Any], Any], files: str = f"mp_rank_*/{FILE}") -> Callable[[Path], None]:

@@ -91,26 +91,26 @@ def config_of(world_size: int = 1, **parallel: Any) -> Run:
 
 def require_whole(found: Any, checkpoint: Path, rows: int) -> None:
     """Every tensor of MindSpore's dict is the checkpoint's bit for bit."""
-    with open_project(checkpoint) as weights:
-        for name in weights.tensors:
-            for ours, prefix in MOMENTS.items():
-                expected = {**weights.tensors, **weights.moments}[name + ours].load()
-                key, turned = theirs(name)
-                if name == "wte.weight":
-                    expected = np.pad(expected, ((0, rows - len(expected)), (0, 0)))
-                got = found[prefix + key].asnumpy()
-                assert np.array_equal(got, expected.T if turned else expected), name
+    weights = open_project(checkpoint)
+    for name in weights.tensors:
+        for ours, prefix in MOMENTS.items():
+            expected = {**weights.tensors, **weights.moments}[name + ours].load()
+            key, turned = theirs(name)
+            if name == "wte.weight":
+                expected = np.pad(expected, ((0, rows - len(expected)), (0, 0)))
+            got = found[prefix + key].asnumpy()
+            assert np.array_equal(got, expected.T if turned else expected), name
 
 
 def require_same(path: Path, checkpoint: Path) -> None:
     """What is read of MindFormers' files is the checkpoint, bit for bit."""
-    with open_mindformers(path) as ours, open_project(checkpoint) as expected:
-        assert ours.model == expected.model
-        assert ours.run is not None and ours.run["engine"]["optimizer_steps"] == 3
-        found, wanted = ({**each.tensors, **each.moments} for each in (ours, expected))
-        assert found.keys() == wanted.keys()
-        for name, weight in found.items():
-            assert np.array_equal(weight.load(), wanted[name].load()), name
+    ours, expected = open_mindformers(path), open_project(checkpoint)
+    assert ours.model == expected.model
+    assert ours.run is not None and ours.run["engine"]["optimizer_steps"] == 3
+    found, wanted = ({**each.tensors, **each.moments} for each in (ours, expected))
+    assert found.keys() == wanted.keys()
+    for name, weight in found.items():
+        assert np.array_equal(weight.load(), wanted[name].load()), name
 
 
 def test_files_of_a_growing_batch_are_named_by_samples() -> None:
@@ -222,8 +222,8 @@ def bare(tmp_path: Path) -> Path:
 
 
 def sizes_of(folder: Path) -> dict[str, object]:
-    with open_mindformers(folder) as weights:
-        return {key: getattr(weights.model, key) for key in SIZES}
+    weights = open_mindformers(folder)
+    return {key: getattr(weights.model, key) for key in SIZES}
 
 
 BASE = "base_config: ['./model_config/gpt2.yaml']\nrunner_config: {epochs: 1}\n"

@@ -97,12 +97,12 @@ def test_a_whole_run(snapshot: Path, has_meta: bool) -> None:
     """Moments, step and loss scale; OneFlow's first releases wrote no meta."""
     for file in () if has_meta else snapshot.glob("model-*/meta"):
         file.unlink()
-    with FORMATS["oneflow"].open(snapshot) as found:
-        run = found.run
-        for part, factor in (("exp_avg", 2), ("exp_avg_sq", 3)):
-            for name, weight in found.tensors.items():
-                moment = found.moments[f"{name}.{part}"].load()
-                np.testing.assert_array_equal(moment, factor * weight.load(), err_msg=name)
+    found = FORMATS["oneflow"].open(snapshot)
+    run = found.run
+    for part, factor in (("exp_avg", 2), ("exp_avg_sq", 3)):
+        for name, weight in found.tensors.items():
+            moment = found.moments[f"{name}.{part}"].load()
+            np.testing.assert_array_equal(moment, factor * weight.load(), err_msg=name)
     assert run is not None and run["config"]["optimizer"]["name"] == "adamw"
     assert run["state"]["step"] == run["engine"]["optimizer_steps"] == 30
     scale = {"mode": "dynamic", "value": 2.0**32, "finite_steps": 12, "overflows": 0}
@@ -115,8 +115,8 @@ def test_the_last_snapshot_is_taken(snapshot: Path) -> None:
         shutil.copytree(snapshot, snapshot.parent / other)
         file = snapshot.parent / other / "System-Train-TrainStep-train" / "out"
         file.write_bytes(np.int64(step).tobytes())
-    with FORMATS["oneflow"].open(snapshot.parent) as found:
-        assert found.run is not None and found.run["state"]["step"] == 100
+    found = FORMATS["oneflow"].open(snapshot.parent)
+    assert found.run is not None and found.run["state"]["step"] == 100
 
 
 def with_file(name: str, content: bytes) -> Callable[[Path], object]:

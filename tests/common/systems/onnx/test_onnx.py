@@ -63,8 +63,8 @@ def write(
     **options: bool,
 ) -> Path:
     folder.mkdir()
-    with open_hugging_face(source) as weights:
-        write_onnx(folder, change(weights), dtype, **options)
+    weights = open_hugging_face(source)
+    write_onnx(folder, change(weights), dtype, **options)
     return folder
 
 
@@ -228,8 +228,8 @@ def test_optimum_generates_what_transformers_does(oracle: Oracle, tmp_path: Path
     folder = tmp_path / "onnx"
     assert main(["--to", "onnx", "--input", str(source), "--output", str(folder)]) == 0
     if not cache:
-        with open_hugging_face(source) as weights:
-            write_onnx(folder, weights, "float32", cache=False)
+        weights = open_hugging_face(source)
+        write_onnx(folder, weights, "float32", cache=False)
     ids = np.random.default_rng(0).integers(1, VOCABULARY, (3, 9))
     mask = np.ones_like(ids)
     mask[0, :4] = mask[2, :1] = 0  # padding on the left
