@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from asyncio import IncompleteReadError, StreamReader, StreamWriter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +45,15 @@ _HELLO_SECONDS = 10.0
 _LINE_BYTES = 1 << 20
 _PROTOCOL = 2
 """Version of the messages, which is equal on all hosts."""
+_FIELDS: Mapping[str, Collection[str]] = {
+    "ready": (),
+    "begin": ("number",),
+    "life": (),
+    "failed": ("text", "code"),
+    "stop": ("signal",),
+    "end": ("code", "failure", "then"),
+}
+"""Kinds of messages after the welcome, and the fields that each must have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,10 +308,17 @@ class HostChannel:
         """Answer a caller, and serve the one that is taken in."""
         hello, hosts = await _hello(reader), self._hosts.all
         host, devices = hello.get("host"), hello.get("devices")
-        if type(host) is not int or type(devices) is not list:
+        address = str(link.get_extra_info("peername")[0]).removeprefix("::ffff:")
+        if (
+            type(host) is not int
+            or type(devices) is not list
+            or not all(type(device) is int for device in devices)
+            or (host >= len(hosts) and hello.get("hosts") == self._hosts.listed())
+        ):
+            if hello:  # anything but an object is no launcher's
+                self._say(f"{host_name(address)} was refused: its first message is damaged", error=True)
             link.close()
             return
-        address = str(link.get_extra_info("peername")[0]).removeprefix("::ffff:")
         if host < 0:
             host = next((n for n in range(1, len(hosts)) if n not in self._links), 0)
         if why := self._refusal(hello, host, address):
@@ -350,6 +366,9 @@ class HostChannel:
             while True:
                 message = await _receive(reader, LOST_SECONDS)
                 kind = str(message.pop("kind", ""))
+                if kind not in _FIELDS or not message.keys() >= {*_FIELDS[kind]}:
+                    why = "has sent a damaged message"
+                    raise ConnectionError(why)
                 self._events.put(Message(kind=kind, host=host, values=message))
         except TimeoutError:
             why = (

@@ -3,6 +3,7 @@ goes.
 """
 
 import errno
+import json
 import os
 import re
 import signal
@@ -324,6 +325,48 @@ def test_garbage_is_dropped_and_names_are_resolved(port: int) -> None:
     assert heard(first, "life")["done"] is True
     for channel in (second, first):
         channel.close()
+
+
+@pytest.mark.parametrize("damage", [{"devices": [[1]]}, {"devices": ["a"]}, {"host": 2}])
+def test_a_damaged_hello_is_refused_in_one_line(
+    port: int, capfd: pytest.CaptureFixture[str], damage: dict[str, Any]
+) -> None:
+    control = HostChannel(hosts(0, port), restarts=False)
+    hello = {"kind": "hello", "host": 1, "hosts": control._hosts.listed(), "devices": [], **damage}
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as caller:
+        caller.sendall(json.dumps(hello).encode() + b"\n")
+        assert caller.recv(100) == b""
+    assert not control._links
+    control.close()
+    assert capfd.readouterr().err == "host 127.0.0.1 was refused: its first message is damaged\n"
+
+
+@pytest.mark.parametrize("kind", ["failed", "stop", "signal", "exit"])
+def test_a_host_whose_message_is_damaged_is_lost_to_both(launch: Launch, port: int, kind: str) -> None:
+    """A field is missing, or the kind is one of a launcher's own events."""
+    first = launch(0, SLEEP, SLEEP)
+    until(lambda: listens("127.0.0.1", port))
+    second = HostChannel(hosts(1, port), restarts=False)
+    gather(second, 0, 30.0)
+    second.tell(kind)
+    code, output = first.end()
+    assert heard(second, "lost")
+    second.close()
+    assert code == 1 and "Traceback" not in output
+    assert "error: host 127.0.0.2 (ranks 2-3) has sent a damaged message\n" in output
+
+
+@pytest.mark.parametrize("kind", ["begin", "end"])
+def test_a_damaged_message_of_host_0_ends_this_host(launch: Launch, port: int, kind: str) -> None:
+    control = HostChannel(hosts(0, port), restarts=False)
+    second = launch(1, SLEEP, SLEEP)
+    gather(control, 0, 30.0)
+    second.until_said("started ranks")
+    control.tell(kind)
+    code, output = second.end()
+    control.close()
+    assert code == 1 and "Traceback" not in output
+    assert "error: host 127.0.0.1 (ranks 0-1) has sent a damaged message\n" in output
 
 
 def test_a_host_that_has_heard_the_begin_calls_nobody_again(port: int) -> None:
