@@ -309,12 +309,7 @@ class HostChannel:
         hello, hosts = await _hello(reader), self._hosts.all
         host, devices = hello.get("host"), hello.get("devices")
         address = str(link.get_extra_info("peername")[0]).removeprefix("::ffff:")
-        if (
-            type(host) is not int
-            or type(devices) is not list
-            or not all(type(device) is int for device in devices)
-            or (host >= len(hosts) and hello.get("hosts") == self._hosts.listed())
-        ):
+        if type(host) is not int or type(devices) is not list or not all(type(device) is int for device in devices):
             if hello:  # anything but an object is no launcher's
                 self._say(f"{host_name(address)} was refused: its first message is damaged", error=True)
             link.close()
@@ -337,7 +332,7 @@ class HostChannel:
 
     def _refusal(self, hello: Mapping[str, Any], host: int, address: str) -> str:
         """Return why this run has no place for a caller; empty if it has, now or later."""
-        if hello.get("hosts") != self._hosts.listed():
+        if hello.get("hosts") != self._hosts.listed() or host >= len(self._hosts.all):
             return (
                 "runs with another list of hosts and ranks: give both the same rank table or host list, or the same"
                 " --nnodes and as many devices, and --node_rank on all hosts or on none; or two runs two ports"
@@ -398,10 +393,8 @@ async def _receive(reader: StreamReader, limit: float) -> dict[str, Any]:
     Raises TimeoutError after ``limit`` seconds, and ConnectionError at the end and for a line that is
     not an object. Other kinds of OSError come from the network.
     """
-    try:
+    with suppress(MalformedError, IncompleteReadError, asyncio.LimitOverrunError):
         message = parse_json(await asyncio.wait_for(reader.readuntil(), limit))
-    except (MalformedError, IncompleteReadError, asyncio.LimitOverrunError):
-        message = None
-    if not isinstance(message, dict):
-        raise ConnectionError("it has ended, or sends something else")
-    return message
+        if isinstance(message, dict):
+            return message
+    raise ConnectionError("it has ended, or sends something else")

@@ -228,18 +228,18 @@ def _open_private(path: Path) -> IO[bytes]:
 
 
 class RankProcess:
-    """Process of a job, with an open log. address: of this host, if there are several.
+    """Process of a job, with an open log. address: of this host; empty for a single one.
 
     Raises ConfigError if the log cannot be written.
     """
 
-    def __init__(self, spec: ProcessSpec, log_folder: Path, address: str | None) -> None:
+    def __init__(self, spec: ProcessSpec, log_folder: Path, address: str) -> None:
         self.spec = spec
         link = log_folder / spec.log_link if spec.log_link else None
         self.log = RankLog(log_folder / spec.log, link)
         device = "" if spec.name else spec.environment.get("DEVICE_ID")
         where = [f"device {device}"] if device else []
-        where += [] if address is None else [host_name(address)]
+        where += [host_name(address)] if address else []
         self.name = str(spec) + (f" ({', '.join(where)})" if where else "")
         self.code: int | None = None
         """Exit code once it has ended, -n for signal n."""

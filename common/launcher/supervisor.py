@@ -68,8 +68,7 @@ class Job:
     """Show the log of the lowest rank here, with a line of progress below it on a terminal."""
     steps: int | None = None
     """Steps of the whole run, if known."""
-    hosts: Hosts | None = None
-    """All hosts; None for one."""
+    hosts: Hosts = _ALONE
     over_ssh: bool = False
     """Children are launchers on other hosts, so the first to end may not be the cause."""
     return_limit: float = 600.0
@@ -171,12 +170,12 @@ class _Supervisor:
     def __init__(self, make_job: Callable[[int], Job], most: int, folder: Path | None, terminal: Terminal) -> None:
         self._make_job, self._most, self._folder = make_job, most, folder
         self._job, self._terminal = make_job(0), terminal
-        hosts = self._job.hosts or _ALONE
+        hosts = self._job.hosts
         self._channel = HostChannel(hosts, restarts=most > 0, say=terminal.say)
         own = hosts.all[hosts.own]
         self._is_first, self._others = hosts.own == 0, len(hosts.all) - 1
-        self._address = own.address if self._job.hosts else None
-        self._here = f" at {own}" if self._job.hosts else ""
+        self._address = own.address if self._others else ""
+        self._here = f" at {own}" if self._others else ""
         self._number = 0
         """Number of the attempt, from 0, as host 0 counts."""
         self._before: list[Outcome] = []
@@ -228,11 +227,10 @@ class _Supervisor:
         ranks = [child.rank for child in self._job.children if not child.name]
         if not self._most or self._folder is None or 0 not in ranks:
             return
-        hosts = self._job.hosts
         line = {
             "began": began,
             "seconds": round(outcome.seconds, 1),
-            "hosts": list(map(str, hosts.all)) if hosts else [rank_names(ranks)],
+            "hosts": list(map(str, self._job.hosts.all)) if self._others else [rank_names(ranks)],
             "first_step": outcome.first_step,
             "last_step": outcome.last_step,
             "exit_code": outcome.code,
@@ -261,7 +259,7 @@ class _Supervisor:
                 self._show_stacks(outcome.failure.ranks)
         self._show()
         if self._job.follow and self._shown.log.new_output():
-            self._terminal.say_rest()
+            self._terminal.say(self._terminal.rest)
         for process in self._processes:
             process.close()
         if undead := descendants.undead:
