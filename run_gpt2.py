@@ -112,8 +112,7 @@ def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, 
         LOG.info(opened.remark)
     if is_scheduler(environ):  # msrun starts it with the same command as the ranks
         serve_as_scheduler(mode, opened.config)
-        return
-    if in_modelarts(environ) or job.output_url is not None or any(urls(opened.config)):
+    elif in_modelarts(environ) or job.output_url is not None or any(urls(opened.config)):
         run_job(file, opened, mode, overrides, job, process, environ)
-        return
-    run_backend(mode, opened.config, process)
+    else:
+        run_backend(mode, opened.config, process)

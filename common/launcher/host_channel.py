@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from asyncio import IncompleteReadError, StreamReader, StreamWriter
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -45,13 +45,13 @@ _HELLO_SECONDS = 10.0
 _LINE_BYTES = 1 << 20
 _PROTOCOL = 2
 """Version of the messages, which is equal on all hosts."""
-_FIELDS: Mapping[str, Collection[str]] = {
-    "ready": (),
-    "begin": ("number",),
-    "life": (),
-    "failed": ("text", "code"),
-    "stop": ("signal",),
-    "end": ("code", "failure", "then"),
+_FIELDS = {
+    "ready": "",
+    "begin": "number",
+    "life": "",
+    "failed": "text code",
+    "stop": "signal",
+    "end": "code failure then",
 }
 """Kinds of messages after the welcome, and the fields that each must have."""
 
@@ -197,8 +197,7 @@ class HostChannel:
             self._begun = number
             self._ready.clear()
             self.tell("begin", number=number)
-        port = f"port {self._hosts.port}, which must be open"
-        return f"{', '.join(missing)}: its launcher has not come to {port}", False
+        return f"{', '.join(missing)}: its launcher has not come to port {self._hosts.port}, which must be open", False
 
     def _call(self) -> tuple[str, bool]:
         """Call host 0, if necessary. Returns what is missing, and whether host 0 has answered."""
@@ -361,7 +360,7 @@ class HostChannel:
             while True:
                 message = await _receive(reader, LOST_SECONDS)
                 kind = str(message.pop("kind", ""))
-                if kind not in _FIELDS or not message.keys() >= {*_FIELDS[kind]}:
+                if kind not in _FIELDS or not message.keys() >= {*_FIELDS[kind].split()}:
                     why = "has sent a damaged message"
                     raise ConnectionError(why)
                 self._events.put(Message(kind=kind, host=host, values=message))

@@ -235,8 +235,7 @@ class RankProcess:
 
     def __init__(self, spec: ProcessSpec, log_folder: Path, address: str) -> None:
         self.spec = spec
-        link = log_folder / spec.log_link if spec.log_link else None
-        self.log = RankLog(log_folder / spec.log, link)
+        self.log = RankLog(log_folder / spec.log, log_folder / spec.log_link if spec.log_link else None)
         device = "" if spec.name else spec.environment.get("DEVICE_ID")
         where = [f"device {device}"] if device else []
         where += [host_name(address)] if address else []

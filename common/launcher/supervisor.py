@@ -275,8 +275,8 @@ class _Supervisor:
 
         Returns False if a signal ends the run.
         """
-        limit = connect_limit({**os.environ, **self._job.children[0].environment})
-        limit = self._job.return_limit if self._before else limit
+        environment = {**os.environ, **self._job.children[0].environment}
+        limit = self._job.return_limit if self._before else connect_limit(environment)
         until = time.monotonic() + pause(len(self._before))
         while self._is_first and time.monotonic() < until:
             if not self._goes_on(self._channel.next(LOOK_SECONDS)):
@@ -443,7 +443,6 @@ class _Supervisor:
         return [process for process in self._ranks if process.runs]
 
     def _states(self) -> list[RankState]:
-        """Return the states of running ranks."""
         now = time.monotonic()
         return [process.state(now) for process in self._running()]
 
@@ -484,10 +483,9 @@ class _Supervisor:
         if not any(state.idle > self._job.stall_limit for state in states):
             return
         blamed = stalled_ranks(states)
-        text = f"stalled for {self._job.stall_limit:g} s (runtime.stall_limit):"
-        text = "\n".join([text, *(f"    {state.in_words()}" for state in blamed)])
-        ranks = [state.rank for state in blamed]
-        self._fail(Failure(text=text, code=1, ranks=ranks, stalled=True))
+        lines = [f"stalled for {self._job.stall_limit:g} s (runtime.stall_limit):"]
+        lines += [f"    {state.in_words()}" for state in blamed]
+        self._fail(Failure(text="\n".join(lines), code=1, ranks=[state.rank for state in blamed], stalled=True))
 
     def _show(self) -> None:
         if not self._job.follow:
@@ -531,8 +529,7 @@ class _Supervisor:
 
     def _decide(self) -> Outcome:
         """Return how the attempt ends; host 0 decides for all, and tells."""
-        first = next(iter(self._failures), None)
-        failure = next((one for one in self._failures if one.certain), first)
+        failure = max(self._failures, key=lambda one: one.certain, default=None)  # the first that is certain
         # whether a process has ended otherwise than well
         ends = [process.code for process in self._processes]
         ends += [life.get("stopped") for life in self._lives.values()]

@@ -20,10 +20,8 @@ import pytest
 
 from common.errors import ConfigError, signal_name
 from common.launcher import supervisor
-from common.launcher.host_channel import Host, Hosts
 from common.launcher.rank_process import ProcessSpec, RankLog
 from common.launcher.supervisor import Failure, Job, Outcome, pause, run_attempts, why_not
-from common.processes.addresses import free_port
 from tests.common.launcher.started import (
     BEAT,
     FAILS,
@@ -516,14 +514,10 @@ def test_signals_are_noted_only_while_the_launcher_looks(
         if number and name == during:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    port = free_port()
-
     def make_job(number: int) -> Job:
         work("make_job", number)
-        only = Hosts(all=(Host(address="127.0.0.1", ranks=(0,)),), own=0, port=port)
         ranks = children(BEAT + "os.kill(os.getppid(), 15); time.sleep(600)" if number else FAILS)
-        more = {"stall_limit": NEVER, "when_met": lambda met: work("when_met", met)}
-        return Job(children=ranks, log_folder=tmp_path, hosts=only, **more)
+        return Job(children=ranks, log_folder=tmp_path, stall_limit=NEVER, when_met=lambda met: work("when_met", met))
 
     monkeypatch.setattr(supervisor, "pause", lambda failures: 0.0)
     before = signal.signal(signal.SIGTERM, end)
