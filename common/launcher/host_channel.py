@@ -21,11 +21,14 @@ import threading
 import time
 from asyncio import IncompleteReadError, StreamReader, StreamWriter
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
+
 from common.errors import ConfigError, RunError
+from common.launcher.rank_process import RankState
 from common.launcher.terminal import tell
 from common.processes.addresses import is_own, listen
 from common.structured_files import MalformedError, parse_json
@@ -45,15 +48,6 @@ _HELLO_SECONDS = 10.0
 _LINE_BYTES = 1 << 20
 _PROTOCOL = 2
 """Version of the messages, which is equal on all hosts."""
-_FIELDS = {
-    "ready": "",
-    "begin": "number",
-    "life": "",
-    "failed": "text code",
-    "stop": "signal",
-    "end": "code failure then",
-}
-"""Kinds of messages after the welcome, and the fields that each must have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +85,32 @@ class Message:
     kind: str
     host: int = -1
     values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Failure of ranks. certain: not the consequence of another failure.
+
+    ranks: those whose logs tell more. stalled: they may still run. lost_host: one was lost or did not come.
+    """
+
+    text: str
+    code: int
+    certain: bool = True
+    ranks: list[int] = field(default_factory=list)
+    stalled: bool = False
+    lost_host: bool = False
+
+
+_MESSAGES: dict[str, type[BaseModel] | type[Failure]] = {
+    "ready": create_model("ready"),
+    "begin": create_model("begin", number=(int, ...)),
+    "life": create_model("life", states=(list[RankState], []), done=(bool, False), stopped=(bool, False)),
+    "failed": Failure,
+    "stop": create_model("stop", signal=(int, ...), where=(str, "")),
+    "end": create_model("end", code=(int, ...), failure=(Failure | None, ...), then=(str, ...)),
+}
+"""Values of each kind of message after the welcome."""
 
 
 def host_name(address: str) -> str:
@@ -210,7 +230,7 @@ class HostChannel:
             why = f"cannot be reached ({error.strerror or error})"
             return f"{first}: its port {port}, which must be open, {why}", False
         answer = asyncio.run_coroutine_threadsafe(self._greet(connection), self._loop).result()
-        if answer.get("kind") == "welcome":
+        if self.has_first:
             return self._call()
         if answer.get("kind") == "refused":
             raise ConfigError(f"{first} at port {port} {answer.get('text')}")
@@ -287,7 +307,7 @@ class HostChannel:
     def _send(self, kind: str, values: Mapping[str, Any], *links: StreamWriter) -> None:
         """Send to some, or to all; a lost peer is noticed where its messages are read."""
         for link in links or self._links.values():
-            link.write(json.dumps({"kind": kind, **values}).encode() + b"\n")
+            link.write(json.dumps({"kind": kind, **values}, default=vars).encode() + b"\n")
 
     async def _greet(self, connection: socket.socket) -> dict[str, Any]:
         """Say hello to host 0. Returns its answer; empty if none comes in time."""
@@ -295,8 +315,8 @@ class HostChannel:
         own = {"host": self._hosts.own, "hosts": self._hosts.listed(), "devices": self._hosts.devices}
         self._send("hello", own, link)
         answer = await _hello(reader)
-        if answer.get("kind") == "welcome":
-            self.own = int(answer.get("host", self.own))
+        if answer.get("kind") == "welcome" and answer.get("host") in range(1, len(self._hosts.all)):
+            self.own = int(answer["host"])
             self._links[0] = link
             self._in_task(self._serve(0, reader, link))
         else:
@@ -304,30 +324,29 @@ class HostChannel:
         return answer
 
     async def _admit(self, reader: StreamReader, link: StreamWriter) -> None:
-        """Answer a caller, and serve the one that is taken in."""
-        hello, hosts = await _hello(reader), self._hosts.all
-        host, devices = hello.get("host"), hello.get("devices")
-        address = str(link.get_extra_info("peername")[0]).removeprefix("::ffff:")
-        if type(host) is not int or type(devices) is not list or not all(type(device) is int for device in devices):
-            if hello:  # anything but an object is no launcher's
-                self._say(f"{host_name(address)} was refused: its first message is damaged", error=True)
-            link.close()
-            return
-        if host < 0:
-            host = next((n for n in range(1, len(hosts)) if n not in self._links), 0)
-        if why := self._refusal(hello, host, address):
-            self._say(f"{host_name(address)} was refused: this one {why}", error=True)
-            self._send("refused", {"text": why}, link)
-        elif self._begun is not None or host in (0, *self._links):
-            self._send("later", {}, link)
-        else:
-            self._send("welcome", {"host": host}, link)  # before anything else is sent to it
-            self._links[host], self._callers[host] = link, (address, devices)
-            self._events.put(Message(kind="ready", host=host, values={}))
-            named = f", devices {spans(devices)}" if devices else ""
-            self._say(f"{hosts[host]} has come from {address}{named}", error=True)
-            await self._serve(host, reader, link)
-        link.close()
+        """Answer a caller, serve the one that is taken in, and close the connection."""
+        with closing(link):
+            hello, hosts = await _hello(reader), self._hosts.all
+            host, devices = hello.get("host"), hello.get("devices")
+            address = str(link.get_extra_info("peername")[0]).removeprefix("::ffff:")
+            if type(host) is not int or type(devices) is not list or any(type(device) is not int for device in devices):
+                if hello:  # anything but an object is no launcher's
+                    self._say(f"{host_name(address)} was refused: its first message is damaged", error=True)
+                return
+            if host < 0:
+                host = next((n for n in range(1, len(hosts)) if n not in self._links), 0)
+            if why := self._refusal(hello, host, address):
+                self._say(f"{host_name(address)} was refused: this one {why}", error=True)
+                self._send("refused", {"text": why}, link)
+            elif self._begun is not None or host in (0, *self._links):
+                self._send("later", {}, link)
+            else:
+                self._send("welcome", {"host": host}, link)  # before anything else is sent to it
+                self._links[host], self._callers[host] = link, (address, devices)
+                self._events.put(Message(kind="ready", host=host, values={}))
+                named = f", devices {spans(devices)}" if devices else ""
+                self._say(f"{hosts[host]} has come from {address}{named}", error=True)
+                await self._serve(host, reader, link)
 
     def _refusal(self, hello: Mapping[str, Any], host: int, address: str) -> str:
         """Return why this run has no place for a caller; empty if it has, now or later."""
@@ -359,11 +378,11 @@ class HostChannel:
         try:
             while True:
                 message = await _receive(reader, LOST_SECONDS)
-                kind = str(message.pop("kind", ""))
-                if kind not in _FIELDS or not message.keys() >= {*_FIELDS[kind].split()}:
-                    why = "has sent a damaged message"
-                    raise ConnectionError(why)
-                self._events.put(Message(kind=kind, host=host, values=message))
+                kind = str(message.get("kind"))
+                values = vars(TypeAdapter(_MESSAGES[kind]).validate_python(message))
+                self._events.put(Message(kind=kind, host=host, values=values))
+        except (KeyError, ValidationError):
+            why = "has sent a damaged message"
         except TimeoutError:
             why = (
                 f"has not been heard from for {LOST_SECONDS:g} s; it has crashed, or the network"

@@ -23,7 +23,6 @@ import psutil
 
 from common.cluster.rank_environment import FOREIGN
 from common.errors import ConfigError
-from common.launcher.host_channel import host_name
 from common.processes.heartbeat import ALIVE, ALIVE_SECONDS
 from common.processes.process_tree import Descendants
 from common.whole_numbers import whole_number
@@ -228,17 +227,16 @@ def _open_private(path: Path) -> IO[bytes]:
 
 
 class RankProcess:
-    """Process of a job, with an open log. address: of this host; empty for a single one.
+    """Process of a job, with an open log. host: name of this one; empty if it is the only one.
 
     Raises ConfigError if the log cannot be written.
     """
 
-    def __init__(self, spec: ProcessSpec, log_folder: Path, address: str) -> None:
+    def __init__(self, spec: ProcessSpec, log_folder: Path, host: str) -> None:
         self.spec = spec
         self.log = RankLog(log_folder / spec.log, log_folder / spec.log_link if spec.log_link else None)
         device = "" if spec.name else spec.environment.get("DEVICE_ID")
-        where = [f"device {device}"] if device else []
-        where += [host_name(address)] if address else []
+        where = [word for word in (device and f"device {device}", host) if word]
         self.name = str(spec) + (f" ({', '.join(where)})" if where else "")
         self.code: int | None = None
         """Exit code once it has ended, -n for signal n."""

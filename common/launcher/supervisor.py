@@ -16,7 +16,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 from common.cluster.environment import connect_limit
 from common.errors import DataError, signal_name
 from common.failures import Found, find_errors, language_of, merged
-from common.launcher.host_channel import LOOK_SECONDS, Host, HostChannel, Hosts, Message
+from common.launcher.host_channel import LOOK_SECONDS, Failure, Host, HostChannel, Hosts, Message, host_name
 from common.launcher.rank_process import ProcessSpec, RankProcess, RankState, set_aside, stalled_ranks
 from common.launcher.terminal import Terminal
 from common.processes.heartbeat import DUMP_SIGNAL
@@ -75,21 +75,6 @@ class Job:
     """Seconds to wait before a restart for hosts that have not come back."""
     when_met: Callable[[int], None] | None = None
     """Called with the number of the attempt when the hosts of a run that may restart have met."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """Failure of ranks. certain: not the consequence of another failure.
-
-    ranks: those whose logs tell more. stalled: they may still run. lost_host: one was lost or did not come.
-    """
-
-    text: str
-    code: int
-    certain: bool = True
-    ranks: list[int] = field(default_factory=list)
-    stalled: bool = False
-    lost_host: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +159,7 @@ class _Supervisor:
         self._channel = HostChannel(hosts, restarts=most > 0, say=terminal.say)
         own = hosts.all[hosts.own]
         self._is_first, self._others = hosts.own == 0, len(hosts.all) - 1
-        self._address = own.address if self._others else ""
+        self._host = host_name(own.address) if self._others else ""
         self._here = f" at {own}" if self._others else ""
         self._number = 0
         """Number of the attempt, from 0, as host 0 counts."""
@@ -191,7 +176,7 @@ class _Supervisor:
         """Last life of other hosts."""
         self._decides = self._is_first
         """This host ends the attempt by its own decision."""
-        self._end: dict[str, Any] = {}
+        self._end: Mapping[str, Any] = {}
         """How host 0 says that the attempt ends."""
 
     def run(self) -> Outcome:
@@ -309,7 +294,7 @@ class _Supervisor:
 
     def _open_logs(self) -> None:
         folder = self._job.log_folder
-        self._processes = [RankProcess(spec, folder, self._address) for spec in self._job.children]
+        self._processes = [RankProcess(spec, folder, self._host) for spec in self._job.children]
         self._ranks = [process for process in self._processes if not process.spec.name]
         self._shown = min(self._ranks, key=lambda process: process.spec.rank)
         self._terminal.log = self._shown.log.path if self._job.follow else None
@@ -375,8 +360,7 @@ class _Supervisor:
             self._decides = True
             self._fail(Failure(text=values["text"], code=1, lost_host=True))
         elif kind == "end":
-            failure = values["failure"] and Failure(**values["failure"])
-            self._end = {"code": values["code"], "failure": failure, "then": values["then"]}
+            self._end = values
 
     def _take_exit(self, process: RankProcess, code: int) -> None:
         if process not in self._processes:  # killed at the end of an attempt
@@ -435,7 +419,7 @@ class _Supervisor:
             self._failed_at = time.monotonic()
         self._failures.append(failure)
         if not self._is_first:
-            self._channel.tell("failed", **asdict(failure))
+            self._channel.tell("failed", **vars(failure))
 
     # ---- checks between events ----
 
@@ -460,7 +444,7 @@ class _Supervisor:
         states = self._states()
         if not self._is_first:
             self._channel.set_life(
-                states=[asdict(state) for state in states],
+                states=states,
                 done=self._done,
                 stopped=any(process.code for process in self._processes),
             )
@@ -479,7 +463,7 @@ class _Supervisor:
     def _look_for_stalls(self, states: list[RankState]) -> None:
         """Look for stalled ranks of all hosts: each by itself would blame its own for others'."""
         lives = self._lives.values()
-        states = states + [RankState(**one) for life in lives for one in life.get("states", ())]
+        states = states + [state for life in lives for state in life["states"]]
         if not any(state.idle > self._job.stall_limit for state in states):
             return
         blamed = stalled_ranks(states)
@@ -512,7 +496,7 @@ class _Supervisor:
             )
         if not self._is_first:
             return bool(self._end)
-        finished = sum(bool(life.get("done")) for life in self._lives.values())
+        finished = sum(bool(life["done"]) for life in self._lives.values())
         return self._done and finished == self._others
 
     def _show_stacks(self, ranks: Collection[int]) -> None:
@@ -532,15 +516,14 @@ class _Supervisor:
         failure = max(self._failures, key=lambda one: one.certain, default=None)  # the first that is certain
         # whether a process has ended otherwise than well
         ends = [process.code for process in self._processes]
-        ends += [life.get("stopped") for life in self._lives.values()]
+        ends += [life["stopped"] for life in self._lives.values()]
         code = 128 + self._stops[0][0] if self._stops and any(ends) else 0
         outcome = self._outcome(code if failure is None else failure.code, failure)
         if failure is not None:
             then = why_not(outcome, self._before, self._most) or "restarted"
             outcome = replace(outcome, then="stopped by a signal" if self._stops else then)
         if self._is_first:
-            told = None if failure is None else asdict(failure)
-            self._channel.tell("end", code=outcome.code, failure=told, then=outcome.then)
+            self._channel.tell("end", code=outcome.code, failure=failure, then=outcome.then)
         return outcome
 
     def _outcome(self, code: int, failure: Failure | None, then: str = "ended") -> Outcome:

@@ -76,7 +76,7 @@ class Terminal:
             while True:
                 left.append(self._texts.get_nowait())
         texts = [item[1] for item in left if item and item[0] is sys.stderr]
-        texts += [f"{self.rest}\n"] if self.log else []
+        texts += [f"{self.rest.lstrip()}\n"] if self.log else []
         rest = memoryview("".join(texts).encode(errors="replace"))
         with suppress(OSError, ValueError):
             while rest and select.select([], [sys.stderr], [], 0)[1]:

@@ -178,7 +178,7 @@ def bring_output(url: str, folder: Path, ranks: Sequence[int]) -> None:
     held = b""
     with suppress(OSError):
         held = (here / MANIFEST).read_bytes()
-    if held != stores.read(join(newest, MANIFEST)):
+    if not held or held != stores.read(join(newest, MANIFEST)):
         stores.pull_once(newest, here)
     if 0 in ranks:
         if stores.files(join(url, _METRICS)):

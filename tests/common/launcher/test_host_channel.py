@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import ConfigError
+from common.errors import ConfigError, RunError
 from common.launcher import host_channel, supervisor
 from common.launcher.host_channel import Host, HostChannel, Hosts, Message
 from common.launcher.nodes import find_node
@@ -319,17 +319,53 @@ def test_garbage_is_dropped_and_names_are_resolved(port: int, capfd: pytest.Capt
         numbers = [pool.submit(gather, channel, 4 + n, 30.0) for n, channel in enumerate((first, second))]
         assert [number.result() for number in numbers] == [4, 4]
     second.tell("stop", signal=15)
-    assert first.next(30) == Message(host=1, kind="stop", values={"signal": 15})
+    assert first.next(30) == Message(host=1, kind="stop", values={"signal": 15, "where": ""})
     again = HostChannel(hosts(1, port, *two), restarts=False)
     with pytest.raises(ConfigError, match="the run was started twice"):
         gather(again, 0, 30.0)
     again.close()
     second.set_life(done=True, stopped=False)
     assert heard(first, "life")["done"] is True
-    second.tell("failed")  # without its fields
     second.close()
-    assert heard(first, "lost")["text"] == "host 127.0.0.2 (ranks 2-3) has sent a damaged message"
     first.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("failed", {}),
+        ("failed", {"text": "gone", "code": "x"}),
+        ("life", {"states": [[1]]}),
+        ("stop", {"signal": None}),
+        ("begin", {"number": [0]}),
+        ("end", {"code": 1, "failure": {}, "then": "ended"}),
+        ("exit", {"process": 1, "code": 0}),
+    ],
+)
+def test_a_damaged_message_loses_its_host(port: int, kind: str, values: dict[str, Any]) -> None:
+    first, second = (HostChannel(hosts(own, port), restarts=False) for own in (0, 1))
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(lambda channel: gather(channel, 0, 30.0), (first, second))) == [0, 0]
+    second.tell(kind, **values)
+    assert heard(first, "lost")["text"] == "host 127.0.0.2 (ranks 2-3) has sent a damaged message"
+    assert heard(second, "lost")["text"].startswith("host 127.0.0.1 (ranks 0-1) closed its connection")
+    for channel in (second, first):
+        channel.close()
+
+
+@pytest.mark.parametrize("host", [None, "1", [1], 2])
+def test_a_damaged_welcome_is_something_else(port: int, host: object) -> None:
+    second = HostChannel(hosts(1, port), restarts=False)
+    with socket.create_server(("127.0.0.1", port)) as server, ThreadPoolExecutor() as pool:
+        called = pool.submit(gather, second, 0, -host_channel.PATIENCE_SECONDS)
+        caller, _ = server.accept()
+        with caller:
+            caller.sendall(json.dumps({"kind": "welcome", "host": host}).encode() + b"\n")
+            with pytest.raises(RunError, match="something else answers at its port"):
+                called.result(10)
+            while caller.recv(1 << 16):
+                pass
+    second.close()
 
 
 def test_a_host_that_has_heard_the_begin_calls_nobody_again(port: int) -> None:

@@ -20,8 +20,9 @@ import pytest
 
 from common.errors import ConfigError, signal_name
 from common.launcher import supervisor
+from common.launcher.host_channel import Failure
 from common.launcher.rank_process import ProcessSpec, RankLog
-from common.launcher.supervisor import Failure, Job, Outcome, pause, run_attempts, why_not
+from common.launcher.supervisor import Job, Outcome, pause, run_attempts, why_not
 from tests.common.launcher.started import (
     BEAT,
     FAILS,
