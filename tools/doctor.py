@@ -24,37 +24,17 @@ if __name__ == "__main__":
 
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from common.bundle import write_bundle
 from common.doctor.examine import DoctorRequest, examine
 from common.doctor.report import as_json, as_table, exit_code
-from common.errors import ConfigError
 from common.failures import explain_code, explain_log, language_of
-from common.flags import flag
 from common.program import command
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request(DoctorRequest):
-    json: bool = flag("print the findings as JSON, for programs")
-    explain: str | None = flag(
-        "LOG|CODE: explain the known errors in a log or a run folder, or one code or message; no checks"
-    )
-    language: Literal["en", "zh"] | None = flag("language of the explanation (default: that of the locale)")
-    bundle: Path | None = flag("FILE.tar.gz: pack the run of --output_dir for a report; no checks")
-    with_addresses: bool = flag("keep IP addresses and the host name in the bundle (default: masked by stable names)")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.explain is not None and self.bundle is not None:
-            raise ConfigError("--explain and --bundle are two commands; give one of them")
-
-
-@command(Request, stopped="")
-def main(request: Request) -> int:
+@command(DoctorRequest, stopped="")
+def main(request: DoctorRequest) -> int:
     if request.bundle is not None:
         notes = write_bundle(
             request.bundle,

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from common.cluster import hccn
 from common.cluster.places import Placement, find_places, parse_range, place_hosts, places_of_table
@@ -36,7 +37,7 @@ LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorRequest:
-    """Request of the user. Raises ConfigError."""
+    """Options of tools/doctor.py. Raises ConfigError."""
 
     rank_table: Path | None = flag("FILE: check this table, and all-reduce over its ranks")
     ranks: str | None = flag(
@@ -61,6 +62,13 @@ class DoctorRequest:
     output_dir: Path = flag(
         "DIR: folder that runs will write to, whose disk is checked (default: the current one)", default=Path()
     )
+    json: bool = flag("print the findings as JSON, for programs")
+    explain: str | None = flag(
+        "LOG|CODE: explain the known errors in a log or a run folder, or one code or message; no checks"
+    )
+    language: Literal["en", "zh"] | None = flag("language of the explanation (default: that of the locale)")
+    bundle: Path | None = flag("FILE.tar.gz: pack the run of --output_dir for a report; no checks")
+    with_addresses: bool = flag("keep IP addresses and the host name in the bundle (default: masked by stable names)")
 
     def __post_init__(self) -> None:
         if self.rank_table and (self.ranks or self.master or self.nnodes):
@@ -70,6 +78,8 @@ class DoctorRequest:
         if (self.nnodes is None) != (self.master is None):
             raise ConfigError("--master IP:PORT and --nnodes N belong together")
         _ = self.devices, parse_master(self.master)  # refused before the checks begin
+        if self.explain is not None and self.bundle is not None:
+            raise ConfigError("--explain and --bundle are two commands; give one of them")
 
     @property
     def devices(self) -> range | None:

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Literal
 
 State = Literal["ok", "warning", "error"]
@@ -13,26 +14,17 @@ _COLOURS = {"ok": "", "warning": "\033[33m", "error": "\033[31m"}
 """Of each state, from the best to the worst."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One line of the report. remedy: what to do about it; empty for nothing."""
 
-    name: str
     state: State
+    name: str
     found: str
     remedy: str = ""
 
 
-def ok(name: str, found: str) -> Check:
-    return Check(name=name, state="ok", found=found)
-
-
-def warning(name: str, found: str, remedy: str) -> Check:
-    return Check(name=name, state="warning", found=found, remedy=remedy)
-
-
-def error(name: str, found: str, remedy: str) -> Check:
-    return Check(name=name, state="error", found=found, remedy=remedy)
+ok, warning, error = (partial(Check, state) for state in ("ok", "warning", "error"))
 
 
 def exit_code(checks: Iterable[Check]) -> int:
