@@ -22,13 +22,13 @@ import time
 from asyncio import IncompleteReadError, StreamReader, StreamWriter
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
 from common.errors import ConfigError, RunError
-from common.launcher.rank_process import RankState
+from common.launcher.rank_process import Failure, RankState
 from common.launcher.terminal import tell
 from common.processes.addresses import is_own, listen
 from common.structured_files import MalformedError, parse_json
@@ -74,8 +74,7 @@ class Hosts:
 
     def listed(self) -> list[Any]:
         """Return what is equal on all hosts of one run."""
-        hosts = [[host.address, list(host.ranks)] for host in self.all]
-        return [_PROTOCOL, bool(self.devices), *hosts]
+        return [_PROTOCOL, bool(self.devices), *([host.address, list(host.ranks)] for host in self.all)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,21 +84,6 @@ class Message:
     kind: str
     host: int = -1
     values: Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """Failure of ranks. certain: not the consequence of another failure.
-
-    ranks: those whose logs tell more. stalled: they may still run. lost_host: one was lost or did not come.
-    """
-
-    text: str
-    code: int
-    certain: bool = True
-    ranks: list[int] = field(default_factory=list)
-    stalled: bool = False
-    lost_host: bool = False
 
 
 _MESSAGES: dict[str, type[BaseModel] | type[Failure]] = {
@@ -227,8 +211,7 @@ class HostChannel:
         try:
             connection = socket.create_connection((first.address, port), _CONNECT_SECONDS)
         except OSError as error:
-            why = f"cannot be reached ({error.strerror or error})"
-            return f"{first}: its port {port}, which must be open, {why}", False
+            return f"{first}: its port {port}, which must be open, cannot be reached ({error.strerror or error})", False
         answer = asyncio.run_coroutine_threadsafe(self._greet(connection), self._loop).result()
         if self.has_first:
             return self._call()
@@ -250,9 +233,8 @@ class HostChannel:
 
     def set_life(self, **values: Any) -> None:
         """Set what ``life`` says of this host, whose end is told at once."""
-        is_end = values["done"] and not self._life.get("done")
-        self._life = values
-        if is_end:
+        before, self._life = self._life, values
+        if values["done"] and not before.get("done"):
             self.tell("life", **values)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -117,6 +117,21 @@ class RankState:
         """Place within the run, to compare with that of other ranks."""
         order = DOING_ORDER.index(self.doing) if self.doing in DOING_ORDER else len(DOING_ORDER)
         return self.step, order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Failure of ranks. certain: not the consequence of another failure.
+
+    ranks: those whose logs tell more. stalled: they may still run. lost_host: one was lost or did not come.
+    """
+
+    text: str
+    code: int
+    certain: bool = True
+    ranks: list[int] = field(default_factory=list)
+    stalled: bool = False
+    lost_host: bool = False
 
 
 def stalled_ranks(states: Sequence[RankState]) -> list[RankState]:

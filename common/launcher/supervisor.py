@@ -26,8 +26,8 @@ from typing import Any
 from common.cluster.environment import connect_limit
 from common.errors import DataError, signal_name
 from common.failures import Found, find_errors, language_of, merged
-from common.launcher.host_channel import LOOK_SECONDS, Failure, Host, HostChannel, Hosts, Message, host_name
-from common.launcher.rank_process import ProcessSpec, RankProcess, RankState, set_aside, stalled_ranks
+from common.launcher.host_channel import LOOK_SECONDS, Host, HostChannel, Hosts, Message, host_name
+from common.launcher.rank_process import Failure, ProcessSpec, RankProcess, RankState, set_aside, stalled_ranks
 from common.launcher.terminal import Terminal
 from common.processes.heartbeat import DUMP_SIGNAL
 from common.processes.process_tree import Descendants, in_words, watch

@@ -152,7 +152,6 @@ def test_fields_of_a_pytorch_job(capsys: pytest.CaptureFixture[str]) -> None:
         (["--name", "a" * 60], "expected at most 54 characters, with -worker-1 behind it"),
         (["--image", "a b\n"], "--image"),
         (["--memory", "12GB"], "argument --memory: '12GB': expected a quantity"),
-        (["--mount", "claim"], "argument --mount: 'claim': expected SOURCE:PATH"),
         (["--workdir", "code"], "argument --workdir: 'code': expected an absolute path"),
         (["--mount", "Claim:/a"], "expected SOURCE:PATH, a claim (DNS-1123)"),
         (["--mount", "a:/a", "--mount", "b:/a"], "--mount: /a is there twice"),
