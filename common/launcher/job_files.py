@@ -144,30 +144,20 @@ class JobRequest:
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ConfigError(f"{option}: {twice[0]} is there twice; name it once")
 
-    @property
-    def config_in_pod(self) -> str:
-        """Path of the configuration in the pod, relative in the folder of the project."""
-        path = self.config.resolve()
-        return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
-
-    @property
-    def device(self) -> str | None:
-        """Kubernetes' name of a device; None for pods without one."""
-        name = self.resource or (ASCEND if self.kind == "volcano" else GPU)
-        return None if name == "none" else name
-
 
 def job_yaml(job: JobRequest) -> str:
     """Return the YAML of the job. Raises ConfigError for a Volcano job without Ascend NPUs."""
-    resource = job.device
-    if job.kind == "volcano":
-        resource = resource or ASCEND
-        if not resource.startswith("huawei.com/"):
-            raise ConfigError(
-                f"--resource {resource}: a Volcano job gets its rank table from Ascend's device"
-                f" plugin, expected {ASCEND} or its like; write a PyTorchJob for other devices"
-            )
-    table = job.rank_table if job.kind == "volcano" else "none"
+    is_volcano = job.kind == "volcano"
+    resource = job.resource or (ASCEND if is_volcano else GPU)
+    if resource == "none":
+        resource = ASCEND if is_volcano else ""
+    if is_volcano and not resource.startswith("huawei.com/"):
+        raise ConfigError(
+            f"--resource {resource}: a Volcano job gets its rank table from Ascend's device"
+            f" plugin, expected {ASCEND} or its like; write a PyTorchJob for other devices"
+        )
+    table = job.rank_table if is_volcano else "none"
+    config = job.config.resolve()
     amounts = {"cpu": job.cpu, "memory": job.memory, resource: str(job.devices)}
     templates = jinja2.Environment(  # noqa: S701 - YAML, no HTML
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
@@ -183,7 +173,12 @@ def job_yaml(job: JobRequest) -> str:
         "resource": resource,
         "table": PurePosixPath(job.rank_table),
         "command": [
-            *("bash", "scripts/run_distribute.sh", table, job.config_in_pod),
+            *(
+                "bash",
+                "scripts/run_distribute.sh",
+                table,
+                str(config.relative_to(ROOT) if config.is_relative_to(ROOT) else config),
+            ),
             *(f"[0,{job.devices})", job.mode, *job.words),
         ],
         "amounts": {name: amount for name, amount in amounts.items() if name and amount},

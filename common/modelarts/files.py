@@ -77,7 +77,7 @@ def bring_input(config: RunConfig, environ: Mapping[str, str]) -> list[str]:
     found = []
     for key, value in urls(config):
         if key in _DATA_KEYS:
-            local = [brought(item) if _is_url(item) else item for item in value]
+            local = [brought(item) if is_url(item) else item for item in value]
             text = local[0] if len(local) == 1 else json.dumps(local, ensure_ascii=False)
         elif key in _CHECKPOINT_KEYS:
             found_url = find_checkpoint_url(value)
@@ -100,14 +100,10 @@ def bring_input(config: RunConfig, environ: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _is_url(value: Any) -> bool:
-    return isinstance(value, str) and is_url(value)
-
-
 def urls(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """Yield the keys whose value is a URL, or a blend of data with one."""
     for key, value in flatten(config.model_dump()):
-        if any(map(_is_url, (value or ()) if key in _DATA_KEYS else (value,))):
+        if any(map(is_url, (value or ()) if key in _DATA_KEYS else (value,))):
             yield key, value
 
 
