@@ -20,7 +20,7 @@ from common.cluster.rank_table import RankTable, table_warnings
 from common.cluster.rank_table_files import read_table
 from common.device import processor_name
 from common.doctor import machine, software
-from common.doctor.allreduce import FACTS, AllReduceTrial, try_all_reduce
+from common.doctor.allreduce import FACTS, try_all_reduce
 from common.doctor.report import Check, error, exit_code, ok, warning
 from common.errors import ConfigError, DataError
 from common.flags import flag
@@ -259,14 +259,10 @@ def try_ranks(facts: Facts, places: Placement) -> list[Check]:
         stall_limit=limit,
         hosts=make_hosts(places, rendezvous),
     )
-    trial = AllReduceTrial(
-        places=places,
-        communication="mccl" if (backend, device) == ("mindspore", "cpu") else LIBRARIES[device],
-        address=f"{places.master}:{rendezvous.port}",
-    )
+    communication = "mccl" if (backend, device) == ("mindspore", "cpu") else LIBRARIES[device]
     logs_are_wanted = False
     try:
-        checks = try_all_reduce(job, trial)
+        checks = try_all_reduce(job, places, communication, f"{places.master}:{rendezvous.port}")
         logs_are_wanted = bool(exit_code(checks))
     finally:
         if not logs_are_wanted:

@@ -18,7 +18,7 @@ from common.cluster import hccn
 from common.cluster.hccn import npu_numbers
 from common.cluster.places import Placement, RankPlacement
 from common.doctor import machine, software
-from common.doctor.allreduce import MARK, STAGES, AllReduceTrial, judge, try_all_reduce
+from common.doctor.allreduce import MARK, STAGES, judge, try_all_reduce
 from common.doctor.examine import DoctorRequest, Facts
 from common.doctor.machine import (
     check_devices,
@@ -335,11 +335,11 @@ exec(sys.argv[2])
 STAY = "time.sleep(60)"
 
 
-def make_trial(*hosts: str) -> AllReduceTrial:
+def make_trial(*hosts: str) -> tuple[Placement, str, str]:
     of = enumerate(hosts)
     places = tuple(RankPlacement(rank=rank, device_id=rank + 4, local_rank=rank, host=host) for rank, host in of)
     everywhere = Placement(all=places, own_host=hosts[0], master=hosts[0])
-    return AllReduceTrial(places=everywhere, communication="gloo", address="10.0.0.1:29500")
+    return everywhere, "gloo", "10.0.0.1:29500"
 
 
 def trial(folder: Path, *ranks: tuple[str, str], limit: float = 30) -> Check:
@@ -349,7 +349,7 @@ def trial(folder: Path, *ranks: tuple[str, str], limit: float = 30) -> Check:
         command = (sys.executable, "-c", PROGRAM, json.dumps(STAGES[1 : STAGES.index(last) + 1]), then)
         children.append(ProcessSpec(rank=rank, command=command, environment={"DEVICE_ID": str(rank + 4)}))
     job = Job(children=tuple(children), log_folder=folder, stall_limit=limit)
-    return try_all_reduce(job, make_trial(*["10.0.0.1"] * len(ranks)))[-1]
+    return try_all_reduce(job, *make_trial(*["10.0.0.1"] * len(ranks)))[-1]
 
 
 def test_all_reduced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -389,7 +389,7 @@ def test_the_rank_at_fault_is_named_with_the_end_of_its_log(
 def test_a_wrong_sum_names_the_rank() -> None:
     wrong = {"stage": "wrong sum", "found": 2.0, "expected": 3.0}
     outcome = Outcome(code=1, report="error: ...")
-    [check] = judge(outcome, {0: {"stage": "group made"}, 1: wrong}, make_trial("a", "a"))
+    [check] = judge(outcome, {0: {"stage": "group made"}, 1: wrong}, *make_trial("a", "a"))
     assert (check.state, check.found) == ("error", "rank 1 (device 5 of a) got 2.0 instead of 3.0")
 
 
@@ -401,7 +401,7 @@ def test_hosts_compare_clocks_and_versions() -> None:
     ):
         there = here | {"time": 100.0 + ahead, "torch": "2.12", "x": "1"}
         last = {0: {"stage": "reduced", "facts": [here, there]}}
-        checks = judge(Outcome(code=0), last, make_trial("a", "b"))
+        checks = judge(Outcome(code=0), last, *make_trial("a", "b"))
         assert [check.name for check in checks] == ["versions", "clock", "hosts", "all-reduce"]
         assert checks[0].found == "b has torch 2.12 (a: 2.13), x 1 (a: None)"
         assert [checks[1].state, checks[1].found] == clock
