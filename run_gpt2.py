@@ -98,12 +98,13 @@ def read(arguments: argparse.Namespace) -> ConfigFile:
 def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, str]) -> None:
     """Read and resolve the configuration, and run the mode; ModelArts does more around it."""
     from common.backends import begin, run_backend, serve_as_scheduler
-    from common.cluster.environment import is_scheduler
+    from common.cluster.environment import ALONE, find_process, in_modelarts, is_scheduler
     from common.log import LOG
-    from common.modelarts.job import is_asked_for, process_of_job, run_job
+    from common.modelarts.files import urls
+    from common.modelarts.job import must_start_ranks, run_job
 
     raise_interrupts()
-    process = process_of_job(environ)
+    process = ALONE if must_start_ranks(environ) else find_process(environ)
     begin(process, job.remarks)
     file, mode, overrides = read(arguments), arguments.run_mode, arguments.overrides
     opened = file.open(overrides)
@@ -111,8 +112,7 @@ def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, 
         LOG.info(opened.remark)
     if is_scheduler(environ):  # msrun starts it with the same command as the ranks
         serve_as_scheduler(mode, opened.config)
-        return
-    if is_asked_for(opened.config, job, environ):
+    elif in_modelarts(environ) or job.output_url is not None or any(urls(opened.config)):
         run_job(file, opened, mode, overrides, job, process, environ)
-        return
-    run_backend(mode, opened.config, process)
+    else:
+        run_backend(mode, opened.config, process)

@@ -19,13 +19,18 @@ find_python() {
     fi
 }
 
-# help_without_python WORDS: where a word asks for help and use_python finds nothing that can give it, shows the comment at the head of
-# the script, and ends.
-help_without_python() {
+# help_at_head WORDS: where a word asks for help, shows the comment at the head of the script, and ends.
+help_at_head() {
     local word
     for word in "$@"; do case "$word" in --help | -h)
-        (use_python) >/dev/null 2>&1 || { sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"; exit 0; } ;;
+        sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0"
+        exit 0 ;;
     esac; done
+}
+
+# help_without_python WORDS: the same, only where use_python finds nothing that can give the program's own help.
+help_without_python() {
+    [[ " $* " != *" --help "* && " $* " != *" -h "* ]] || (use_python) >/dev/null 2>&1 || help_at_head "$@"
 }
 
 # use_python: sets PYTHON to an interpreter that holds the project, or ends with one message. Where there is no environment, the

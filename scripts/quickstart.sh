@@ -1,31 +1,19 @@
 #!/usr/bin/env bash
-# From nothing to a trained GPT-2 on real text: environment, corpus, vocabulary, training, validation, generation.
+# usage: bash scripts/quickstart.sh [--zh] [section.key=value ...]
 #
-#   bash scripts/quickstart.sh                         Shakespeare's plays, minutes on 2 CPU cores
+# From nothing to a trained GPT-2 on real text: makes the environment .venv (1.2 GB, 4.8 GB with CUDA), fetches a corpus, trains a vocabulary of 8,192
+# tokens (Chinese: 4,096) and a model of 3 million parameters (minutes on 2 CPU cores), validates and generates. The run folder is
+# output/quickstart, with --zh output/quickstart_zh. Starting it again does only what is missing.
+#
+#   bash scripts/quickstart.sh                         Shakespeare's plays
 #   bash scripts/quickstart.sh --zh                    poems of the Tang dynasty, in Chinese
-#   QUICKSTART_EXTRAS=all bash scripts/quickstart.sh   installs every extra that the machine can hold, too
 #   bash scripts/quickstart.sh train.max_steps=50      any key of the configuration may follow
+#   QUICKSTART_EXTRAS=all bash scripts/quickstart.sh   installs every extra that the machine can hold, too
 #
-# The run folder is output/quickstart, with --zh output/quickstart_zh. Starting it again does only what is missing.
+# exit codes: 0 success, 1 a step failed, 2 a wrong argument, 130 Ctrl-C (the same command resumes from there)
 set -euo pipefail
-for word in "$@"; do case "$word" in --help | -h)
-    cat <<'END'
-usage: bash scripts/quickstart.sh [--zh] [section.key=value ...]
-
-From nothing to a trained GPT-2 on real text: makes the environment .venv (1.2 GB, 4.8 GB with CUDA), fetches a corpus, trains a vocabulary of 8,192
-tokens (Chinese: 4,096) and a model of 3 million parameters (minutes on 2 CPU cores), validates and generates. The run folder is
-output/quickstart, with --zh output/quickstart_zh. Starting it again does only what is missing.
-
-  bash scripts/quickstart.sh                         Shakespeare's plays
-  bash scripts/quickstart.sh --zh                    poems of the Tang dynasty, in Chinese
-  bash scripts/quickstart.sh train.max_steps=50      any key of the configuration may follow
-  QUICKSTART_EXTRAS=all bash scripts/quickstart.sh   installs every extra that the machine can hold, too
-
-exit codes: 0 success, 1 a step failed, 2 a wrong argument, 130 Ctrl-C (the same command resumes from there)
-END
-    exit 0 ;;
-esac; done
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+help_at_head "$@"
 cd "$ROOT"
 
 EXTRAS=${QUICKSTART_EXTRAS:-}

@@ -1,13 +1,19 @@
 #!/usr/bin/env bash
-# A Slurm job: one task a device, each of them run_gpt2.py itself, which finds its rank in Slurm's variables.
+# usage: sbatch [sbatch's options] scripts/run_slurm.sh [--max_restarts N] CONFIG MODE [section.key=value ...]
 #
-#   sbatch scripts/run_slurm.sh [--max_restarts N] CONFIG MODE [section.key=value ...]
+# A Slurm job: one task a device, each of them run_gpt2.py, which finds its rank in Slurm's variables. Submit it from the repository, or
+# set GPT2_ROOT to it. The #SBATCH lines of this file are the defaults; options before its name win.
+# A failed task ends the job. Ten minutes before the time limit every task is sent SIGTERM: the ranks save and end, and the same command
+# submitted again resumes from there. With --max_restarts each node has one task, the launcher, which starts all ranks.
+#
+#   CONFIG            the run's YAML, for example configs/gpt2/run_gpt2_1.3b_fleetx.yaml
+#   MODE              train, finetune, eval, predict, export or plan
+#   --max_restarts N  start all ranks again after a failure, up to N times, from the newest complete checkpoint
+#
 #   sbatch --nodes=4 --gpus-per-node=8 --ntasks-per-node=8 scripts/run_slurm.sh configs/gpt2/run_gpt2_1.3b_fleetx.yaml train
 #
-# Submit from the repository, or set GPT2_ROOT to it. The lines below are the defaults; options before the script's name win.
-# A failed task ends the job. Ten minutes before the time limit every task is sent SIGTERM: the ranks save and end, exit code 143;
-# the same command submitted again resumes from there. With --max_restarts each node has one task, the launcher, which starts all ranks
-# again after a failure.
+# exit codes: 0 success, 2 a word or the configuration is at fault, 143 the time limit came (submit it again to resume), else that of
+# the first task that failed
 #SBATCH --job-name=gpt2
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=4
@@ -24,21 +30,7 @@ set -euo pipefail
 # conda activate gpt2
 
 for word in "$@"; do case "$word" in --help | -h)
-    cat <<'END'
-usage: sbatch [sbatch's options] scripts/run_slurm.sh [--max_restarts N] CONFIG MODE [section.key=value ...]
-
-A Slurm job: one task a device, each of them run_gpt2.py, which finds its rank in Slurm's variables. Submit it from the repository, or
-set GPT2_ROOT to it. The #SBATCH lines of this file are the defaults; options before its name win.
-
-  CONFIG            the run's YAML, for example configs/gpt2/run_gpt2_1.3b_fleetx.yaml
-  MODE              train, finetune, eval, predict, export or plan
-  --max_restarts N  start all ranks again after a failure, up to N times, from the newest complete checkpoint
-
-  sbatch --nodes=4 --gpus-per-node=8 --ntasks-per-node=8 scripts/run_slurm.sh configs/gpt2/run_gpt2_1.3b_fleetx.yaml train
-
-exit codes: 0 success, 2 a word or the configuration is at fault, 143 the time limit came (submit it again to resume), else that of
-the first task that failed
-END
+    sed -n '2,/^#SBATCH/{/^#SBATCH/!s/^# \{0,1\}//p}' "$0"
     exit 0 ;;
 esac; done
 case "${1:-}" in

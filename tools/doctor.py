@@ -22,28 +22,16 @@ if __name__ == "__main__":
 
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from common.doctor.examine import DoctorRequest, examine
 from common.doctor.report import as_json, as_table, exit_code
 from common.failures import explain_code, explain_log, language_of
-from common.flags import flag
 from common.program import command
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request(DoctorRequest):
-    json: bool = flag("print the findings as JSON, for programs")
-    explain: str | None = flag(
-        "LOG|CODE: explain the known errors in a log or a run folder, or one code or message; no checks"
-    )
-    language: Literal["en", "zh"] | None = flag("language of the explanation (default: that of the locale)")
-
-
-@command(Request, stopped="")
-def main(request: Request) -> int:
+@command(DoctorRequest, stopped="")
+def main(request: DoctorRequest) -> int:
     if request.explain is not None:
         language = request.language or language_of(os.environ)
         if os.path.exists(request.explain):

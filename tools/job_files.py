@@ -42,7 +42,7 @@ def main(job: JobRequest) -> None:
             file.write(text)
         print(f"wrote {job.output}: kubectl apply -f {job.output}", file=sys.stderr)
     output_dir = PurePosixPath(job.workdir) / str(config.output_dir)
-    if not any(output_dir.is_relative_to(path) for _, path in job.mounts):
+    if not any(output_dir.is_relative_to(path) for _, path in job.mount):
         print(
             f"warning: output_dir={output_dir} is not below a --mount, so checkpoints end with the"
             " pod and nodes do not share it; set output_dir=PATH below one",

@@ -355,8 +355,7 @@ def _msrun(variables: _Variables) -> Process | None:
     rank = variables.number("MS_NODE_ID")
     local = variables.number("DEVICE_ID", rank)
     here = world if host is not None and is_loopback(host) else local + 1
-    pair, meeting = (rank, world), {"master": host, "port": port}
-    return variables.process("msrun", pair, local, here, device_id=local, **meeting)
+    return variables.process("msrun", (rank, world), local, here, device_id=local, master=host, port=port)
 
 
 def _ascend(variables: _Variables) -> Process | None:
@@ -379,8 +378,8 @@ def _ascend(variables: _Variables) -> Process | None:
         )
     here = pair[1] // hosts
     master = variables.first_worker() or (LOOPBACK if hosts == 1 else None)
-    meeting = {"master": master, "port": DEFAULT_PORT}
-    return variables.process("rank table", pair, pair[0] % here, here, device_id=device, **meeting)
+    local, port = pair[0] % here, DEFAULT_PORT
+    return variables.process("rank table", pair, local, here, device_id=device, master=master, port=port)
 
 
 def _in_table(variables: _Variables) -> Process:
@@ -400,10 +399,9 @@ def _in_table(variables: _Variables) -> Process:
     server, device = table.places()[rank]
     assigned = variables.device("DEVICE_ID", "ASCEND_DEVICE_ID")
     first = table.server_list[0].address if len(table.server_list) > 1 else LOOPBACK
-    local, here = server.device.index(device), len(server.device)
-    own = device.device_id if assigned is None else assigned
-    meeting = {"master": variables.first_worker() or first, "port": DEFAULT_PORT}
-    return variables.process("rank table", (rank, world), local, here, device_id=own, **meeting)
+    local, here, port = server.device.index(device), len(server.device), DEFAULT_PORT
+    own, master = device.device_id if assigned is None else assigned, variables.first_worker() or first
+    return variables.process("rank table", (rank, world), local, here, device_id=own, master=master, port=port)
 
 
 def _srun(variables: _Variables) -> Process | None:

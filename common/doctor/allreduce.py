@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass
 from typing import Any
 
 from common.cluster.places import Placement
@@ -27,23 +26,11 @@ FACTS = "GPT2_DOCTOR_FACTS"
 CLOCK_SECONDS = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class AllReduceTrial:
-    """Description of the trial for messages: gloo, nccl, hccl or mccl over ranks at ``places``,
-    which connect at ``address``.
+def try_all_reduce(job: Job, places: Placement, communication: str, address: str) -> list[Check]:
+    """Start the job's ranks, and judge. Progress goes to standard error.
+
+    communication: gloo, nccl, hccl or mccl over ranks at ``places``, which connect at ``address``.
     """
-
-    places: Placement
-    communication: str
-    address: str
-
-    def name(self, rank: int) -> str:
-        place = self.places.all[rank]
-        return f"rank {rank} (device {place.device_id} of {place.host})"
-
-
-def try_all_reduce(job: Job, trial: AllReduceTrial) -> list[Check]:
-    """Start the job's ranks, and judge. Progress goes to standard error."""
     try:
         with redirect_stdout(sys.stderr):
             outcome = run_attempts(lambda number: job)
@@ -62,40 +49,47 @@ def try_all_reduce(job: Job, trial: AllReduceTrial) -> list[Check]:
             if line.startswith(MARK):
                 with suppress(MalformedError):  # an incomplete line
                     last[rank] = parse_json(line.removeprefix(MARK))
-    return judge(outcome, last, trial)
+    return judge(outcome, last, places, communication, address)
 
 
-def judge(outcome: Outcome, last: Mapping[int, Mapping[str, Any]], trial: AllReduceTrial) -> list[Check]:
+def judge(
+    outcome: Outcome, last: Mapping[int, Mapping[str, Any]], places: Placement, communication: str, address: str
+) -> list[Check]:
     """Return the checks of facts and of the all-reduce: its speed, or the ranks that failed.
 
     last: the last report of each rank of this host.
     """
     reports = list(last.values())
     if outcome.code == 0 and all(report["stage"] == "reduced" for report in reports):
-        count, facts = len(trial.places.all), reports[0]["facts"]
+        count, facts = len(places.all), reports[0]["facts"]
         ranks = f"{count} ranks" if count > 1 else "1 rank"
-        text = f"{ranks}, {trial.communication}: the sum is right; {_speed(facts)}"
-        return [*_check_facts(facts, trial.places), ok("all-reduce", text)]
+        text = f"{ranks}, {communication}: the sum is right; {_speed(facts)}"
+        return [*_check_facts(facts, places), ok("all-reduce", text)]
     wrong = next((rank for rank in last if last[rank]["stage"] == "wrong sum"), None)
     if wrong is not None:
         found = f"{last[wrong].get('found')} instead of {last[wrong].get('expected')}"
         remedy = "a link or the library is broken; NCCL_DEBUG=INFO or the plog folder of HCCL may"
-        return [error("all-reduce", f"{trial.name(wrong)} got {found}", f"{remedy} show which")]
+        return [error("all-reduce", f"{_name(places, wrong)} got {found}", f"{remedy} show which")]
     if outcome.code == 0:
         rank = next(rank for rank in last if last[rank]["stage"] != "reduced")
         stage = last[rank]["stage"]
-        found = f"{trial.name(rank)} ended too early, after '{stage}'"
+        found = f"{_name(places, rank)} ended too early, after '{stage}'"
         return [error("all-reduce", found, "fix the error in its log")]
     found = outcome.report.replace("runtime.stall_limit", "--time_limit")
     stage = next((stage for stage in STAGES[1:] if f", {stage}" in found), "")
     is_stall = found.startswith("error: stalled")
-    remedy = _remedy(stage, trial) if is_stall else "fix the error in its log"
+    remedy = _remedy(stage, communication, address) if is_stall else "fix the error in its log"
     if "(state T)" in found:
         remedy = "kill -CONT its process, or end it"
     return [error("all-reduce", found.removeprefix("error: "), remedy)]
 
 
-def _remedy(stage: str, trial: AllReduceTrial) -> str:
+def _name(places: Placement, rank: int) -> str:
+    place = places.all[rank]
+    return f"rank {rank} (device {place.device_id} of {place.host})"
+
+
+def _remedy(stage: str, communication: str, address: str) -> str:
     """Return what to do about ranks that got no further than ``stage``."""
     if stage in ("", "started"):
         return "check for a slow file system or a busy host; for more time: --time_limit"
@@ -105,9 +99,9 @@ def _remedy(stage: str, trial: AllReduceTrial) -> str:
         "hccl": "`hccn_tool -i N -link -g` must say UP, and `hccn_tool -i N -ping -g address IP`"
         " reach the others' device_ip",
         "mccl": "MS_TOPO_TIMEOUT and the scheduler's log show more",
-    }[trial.communication]
+    }[communication]
     if stage == "imported":
-        return f"check that every host can reach {trial.address}, past firewalls; {link}"
+        return f"check that every host can reach {address}, past firewalls; {link}"
     return link
 
 

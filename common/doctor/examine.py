@@ -11,6 +11,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from common.cluster import hccn
 from common.cluster.places import Placement, find_places, parse_range, place_hosts, places_of_table
@@ -19,7 +20,7 @@ from common.cluster.rank_table import RankTable, table_warnings
 from common.cluster.rank_table_files import read_table
 from common.device import processor_name
 from common.doctor import machine, software
-from common.doctor.allreduce import FACTS, AllReduceTrial, try_all_reduce
+from common.doctor.allreduce import FACTS, try_all_reduce
 from common.doctor.report import Check, error, exit_code, ok, warning
 from common.errors import ConfigError, DataError
 from common.flags import flag
@@ -36,7 +37,7 @@ LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorRequest:
-    """Request of the user. Raises ConfigError."""
+    """Options of tools/doctor.py. Raises ConfigError."""
 
     rank_table: Path | None = flag("FILE: check this table, and all-reduce over its ranks")
     ranks: str | None = flag(
@@ -61,6 +62,11 @@ class DoctorRequest:
     output_dir: Path = flag(
         "DIR: folder that runs will write to, whose disk is checked (default: the current one)", default=Path()
     )
+    json: bool = flag("print the findings as JSON, for programs")
+    explain: str | None = flag(
+        "LOG|CODE: explain the known errors in a log or a run folder, or one code or message; no checks"
+    )
+    language: Literal["en", "zh"] | None = flag("language of the explanation (default: that of the locale)")
 
     def __post_init__(self) -> None:
         if self.rank_table and (self.ranks or self.master or self.nnodes):
@@ -109,20 +115,27 @@ class Facts:
         found = next((kind for kind in ("npu", "cuda") if self.usable.get(kind)), "cpu")
         self.device = found if asked.device == "auto" else asked.device
         """Kind of device on which the ranks compute."""
-        self.table: RankTable | DataError | None = None
-        self.places: Placement | ConfigError | None = None
+        self.table: RankTable | None = None
+        self.places: Placement | None = None
         """Ranks to try, and which of their hosts this is; None without any."""
+        self.of_ranks: list[Check] = []
+        """Checks of the rank table and of the ranks' places."""
+        self.digest: str | None = None
+        """SHA-256 of the rank table."""
         try:
-            if asked.rank_table is not None:
-                self.table = read_table(asked.rank_table)
-                self.places = _team_of_table(self.table, asked)
+            if (path := asked.rank_table) is not None:
+                self.table = table = read_table(path)
+                self.digest = hashlib.sha256(path.read_bytes()).hexdigest()
+                servers = f"{len(table.server_list)} servers" if len(table.server_list) > 1 else "1 server"
+                found = f"{path}: version {table.version}, {table.world_size} ranks on {servers}, sha256 {self.digest}"
+                self.of_ranks = [ok("rank table", found)]
+                self.of_ranks += [warning("rank table", text, "") for text in table_warnings(table)]
+                self.places = _team_of_table(table, asked)
             elif asked.devices is not None or address is not None:
                 devices = asked.devices or range(len(self.usable.get(self.device, ())) or 2)
                 self.places = find_places(devices, master=address, nodes=asked.nnodes, node_rank=asked.node_rank)
-        except DataError as reason:
-            self.table = reason
-        except ConfigError as reason:
-            self.places = reason
+        except (DataError, ConfigError) as reason:
+            self.of_ranks.append(error("rank table" if isinstance(reason, DataError) else "ranks", str(reason), ""))
 
 
 def check_usable_devices(facts: Facts) -> list[Check]:
@@ -139,35 +152,15 @@ def check_usable_devices(facts: Facts) -> list[Check]:
     return []
 
 
-def check_rank_table(facts: Facts) -> list[Check]:
-    table, path = facts.table, facts.asked.rank_table
-    if isinstance(table, DataError):
-        return [error("rank table", str(table), "")]
-    if table is None or path is None:
-        return []
-    servers = f"{len(table.server_list)} servers" if len(table.server_list) > 1 else "1 server"
-    found = f"{path}: version {table.version}, {table.world_size} ranks on {servers}, sha256"
-    return [
-        ok("rank table", f"{found} {hashlib.sha256(path.read_bytes()).hexdigest()}"),
-        *(warning("rank table", text, "") for text in table_warnings(table)),
-    ]
-
-
 def check_network(facts: Facts) -> list[Check]:
-    """Check the ranks' places, the ports of this host and its names."""
-    first, several, address, checks = True, False, None, list[Check]()
-    if isinstance(facts.places, ConfigError):
-        checks = [error("ranks", str(facts.places), "")]
-    elif facts.places is not None:
-        own, hosts = facts.places.own_host, facts.places.hosts
-        first, several = own == hosts[0], len(hosts) > 1
-        if isinstance(facts.table, RankTable) or (several and first):
-            address = own
+    """Check the ports of this host and its names."""
+    places = facts.places
+    several = places is not None and len(places.hosts) > 1
+    first = places is None or places.own_host == places.hosts[0]
+    port, npu = facts.port or DEFAULT_PORT, bool(facts.npus)
+    address = places.own_host if places is not None and (facts.table or (several and first)) else None
     return [
-        *checks,
-        *machine.check_ports(
-            facts.port or DEFAULT_PORT, os.environ, first_host=first, npu=bool(facts.npus), several_hosts=several
-        ),
+        *machine.check_ports(port, os.environ, first_host=first, npu=npu, several_hosts=several),
         *machine.check_names(address, several_hosts=several),
     ]
 
@@ -175,7 +168,7 @@ def check_network(facts: Facts) -> list[Check]:
 def check_all_reduce(facts: Facts) -> list[Check]:
     """Run a real all-reduce, if ranks were asked for and can be tried."""
     places, backend, device = facts.places, facts.backend, facts.device
-    if not isinstance(places, Placement):
+    if places is None:
         return []
     broken = exit_code(check for check in facts.imports[0] if check.name == f"import {backend}")
     if broken or not facts.versions[backend]:
@@ -201,7 +194,7 @@ def examine(asked: DoctorRequest) -> list[Check]:
         *facts.imports[0],
         *facts.devices[0],
         *check_usable_devices(facts),
-        *check_rank_table(facts),
+        *facts.of_ranks,
         *check_network(facts),
         *machine.check_variables(os.environ),
         *machine.check_storage(asked.output_dir),
@@ -236,8 +229,7 @@ def _team_of_table(table: RankTable, asked: DoctorRequest) -> Placement:
 def try_ranks(facts: Facts, places: Placement) -> list[Check]:
     """Return the checks of a trial; the all-reduce is the last one."""
     asked, backend, device, limit = facts.asked, facts.backend, facts.device, facts.asked.time_limit
-    path = asked.rank_table
-    table = path.resolve() if path is not None and device == "npu" else None
+    table = asked.rank_table.resolve() if asked.rank_table is not None and device == "npu" else None
     rendezvous = make_rendezvous(places, port=facts.port, table=table, backend=backend, environ=os.environ)
     # libraries with a shorter timeout would fail on the waiting ranks, and hide the missing one
     patience = str(int(limit) + 60)
@@ -247,7 +239,7 @@ def try_ranks(facts: Facts, places: Placement) -> list[Check]:
         **{name: version for name, version in facts.versions.items() if version},
         "CANN": facts.cann[1],
         "backend": f"{backend} on {device}",
-        "rank table": None if path is None else hashlib.sha256(path.read_bytes()).hexdigest(),
+        "rank table": facts.digest,
     }
     variables = {
         FACTS: json.dumps(facts_of_host),
@@ -263,14 +255,10 @@ def try_ranks(facts: Facts, places: Placement) -> list[Check]:
         stall_limit=limit,
         hosts=make_hosts(places, rendezvous),
     )
-    trial = AllReduceTrial(
-        places=places,
-        communication="mccl" if (backend, device) == ("mindspore", "cpu") else LIBRARIES[device],
-        address=f"{places.master}:{rendezvous.port}",
-    )
+    communication = "mccl" if (backend, device) == ("mindspore", "cpu") else LIBRARIES[device]
     logs_are_wanted = False
     try:
-        checks = try_all_reduce(job, trial)
+        checks = try_all_reduce(job, places, communication, f"{places.master}:{rendezvous.port}")
         logs_are_wanted = bool(exit_code(checks))
     finally:
         if not logs_are_wanted:

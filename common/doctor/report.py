@@ -6,40 +6,30 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
+from functools import partial
+from typing import Literal
+
+State = Literal["ok", "warning", "error"]
+_COLOURS = {"ok": "", "warning": "\033[33m", "error": "\033[31m"}
+"""Of each state, from the best to the worst."""
 
 
-class State(StrEnum):
-    OK = "ok"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One line of the report. remedy: what to do about it; empty for nothing."""
 
-    name: str
     state: State
+    name: str
     found: str
     remedy: str = ""
 
 
-def ok(name: str, found: str) -> Check:
-    return Check(name=name, state=State.OK, found=found)
-
-
-def warning(name: str, found: str, remedy: str) -> Check:
-    return Check(name=name, state=State.WARNING, found=found, remedy=remedy)
-
-
-def error(name: str, found: str, remedy: str) -> Check:
-    return Check(name=name, state=State.ERROR, found=found, remedy=remedy)
+ok, warning, error = (partial(Check, state) for state in ("ok", "warning", "error"))
 
 
 def exit_code(checks: Iterable[Check]) -> int:
     """Return 0 without errors, else 2."""
-    return 2 if any(check.state is State.ERROR for check in checks) else 0
+    return 2 if any(check.state == "error" for check in checks) else 0
 
 
 def as_table(checks: Sequence[Check], *, colour: bool = False) -> str:
@@ -51,22 +41,19 @@ def as_table(checks: Sequence[Check], *, colour: bool = False) -> str:
     indent = " " * (width + 11)
     lines = []
     for check in checks:
-        state = f"{check.state.value:7}"
-        if colour and check.state is not State.OK:
-            state = f"\033[{_COLOURS[check.state]}m{state}\033[0m"
+        state = f"{check.state:7}"
+        if colour and check.state != "ok":
+            state = f"{_COLOURS[check.state]}{state}\033[0m"
         lines.append(f"{state}  {check.name:{width}}  " + check.found.replace("\n", "\n" + indent))
         if check.remedy:
             lines.append(indent + "-> " + check.remedy.replace("\n", "\n" + indent))
     number = Counter(check.state for check in checks)
-    counts = [f"{number[state]} {state}{'s' * (number[state] != 1)}" for state in (State.WARNING, State.ERROR)]
-    return "\n".join([*lines, ", ".join([f"{number[State.OK]} ok", *counts])]) + "\n"
+    counts = [f"{number[state]} {state}{'s' * (number[state] != 1)}" for state in ("warning", "error")]
+    return "\n".join([*lines, ", ".join([f"{number['ok']} ok", *counts])]) + "\n"
 
 
 def as_json(checks: Sequence[Check]) -> str:
     """Return a JSON object: the worst state, and the checks in order."""
-    worst = max((check.state for check in checks), key=list(State).index, default=State.OK)
+    worst = max((check.state for check in checks), key=list(_COLOURS).index, default="ok")
     tree = {"state": worst, "checks": [asdict(check) for check in checks]}
     return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
-
-
-_COLOURS = {State.WARNING: 33, State.ERROR: 31}

@@ -38,12 +38,10 @@ _WITHOUT_NPU = "to run without the NPU: export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
 
 def installed_versions(names: Sequence[str] = PACKAGES) -> dict[str, str | None]:
     """Return the version of each package by its metadata, without an import; None if not installed."""
-    found: dict[str, str | None] = {}
+    found: dict[str, str | None] = dict.fromkeys(names)
     for name in names:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
     return found
 
 

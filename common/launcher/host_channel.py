@@ -21,11 +21,14 @@ import threading
 import time
 from asyncio import IncompleteReadError, StreamReader, StreamWriter
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
+
 from common.errors import ConfigError, RunError
+from common.launcher.rank_process import Failure, RankState
 from common.launcher.terminal import tell
 from common.processes.addresses import is_own, listen
 from common.structured_files import MalformedError, parse_json
@@ -71,8 +74,7 @@ class Hosts:
 
     def listed(self) -> list[Any]:
         """Return what is equal on all hosts of one run."""
-        hosts = [[host.address, list(host.ranks)] for host in self.all]
-        return [_PROTOCOL, bool(self.devices), *hosts]
+        return [_PROTOCOL, bool(self.devices), *([host.address, list(host.ranks)] for host in self.all)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,17 @@ class Message:
     kind: str
     host: int = -1
     values: Mapping[str, Any]
+
+
+_MESSAGES: dict[str, type[BaseModel] | type[Failure]] = {
+    "ready": create_model("ready"),
+    "begin": create_model("begin", number=(int, ...)),
+    "life": create_model("life", states=(list[RankState], []), done=(bool, False), stopped=(bool, False)),
+    "failed": Failure,
+    "stop": create_model("stop", signal=(int, ...), where=(str, "")),
+    "end": create_model("end", code=(int, ...), failure=(Failure | None, ...), then=(str, ...)),
+}
+"""Values of each kind of message after the welcome."""
 
 
 def host_name(address: str) -> str:
@@ -188,8 +201,7 @@ class HostChannel:
             self._begun = number
             self._ready.clear()
             self.tell("begin", number=number)
-        port = f"port {self._hosts.port}, which must be open"
-        return f"{', '.join(missing)}: its launcher has not come to {port}", False
+        return f"{', '.join(missing)}: its launcher has not come to port {self._hosts.port}, which must be open", False
 
     def _call(self) -> tuple[str, bool]:
         """Call host 0, if necessary. Returns what is missing, and whether host 0 has answered."""
@@ -199,10 +211,9 @@ class HostChannel:
         try:
             connection = socket.create_connection((first.address, port), _CONNECT_SECONDS)
         except OSError as error:
-            why = f"cannot be reached ({error.strerror or error})"
-            return f"{first}: its port {port}, which must be open, {why}", False
+            return f"{first}: its port {port}, which must be open, cannot be reached ({error.strerror or error})", False
         answer = asyncio.run_coroutine_threadsafe(self._greet(connection), self._loop).result()
-        if answer.get("kind") == "welcome":
+        if self.has_first:
             return self._call()
         if answer.get("kind") == "refused":
             raise ConfigError(f"{first} at port {port} {answer.get('text')}")
@@ -222,9 +233,8 @@ class HostChannel:
 
     def set_life(self, **values: Any) -> None:
         """Set what ``life`` says of this host, whose end is told at once."""
-        is_end = values["done"] and not self._life.get("done")
-        self._life = values
-        if is_end:
+        before, self._life = self._life, values
+        if values["done"] and not before.get("done"):
             self.tell("life", **values)
 
     def close(self) -> None:
@@ -279,7 +289,7 @@ class HostChannel:
     def _send(self, kind: str, values: Mapping[str, Any], *links: StreamWriter) -> None:
         """Send to some, or to all; a lost peer is noticed where its messages are read."""
         for link in links or self._links.values():
-            link.write(json.dumps({"kind": kind, **values}).encode() + b"\n")
+            link.write(json.dumps({"kind": kind, **values}, default=vars).encode() + b"\n")
 
     async def _greet(self, connection: socket.socket) -> dict[str, Any]:
         """Say hello to host 0. Returns its answer; empty if none comes in time."""
@@ -287,8 +297,8 @@ class HostChannel:
         own = {"host": self._hosts.own, "hosts": self._hosts.listed(), "devices": self._hosts.devices}
         self._send("hello", own, link)
         answer = await _hello(reader)
-        if answer.get("kind") == "welcome":
-            self.own = int(answer.get("host", self.own))
+        if answer.get("kind") == "welcome" and answer.get("host") in range(1, len(self._hosts.all)):
+            self.own = int(answer["host"])
             self._links[0] = link
             self._in_task(self._serve(0, reader, link))
         else:
@@ -296,32 +306,33 @@ class HostChannel:
         return answer
 
     async def _admit(self, reader: StreamReader, link: StreamWriter) -> None:
-        """Answer a caller, and serve the one that is taken in."""
-        hello, hosts = await _hello(reader), self._hosts.all
-        host, devices = hello.get("host"), hello.get("devices")
-        if type(host) is not int or type(devices) is not list:
-            link.close()
-            return
-        address = str(link.get_extra_info("peername")[0]).removeprefix("::ffff:")
-        if host < 0:
-            host = next((n for n in range(1, len(hosts)) if n not in self._links), 0)
-        if why := self._refusal(hello, host, address):
-            self._say(f"{host_name(address)} was refused: this one {why}", error=True)
-            self._send("refused", {"text": why}, link)
-        elif self._begun is not None or host in (0, *self._links):
-            self._send("later", {}, link)
-        else:
-            self._send("welcome", {"host": host}, link)  # before anything else is sent to it
-            self._links[host], self._callers[host] = link, (address, devices)
-            self._events.put(Message(kind="ready", host=host, values={}))
-            named = f", devices {spans(devices)}" if devices else ""
-            self._say(f"{hosts[host]} has come from {address}{named}", error=True)
-            await self._serve(host, reader, link)
-        link.close()
+        """Answer a caller, serve the one that is taken in, and close the connection."""
+        with closing(link):
+            hello, hosts = await _hello(reader), self._hosts.all
+            host, devices = hello.get("host"), hello.get("devices")
+            address = str(link.get_extra_info("peername")[0]).removeprefix("::ffff:")
+            if type(host) is not int or type(devices) is not list or any(type(device) is not int for device in devices):
+                if hello:  # anything but an object is no launcher's
+                    self._say(f"{host_name(address)} was refused: its first message is damaged", error=True)
+                return
+            if host < 0:
+                host = next((n for n in range(1, len(hosts)) if n not in self._links), 0)
+            if why := self._refusal(hello, host, address):
+                self._say(f"{host_name(address)} was refused: this one {why}", error=True)
+                self._send("refused", {"text": why}, link)
+            elif self._begun is not None or host in (0, *self._links):
+                self._send("later", {}, link)
+            else:
+                self._send("welcome", {"host": host}, link)  # before anything else is sent to it
+                self._links[host], self._callers[host] = link, (address, devices)
+                self._events.put(Message(kind="ready", host=host, values={}))
+                named = f", devices {spans(devices)}" if devices else ""
+                self._say(f"{hosts[host]} has come from {address}{named}", error=True)
+                await self._serve(host, reader, link)
 
     def _refusal(self, hello: Mapping[str, Any], host: int, address: str) -> str:
         """Return why this run has no place for a caller; empty if it has, now or later."""
-        if hello.get("hosts") != self._hosts.listed():
+        if hello.get("hosts") != self._hosts.listed() or host >= len(self._hosts.all):
             return (
                 "runs with another list of hosts and ranks: give both the same rank table or host list, or the same"
                 " --nnodes and as many devices, and --node_rank on all hosts or on none; or two runs two ports"
@@ -349,8 +360,11 @@ class HostChannel:
         try:
             while True:
                 message = await _receive(reader, LOST_SECONDS)
-                kind = str(message.pop("kind", ""))
-                self._events.put(Message(kind=kind, host=host, values=message))
+                kind = str(message.get("kind"))
+                values = vars(TypeAdapter(_MESSAGES[kind]).validate_python(message))
+                self._events.put(Message(kind=kind, host=host, values=values))
+        except (KeyError, ValidationError):
+            why = "has sent a damaged message"
         except TimeoutError:
             why = (
                 f"has not been heard from for {LOST_SECONDS:g} s; it has crashed, or the network"
@@ -379,10 +393,8 @@ async def _receive(reader: StreamReader, limit: float) -> dict[str, Any]:
     Raises TimeoutError after ``limit`` seconds, and ConnectionError at the end and for a line that is
     not an object. Other kinds of OSError come from the network.
     """
-    try:
+    with suppress(MalformedError, IncompleteReadError, asyncio.LimitOverrunError):
         message = parse_json(await asyncio.wait_for(reader.readuntil(), limit))
-    except (MalformedError, IncompleteReadError, asyncio.LimitOverrunError):
-        message = None
-    if not isinstance(message, dict):
-        raise ConnectionError("it has ended, or sends something else")
-    return message
+        if isinstance(message, dict):
+            return message
+    raise ConnectionError("it has ended, or sends something else")

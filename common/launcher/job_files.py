@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import re
-from argparse import SUPPRESS
-from collections.abc import Sequence
+from argparse import SUPPRESS, ArgumentTypeError
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 import jinja2
 
@@ -28,14 +28,10 @@ from common.whole_numbers import argument, shortened
 RANK_TABLE = "/user/serverid/devindex/config/hccl.json"
 """Place of the rank table in MindCluster's containers."""
 ASCEND, GPU = "huawei.com/Ascend910", "nvidia.com/gpu"
-_PATH = re.compile(r"(?!.*/\.\.(/|$))/[^:\x00-\x1f\x7f]*")
-_CLAIM = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-_QUALIFIED = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
-_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
-_IMAGE = re.compile(r"[A-Za-z0-9][-A-Za-z0-9_./:@]*")
-_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?")
-_CHIP = re.compile("ascend-[a-z0-9]+")
-_VARIABLE = re.compile(r"[A-Za-z_.-][A-Za-z0-9_.-]*")
+_PATH, _ABSOLUTE = r"(?!.*/\.\.(/|$))/[^:\x00-\x1f\x7f]*", "an absolute path without .. and colons"
+_CLAIM = r"(?=[^:]{1,253}:)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+_QUALIFIED = r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_LABEL_VALUE = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
 _POD_FIELDS = {
     "POD_NAME": "metadata.name",
     "POD_UID": "metadata.uid",
@@ -48,6 +44,25 @@ _BREAKS = re.compile("[\x7f-\xa0\u2028\u2029\ufeff]")
 _WORDS = re.compile("y|n|yes|no|on|off|true|false|null|nan|inf", re.IGNORECASE)
 
 
+def _of_form(pattern: str, expected: str) -> Callable[[str], Any]:
+    """Return a ``type`` for argparse: text that a pattern matches, or the pair of its groups ``key`` and ``value``."""
+
+    def parse(text: str) -> Any:
+        found = re.fullmatch(pattern, text)
+        if found is None:
+            raise ArgumentTypeError(f"{shortened(text)!r}: expected {expected}")
+        return tuple(found.groupdict().values()) or text
+
+    return parse
+
+
+_LABEL = _of_form(
+    r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?",
+    "a name of Kubernetes (DNS-1123): at most 63 lower-case letters, digits and -, with a letter or digit at both ends",
+)
+_QUANTITY = _of_form(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?", "a quantity such as 64, 500m or 128Gi")
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
     """Options of tools/job_files.py. Raises ConfigError for a value that Kubernetes refuses."""
@@ -58,136 +73,91 @@ class JobRequest:
     nodes: int = flag("N: pods", required=True, type=argument(1, 9999))
     devices: int = flag("N: devices of each node, and ranks", required=True, type=argument(1, 64))
     words: tuple[str, ...] = flag(SUPPRESS, default=(), positional=True, nargs="*", metavar="section.key=value")
-    name: str = flag("NAME: name of the job", required=True, group="job")
-    image: str = flag("NAME: image of the pods", required=True)
+    name: str = flag("NAME: name of the job", required=True, group="job", type=_LABEL)
+    image: str = flag(
+        "NAME: image of the pods", required=True, type=_of_form("[A-Za-z0-9][-A-Za-z0-9_./:@]*", "registry/name:tag")
+    )
     output: Path | None = flag("FILE: file to write (default: standard output)")
-    namespace: str = flag("NAME: namespace", default="default")
-    queue: str = flag("NAME: queue of Volcano", default="default")
+    namespace: str = flag("NAME: namespace", default="default", type=_LABEL)
+    queue: str = flag("NAME: queue of Volcano", default="default", type=_LABEL)
     restarts: int = flag(
         "N: attempts after a failure; each resumes from the last checkpoint", default=3, type=argument(0, 1000)
     )
-    mount: tuple[str, ...] = flag(
+    mount: tuple[tuple[str, str], ...] = flag(
         "SOURCE:PATH: persistent volume claim, or folder of the node where SOURCE begins with /,"
         " and its path in the pod; may be repeated",
         default=(),
         group="pods",
+        type=_of_form(
+            f"(?P<key>{_CLAIM}|{_PATH}):(?P<value>{_PATH})",
+            f"SOURCE:PATH, a claim (DNS-1123) or a folder, /..., and {_ABSOLUTE}",
+        ),
     )
-    workdir: str = flag("PATH: folder of this project in the pod", default="/job/code")
-    resource: str | None = flag(f"NAME: name of a device in Kubernetes, or none (default: {ASCEND}, {GPU})")
-    cpu: str | None = flag("N: cores of a pod, such as 64")
-    memory: str | None = flag("SIZE: memory of a pod, such as 512Gi")
-    shared_memory: str = flag("SIZE: size of /dev/shm", default="16Gi")
-    env: tuple[str, ...] = flag("NAME=VALUE: variable of the pods; may be repeated", default=())
-    node_label: tuple[str, ...] = flag(
-        "KEY=VALUE: label that nodes must have, such as host-arch=huawei-arm; may be repeated", default=()
+    workdir: str = flag("PATH: folder of this project in the pod", default="/job/code", type=_of_form(_PATH, _ABSOLUTE))
+    resource: str | None = flag(
+        f"NAME: name of a device in Kubernetes, or none (default: {ASCEND}, {GPU})",
+        type=_of_form(_QUALIFIED, f"a resource such as {ASCEND}"),
+    )
+    cpu: str | None = flag("N: cores of a pod, such as 64", type=_QUANTITY)
+    memory: str | None = flag("SIZE: memory of a pod, such as 512Gi", type=_QUANTITY)
+    shared_memory: str = flag("SIZE: size of /dev/shm", default="16Gi", type=_QUANTITY)
+    env: tuple[tuple[str, str], ...] = flag(
+        "NAME=VALUE: variable of the pods; may be repeated",
+        default=(),
+        type=_of_form(
+            "(?s)(?P<key>[A-Za-z_.-][A-Za-z0-9_.-]*)=(?P<value>.*)", "NAME=VALUE with the name of a variable"
+        ),
+    )
+    node_label: tuple[tuple[str, str], ...] = flag(
+        "KEY=VALUE: label that nodes must have, such as host-arch=huawei-arm; may be repeated",
+        default=(),
+        type=_of_form(f"(?P<key>{_QUALIFIED})=(?P<value>{_LABEL_VALUE})", "KEY=VALUE, the key and value of a label"),
     )
     host_network: bool = flag(
         "give pods the network of their nodes; needed where nodes cannot reach pods", default=False
     )
     chip: str = flag(
-        "NAME: label ring-controller.atlas; ascend-910b for Atlas A2", default="ascend-910", group="volcano"
+        "NAME: label ring-controller.atlas; ascend-910b for Atlas A2",
+        default="ascend-910",
+        group="volcano",
+        type=_of_form("ascend-[a-z0-9]+", "ascend-910 or ascend-910b"),
     )
-    rank_table: str = flag("PATH: path at which pods see the rank table", default=RANK_TABLE)
+    rank_table: str = flag(
+        "PATH: path at which pods see the rank table", default=RANK_TABLE, type=_of_form(_PATH, _ABSOLUTE)
+    )
     fault_scheduling: Literal["grace", "force", "off"] = flag(
         "how MindCluster ends a job on a faulty device before it starts it elsewhere", default="grace"
     )
 
     def __post_init__(self) -> None:
         last = f"-worker-{max(0, self.nodes - 1)}"  # behind the name in that of a pod
-        for option, text, most, why in (
-            ("--name", self.name, 63 - len(last), f"with {last} behind it "),
-            ("--namespace", self.namespace, 63, ""),
-            ("--queue", self.queue, 63, ""),
-        ):
-            label = re.compile(rf"(?=.{{1,{most}}}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-            expected = (
-                f"a name of Kubernetes (DNS-1123): {why}at most {most} lower-case letters, digits"
-                " and -, with a letter or digit at both ends"
+        if len(self.name + last) > 63:
+            raise ConfigError(
+                f"--name {shortened(self.name)!r}: expected at most {63 - len(last)} characters, with {last} behind it"
             )
-            _require(label, option, text, expected)
-        path = "an absolute path without .. and colons"
-        quantity = "a quantity such as 64, 500m or 128Gi"
-        for option, pattern, value, expected in (
-            ("--image", _IMAGE, self.image, "registry/name:tag"),
-            ("--cpu", _QUANTITY, self.cpu, quantity),
-            ("--memory", _QUANTITY, self.memory, quantity),
-            ("--shared_memory", _QUANTITY, self.shared_memory, quantity),
-            ("--resource", _QUALIFIED, self.device, f"a resource such as {ASCEND}"),
-            ("--chip", _CHIP, self.chip, "ascend-910 or ascend-910b"),
-            ("--workdir", _PATH, self.workdir, path),
-            ("--rank_table", _PATH, self.rank_table, path),
-        ):
-            if value is not None:
-                _require(pattern, option, value, expected)
-        for key, value in self.node_labels.items():
-            _require(_QUALIFIED, "--node_label", key, "KEY=VALUE with the key of a label")
-            _require(_LABEL_VALUE, f"--node_label {key}", value, "the value of a label")
-        for name in self.variables:
-            _require(_VARIABLE, "--env", name, "NAME=VALUE with the name of a variable")
         taken = {"/dev/shm", str(PurePosixPath(self.rank_table).parent)}  # noqa: S108
-        for source, place in self.mounts:
-            _require(_PATH, "--mount", place, path)
-            if source.startswith("/"):
-                _require(_PATH, "--mount", source, path)
-            else:
-                _require(_CLAIM, "--mount", source, "a claim (DNS-1123) or a folder, /...")
-            if place in taken:
-                raise ConfigError(f"--mount {source}:{place}: {place} is mounted twice; name it once")
-            taken.add(place)
-
-    @property
-    def config_in_pod(self) -> str:
-        """Path of the configuration in the pod, relative in the folder of the project."""
-        path = self.config.resolve()
-        return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
-
-    @property
-    def device(self) -> str | None:
-        """Kubernetes' name of a device; None for pods without one."""
-        name = self.resource or (ASCEND if self.kind == "volcano" else GPU)
-        return None if name == "none" else name
-
-    @property
-    def mounts(self) -> list[tuple[str, str]]:
-        return _pairs("--mount", self.mount, ":", "SOURCE:PATH")
-
-    @property
-    def variables(self) -> dict[str, str]:
-        return dict(_pairs("--env", self.env, "=", "NAME=VALUE"))
-
-    @property
-    def node_labels(self) -> dict[str, str]:
-        return dict(_pairs("--node_label", self.node_label, "=", "KEY=VALUE"))
-
-
-def _pairs(option: str, words: Sequence[str], separator: str, expected: str) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for word in words:
-        name, mark, value = word.partition(separator)
-        if not mark or not name:
-            raise ConfigError(f"{option} {shortened(word)!r}: expected {expected}")
-        if name in dict(found) and separator == "=":
-            raise ConfigError(f"{option} {name}: is given twice; give it once")
-        found.append((name, value))
-    return found
-
-
-def _require(pattern: re.Pattern[str], option: str, text: str, expected: str) -> None:
-    if not pattern.fullmatch(text):
-        raise ConfigError(f"{option} {shortened(text)!r}: expected {expected}")
+        for option, names in (
+            ("--mount", [*taken, *(place for _, place in self.mount)]),
+            ("--env", [name for name, _ in self.env]),
+            ("--node_label", [name for name, _ in self.node_label]),
+        ):
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ConfigError(f"{option}: {twice[0]} is there twice; name it once")
 
 
 def job_yaml(job: JobRequest) -> str:
     """Return the YAML of the job. Raises ConfigError for a Volcano job without Ascend NPUs."""
-    resource = job.device
-    if job.kind == "volcano":
-        resource = resource or ASCEND
-        if not resource.startswith("huawei.com/"):
-            raise ConfigError(
-                f"--resource {resource}: a Volcano job gets its rank table from Ascend's device"
-                f" plugin, expected {ASCEND} or its like; write a PyTorchJob for other devices"
-            )
-    table = job.rank_table if job.kind == "volcano" else "none"
+    is_volcano = job.kind == "volcano"
+    resource = job.resource or (ASCEND if is_volcano else GPU)
+    if resource == "none":
+        resource = ASCEND if is_volcano else ""
+    if is_volcano and not resource.startswith("huawei.com/"):
+        raise ConfigError(
+            f"--resource {resource}: a Volcano job gets its rank table from Ascend's device"
+            f" plugin, expected {ASCEND} or its like; write a PyTorchJob for other devices"
+        )
+    table = job.rank_table if is_volcano else "none"
+    config = job.config.resolve()
     amounts = {"cpu": job.cpu, "memory": job.memory, resource: str(job.devices)}
     templates = jinja2.Environment(  # noqa: S701 - YAML, no HTML
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
@@ -203,7 +173,12 @@ def job_yaml(job: JobRequest) -> str:
         "resource": resource,
         "table": PurePosixPath(job.rank_table),
         "command": [
-            *("bash", "scripts/run_distribute.sh", table, job.config_in_pod),
+            *(
+                "bash",
+                "scripts/run_distribute.sh",
+                table,
+                str(config.relative_to(ROOT) if config.is_relative_to(ROOT) else config),
+            ),
             *(f"[0,{job.devices})", job.mode, *job.words),
         ],
         "amounts": {name: amount for name, amount in amounts.items() if name and amount},

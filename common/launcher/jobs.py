@@ -60,14 +60,12 @@ def make_children(
     return tuple(children)
 
 
-def make_hosts(places: Placement, rendezvous: Rendezvous, addresses: Sequence[str] = ()) -> Hosts | None:
-    """Return all hosts, for the channel between their launchers; None for one host.
+def make_hosts(places: Placement, rendezvous: Rendezvous, addresses: Sequence[str] = ()) -> Hosts:
+    """Return all hosts, for the channel between their launchers.
 
     addresses: those by which they reach each other, if the placement does not have them.
     """
     names = places.hosts
-    if len(names) == 1:
-        return None
     hosts = [
         Host(address=address, ranks=tuple(place.rank for place in places.of_host(name)))
         for name, address in zip(names, addresses or (places.master, *names[1:]), strict=True)

@@ -135,8 +135,7 @@ def _must_be_horovodrun(request: LaunchRequest, places: Placement) -> ConfigErro
     names = request.addresses or [
         "localhost" if host == LOOPBACK else host.replace("node ", "HOST") for host in places.hosts
     ]
-    sizes = [len(places.of_host(host)) for host in places.hosts]
-    hosts = ",".join(f"{name}:{size}" for name, size in zip(names, sizes, strict=True))
+    hosts = ",".join(f"{name}:{len(places.of_host(host))}" for name, host in zip(names, places.hosts, strict=True))
     command = rank_command(request.config, request.mode, request.overrides)
     words = ["horovodrun", "-np", str(places.world_size), "-H", hosts, *command]
     return ConfigError(

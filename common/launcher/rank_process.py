@@ -15,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -23,7 +23,6 @@ import psutil
 
 from common.cluster.rank_environment import FOREIGN
 from common.errors import ConfigError
-from common.launcher.host_channel import host_name
 from common.processes.heartbeat import ALIVE, ALIVE_SECONDS
 from common.processes.process_tree import Descendants
 from common.whole_numbers import whole_number
@@ -118,6 +117,21 @@ class RankState:
         """Place within the run, to compare with that of other ranks."""
         order = DOING_ORDER.index(self.doing) if self.doing in DOING_ORDER else len(DOING_ORDER)
         return self.step, order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Failure of ranks. certain: not the consequence of another failure.
+
+    ranks: those whose logs tell more. stalled: they may still run. lost_host: one was lost or did not come.
+    """
+
+    text: str
+    code: int
+    certain: bool = True
+    ranks: list[int] = field(default_factory=list)
+    stalled: bool = False
+    lost_host: bool = False
 
 
 def stalled_ranks(states: Sequence[RankState]) -> list[RankState]:
@@ -228,18 +242,16 @@ def _open_private(path: Path) -> IO[bytes]:
 
 
 class RankProcess:
-    """Process of a job, with an open log. address: of this host, if there are several.
+    """Process of a job, with an open log. host: name of this one; empty if it is the only one.
 
     Raises ConfigError if the log cannot be written.
     """
 
-    def __init__(self, spec: ProcessSpec, log_folder: Path, address: str | None) -> None:
+    def __init__(self, spec: ProcessSpec, log_folder: Path, host: str) -> None:
         self.spec = spec
-        link = log_folder / spec.log_link if spec.log_link else None
-        self.log = RankLog(log_folder / spec.log, link)
+        self.log = RankLog(log_folder / spec.log, log_folder / spec.log_link if spec.log_link else None)
         device = "" if spec.name else spec.environment.get("DEVICE_ID")
-        where = [f"device {device}"] if device else []
-        where += [] if address is None else [host_name(address)]
+        where = [word for word in (device and f"device {device}", host) if word]
         self.name = str(spec) + (f" ({', '.join(where)})" if where else "")
         self.code: int | None = None
         """Exit code once it has ended, -n for signal n."""

@@ -117,7 +117,6 @@ def parse_distribute(options: DistributeOptions, modes: Sequence[str], argv: tup
             f"--devices {shortened(devices)} with RANK_SIZE={rank_size}: RANK_SIZE makes the range"
             " one of ranks; leave RANK_SIZE out and give --nnodes N, or give a range of ranks"
         )
-    addresses = options.node_ips
     return LaunchRequest(
         **vars(options),
         argv=argv,
@@ -127,7 +126,7 @@ def parse_distribute(options: DistributeOptions, modes: Sequence[str], argv: tup
         mode=mode,
         rank_size=rank_size,
         overrides=tuple(words[4 if rank_size is None else 5 :]),
-        addresses=() if addresses is None else parse_hosts(addresses, "--node_ips"),
+        addresses=() if options.node_ips is None else parse_hosts(options.node_ips, "--node_ips"),
     )
 
 

@@ -16,7 +16,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,8 @@ from typing import Any
 from common.cluster.environment import connect_limit
 from common.errors import DataError, signal_name
 from common.failures import Found, find_errors, language_of, merged
-from common.launcher.host_channel import LOOK_SECONDS, Host, HostChannel, Hosts, Message
-from common.launcher.rank_process import ProcessSpec, RankProcess, RankState, set_aside, stalled_ranks
+from common.launcher.host_channel import LOOK_SECONDS, Host, HostChannel, Hosts, Message, host_name
+from common.launcher.rank_process import Failure, ProcessSpec, RankProcess, RankState, set_aside, stalled_ranks
 from common.launcher.terminal import Terminal
 from common.processes.heartbeat import DUMP_SIGNAL
 from common.processes.process_tree import Descendants, in_words, watch
@@ -68,29 +68,13 @@ class Job:
     """Show the log of the lowest rank here, with a line of progress below it on a terminal."""
     steps: int | None = None
     """Steps of the whole run, if known."""
-    hosts: Hosts | None = None
-    """All hosts; None for one."""
+    hosts: Hosts = _ALONE
     over_ssh: bool = False
     """Children are launchers on other hosts, so the first to end may not be the cause."""
     return_limit: float = 600.0
     """Seconds to wait before a restart for hosts that have not come back."""
     when_met: Callable[[int], None] | None = None
     """Called with the number of the attempt when the hosts of a run that may restart have met."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """Failure of ranks. certain: not the consequence of another failure.
-
-    ranks: those whose logs tell more. stalled: they may still run. lost_host: one was lost or did not come.
-    """
-
-    text: str
-    code: int
-    certain: bool = True
-    ranks: list[int] = field(default_factory=list)
-    stalled: bool = False
-    lost_host: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,12 +155,12 @@ class _Supervisor:
     def __init__(self, make_job: Callable[[int], Job], most: int, folder: Path | None, terminal: Terminal) -> None:
         self._make_job, self._most, self._folder = make_job, most, folder
         self._job, self._terminal = make_job(0), terminal
-        hosts = self._job.hosts or _ALONE
+        hosts = self._job.hosts
         self._channel = HostChannel(hosts, restarts=most > 0, say=terminal.say)
         own = hosts.all[hosts.own]
         self._is_first, self._others = hosts.own == 0, len(hosts.all) - 1
-        self._address = own.address if self._job.hosts else None
-        self._here = f" at {own}" if self._job.hosts else ""
+        self._host = host_name(own.address) if self._others else ""
+        self._here = f" at {own}" if self._others else ""
         self._number = 0
         """Number of the attempt, from 0, as host 0 counts."""
         self._before: list[Outcome] = []
@@ -192,7 +176,7 @@ class _Supervisor:
         """Last life of other hosts."""
         self._decides = self._is_first
         """This host ends the attempt by its own decision."""
-        self._end: dict[str, Any] = {}
+        self._end: Mapping[str, Any] = {}
         """How host 0 says that the attempt ends."""
 
     def run(self) -> Outcome:
@@ -228,11 +212,10 @@ class _Supervisor:
         ranks = [child.rank for child in self._job.children if not child.name]
         if not self._most or self._folder is None or 0 not in ranks:
             return
-        hosts = self._job.hosts
         line = {
             "began": began,
             "seconds": round(outcome.seconds, 1),
-            "hosts": list(map(str, hosts.all)) if hosts else [rank_names(ranks)],
+            "hosts": list(map(str, self._job.hosts.all)) if self._others else [rank_names(ranks)],
             "first_step": outcome.first_step,
             "last_step": outcome.last_step,
             "exit_code": outcome.code,
@@ -261,7 +244,7 @@ class _Supervisor:
                 self._show_stacks(outcome.failure.ranks)
         self._show()
         if self._job.follow and self._shown.log.new_output():
-            self._terminal.say_rest()
+            self._terminal.say(self._terminal.rest)
         for process in self._processes:
             process.close()
         if undead := descendants.undead:
@@ -277,8 +260,8 @@ class _Supervisor:
 
         Returns False if a signal ends the run.
         """
-        limit = connect_limit({**os.environ, **self._job.children[0].environment})
-        limit = self._job.return_limit if self._before else limit
+        environment = {**os.environ, **self._job.children[0].environment}
+        limit = self._job.return_limit if self._before else connect_limit(environment)
         until = time.monotonic() + pause(len(self._before))
         while self._is_first and time.monotonic() < until:
             if not self._goes_on(self._channel.next(LOOK_SECONDS)):
@@ -311,7 +294,7 @@ class _Supervisor:
 
     def _open_logs(self) -> None:
         folder = self._job.log_folder
-        self._processes = [RankProcess(spec, folder, self._address) for spec in self._job.children]
+        self._processes = [RankProcess(spec, folder, self._host) for spec in self._job.children]
         self._ranks = [process for process in self._processes if not process.spec.name]
         self._shown = min(self._ranks, key=lambda process: process.spec.rank)
         self._terminal.log = self._shown.log.path if self._job.follow else None
@@ -377,8 +360,7 @@ class _Supervisor:
             self._decides = True
             self._fail(Failure(text=values["text"], code=1, lost_host=True))
         elif kind == "end":
-            failure = values["failure"] and Failure(**values["failure"])
-            self._end = {"code": values["code"], "failure": failure, "then": values["then"]}
+            self._end = values
 
     def _take_exit(self, process: RankProcess, code: int) -> None:
         if process not in self._processes:  # killed at the end of an attempt
@@ -437,7 +419,7 @@ class _Supervisor:
             self._failed_at = time.monotonic()
         self._failures.append(failure)
         if not self._is_first:
-            self._channel.tell("failed", **asdict(failure))
+            self._channel.tell("failed", **vars(failure))
 
     # ---- checks between events ----
 
@@ -445,7 +427,6 @@ class _Supervisor:
         return [process for process in self._ranks if process.runs]
 
     def _states(self) -> list[RankState]:
-        """Return the states of running ranks."""
         now = time.monotonic()
         return [process.state(now) for process in self._running()]
 
@@ -463,7 +444,7 @@ class _Supervisor:
         states = self._states()
         if not self._is_first:
             self._channel.set_life(
-                states=[asdict(state) for state in states],
+                states=states,
                 done=self._done,
                 stopped=any(process.code for process in self._processes),
             )
@@ -482,14 +463,13 @@ class _Supervisor:
     def _look_for_stalls(self, states: list[RankState]) -> None:
         """Look for stalled ranks of all hosts: each by itself would blame its own for others'."""
         lives = self._lives.values()
-        states = states + [RankState(**one) for life in lives for one in life.get("states", ())]
+        states = states + [state for life in lives for state in life["states"]]
         if not any(state.idle > self._job.stall_limit for state in states):
             return
         blamed = stalled_ranks(states)
-        text = f"stalled for {self._job.stall_limit:g} s (runtime.stall_limit):"
-        text = "\n".join([text, *(f"    {state.in_words()}" for state in blamed)])
-        ranks = [state.rank for state in blamed]
-        self._fail(Failure(text=text, code=1, ranks=ranks, stalled=True))
+        lines = [f"stalled for {self._job.stall_limit:g} s (runtime.stall_limit):"]
+        lines += [f"    {state.in_words()}" for state in blamed]
+        self._fail(Failure(text="\n".join(lines), code=1, ranks=[state.rank for state in blamed], stalled=True))
 
     def _show(self) -> None:
         if not self._job.follow:
@@ -516,7 +496,7 @@ class _Supervisor:
             )
         if not self._is_first:
             return bool(self._end)
-        finished = sum(bool(life.get("done")) for life in self._lives.values())
+        finished = sum(bool(life["done"]) for life in self._lives.values())
         return self._done and finished == self._others
 
     def _show_stacks(self, ranks: Collection[int]) -> None:
@@ -533,19 +513,17 @@ class _Supervisor:
 
     def _decide(self) -> Outcome:
         """Return how the attempt ends; host 0 decides for all, and tells."""
-        first = next(iter(self._failures), None)
-        failure = next((one for one in self._failures if one.certain), first)
+        failure = max(self._failures, key=lambda one: one.certain, default=None)  # the first that is certain
         # whether a process has ended otherwise than well
         ends = [process.code for process in self._processes]
-        ends += [life.get("stopped") for life in self._lives.values()]
+        ends += [life["stopped"] for life in self._lives.values()]
         code = 128 + self._stops[0][0] if self._stops and any(ends) else 0
         outcome = self._outcome(code if failure is None else failure.code, failure)
         if failure is not None:
             then = why_not(outcome, self._before, self._most) or "restarted"
             outcome = replace(outcome, then="stopped by a signal" if self._stops else then)
         if self._is_first:
-            told = None if failure is None else asdict(failure)
-            self._channel.tell("end", code=outcome.code, failure=told, then=outcome.then)
+            self._channel.tell("end", code=outcome.code, failure=failure, then=outcome.then)
         return outcome
 
     def _outcome(self, code: int, failure: Failure | None, then: str = "ended") -> Outcome:

@@ -55,12 +55,11 @@ class Terminal:
             self._put(sys.stdout, f"{_CLEAR}{text}")
             self._live = text
 
-    def say_rest(self) -> None:
-        """Say where the output is that was not copied."""
-        self.say(("\n" if self._in_a_line else "") + self._rest())
-
-    def _rest(self) -> str:
-        return f"the rest of the output is in {self.log}; a restart adds a number to that name"
+    @property
+    def rest(self) -> str:
+        """Words that say where the output is that was not copied."""
+        line_end = "\n" if self._in_a_line else ""
+        return f"{line_end}the rest of the output is in {self.log}; a restart adds a number to that name"
 
     def close(self, limit: float = 2.0) -> None:
         """Wait at most ``limit`` seconds until all is written, then write what stderr still takes.
@@ -77,7 +76,7 @@ class Terminal:
             while True:
                 left.append(self._texts.get_nowait())
         texts = [item[1] for item in left if item and item[0] is sys.stderr]
-        texts += [f"{self._rest()}\n"] if self.log else []
+        texts += [f"{self.rest.lstrip()}\n"] if self.log else []
         rest = memoryview("".join(texts).encode(errors="replace"))
         with suppress(OSError, ValueError):
             while rest and select.select([], [sys.stderr], [], 0)[1]:

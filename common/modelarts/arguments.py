@@ -49,8 +49,8 @@ _NOTED = {
 }
 
 
-def is_url(text: str) -> bool:
-    return text.partition("://")[0] in SCHEMES and "://" in text
+def is_url(value: object) -> bool:
+    return isinstance(value, str) and value.partition("://")[0] in SCHEMES and "://" in value
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -77,7 +77,7 @@ def bring_input(config: RunConfig, environ: Mapping[str, str]) -> list[str]:
     found = []
     for key, value in urls(config):
         if key in _DATA_KEYS:
-            local = [brought(item) if _is_url(item) else item for item in value]
+            local = [brought(item) if is_url(item) else item for item in value]
             text = local[0] if len(local) == 1 else json.dumps(local, ensure_ascii=False)
         elif key in _CHECKPOINT_KEYS:
             found_url = find_checkpoint_url(value)
@@ -100,14 +100,10 @@ def bring_input(config: RunConfig, environ: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _is_url(value: Any) -> bool:
-    return isinstance(value, str) and is_url(value)
-
-
 def urls(config: RunConfig) -> Iterator[tuple[str, Any]]:
     """Yield the keys whose value is a URL, or a blend of data with one."""
     for key, value in flatten(config.model_dump()):
-        if any(map(_is_url, (value or ()) if key in _DATA_KEYS else (value,))):
+        if any(map(is_url, (value or ()) if key in _DATA_KEYS else (value,))):
             yield key, value
 
 
@@ -168,17 +164,23 @@ def bring_output(url: str, folder: Path, ranks: Sequence[int]) -> None:
         return
     checkpoints = folder / "checkpoints"
     mine = max((step_of(path.name) for path in whole_checkpoints(checkpoints)), default=0)
-    if 0 not in ranks:
-        _refresh(newest, checkpoints)
-    elif mine < step_of(base_name(newest)):
+    here = checkpoints / base_name(newest)
+    if 0 in ranks:
+        if mine >= step_of(here.name):
+            return
         LOG.warning(
             f"{folder} holds {f'step {mine}' if mine else 'no checkpoint'}; {newest} is newer, and copied there"
         )
-        _refresh(newest, checkpoints)
+    held = b""
+    with suppress(OSError):
+        held = (here / MANIFEST).read_bytes()
+    if not held or held != stores.read(join(newest, MANIFEST)):
+        stores.pull_once(newest, here)
+    if 0 in ranks:
         if stores.files(join(url, _METRICS)):
             with atomic_write(folder / _METRICS) as file:
                 file.write(stores.read(join(url, _METRICS)))
-        point_latest(checkpoints / base_name(newest))
+        point_latest(here)
 
 
 def send_checkpoint(url: str, folder: Path) -> None:
@@ -195,17 +197,6 @@ def send_checkpoint(url: str, folder: Path) -> None:
     if not is_there or stores.read(manifest) != (newest / MANIFEST).read_bytes():
         wanted += (f"checkpoints/{newest.name}/",)
     stores.push(folder, url, wanted=lambda name: name.startswith(wanted))
-
-
-def _refresh(url: str, checkpoints: Path) -> None:
-    """Copy a step folder, unless a copy with the same manifest (and its checksums) is here."""
-    here = checkpoints / base_name(url)
-    try:
-        if (here / MANIFEST).read_bytes() == stores.read(join(url, MANIFEST)):
-            return
-    except OSError:
-        pass
-    stores.pull_once(url, here)
 
 
 @contextmanager

@@ -8,30 +8,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.backends import run_backend
-from common.cluster.environment import ALONE, Process, connect_limit, find_process, in_modelarts
+from common.cluster.environment import Process, connect_limit, in_modelarts
 from common.cluster.places import Placement, RankPlacement, place_hosts, places_of_table
 from common.cluster.rank_environment import make_rendezvous, rank_command
 from common.cluster.rank_table import RankTable
 from common.cluster.rank_table_files import read_table, wait_for_table, write_table
-from common.config.schema import RunConfig
 from common.errors import ConfigError
 from common.log import LOG
 from common.modelarts.arguments import ModelArtsJob, is_url
-from common.modelarts.files import bring_files, bring_output, local_folder, output_copied, send_checkpoint, urls
+from common.modelarts.files import bring_files, bring_output, local_folder, output_copied, send_checkpoint
 from common.processes.addresses import LOOPBACK, interface_of, is_own
 from common.resolve.derive import resolve_mode
 from common.systems.config import ConfigFile, Opened
 from common.whole_numbers import MAX_RANKS, shortened, whole_number
-
-
-def is_asked_for(config: RunConfig, job: ModelArtsJob, environ: Mapping[str, str]) -> bool:
-    """Tell whether a run needs this module: on ModelArts, and where something is a URL."""
-    return in_modelarts(environ) or job.output_url is not None or any(urls(config))
-
-
-def process_of_job(environ: Mapping[str, str]) -> Process:
-    """Return the place of this process; a single one if the ranks of its host are yet to start."""
-    return ALONE if must_start_ranks(environ) else find_process(environ)
 
 
 def run_job(
@@ -123,7 +112,12 @@ def start_ranks(
 
     table_file, places = find_places(environ)
     config = resolve_mode(file.open(overrides).config, run_mode, world_size=places.world_size)
-    addresses = [_address(host, index, environ) for index, host in enumerate(places.hosts)]
+    # names of VC_WORKER_HOSTS resolve inside the job; the server ids of a table may be of another network
+    names = _host_names(environ)
+    addresses = [
+        names[index] if index < len(names) > 1 and host not in names else host
+        for index, host in enumerate(places.hosts)
+    ]
     most = config.runtime.max_restarts if run_mode in RESTARTABLE else 0
 
     folder, ranks = Path(config.output_dir), tuple(place.rank for place in places.own)
@@ -189,14 +183,10 @@ def find_places(environ: Mapping[str, str]) -> tuple[Path | None, Placement]:
     return None, Placement(all=everyone, own_host=names[index], master=names[0])
 
 
-def _worker_hosts(environ: Mapping[str, str]) -> list[str]:
-    words = environ.get("VC_WORKER_HOSTS", "").split(",")
-    return [word.strip() for word in words if word.strip()]
-
-
 def _host_names(environ: Mapping[str, str]) -> list[str]:
     """Return VC_WORKER_HOSTS in order, checked against MA_NUM_HOSTS; only this host if it is the only one."""
-    names = _worker_hosts(environ)
+    words = environ.get("VC_WORKER_HOSTS", "").split(",")
+    names = [word.strip() for word in words if word.strip()]
     count = _number(environ, "MA_NUM_HOSTS", _number(environ, "VC_WORKER_NUM", len(names) or 1))
     if count <= 1 and len(names) <= 1:
         return [LOOPBACK]
@@ -211,15 +201,6 @@ def _host_names(environ: Mapping[str, str]) -> list[str]:
 def _device_count(environ: Mapping[str, str]) -> int:
     """Return the accelerators of this host: MA_NUM_GPUS, which also counts Ascends, else device files."""
     return _number(environ, "MA_NUM_GPUS", 0) or len(list(Path("/dev").glob("davinci[0-9]*"))) or 1
-
-
-def _address(host: str, index: int, environ: Mapping[str, str]) -> str:
-    """Return the address of a host.
-
-    Names of VC_WORKER_HOSTS resolve inside the job; the server ids of a table may be of another network.
-    """
-    names = _worker_hosts(environ)
-    return names[index] if index < len(names) and host not in names else host
 
 
 def _as_version_1(path: Path, table: RankTable, environ: Mapping[str, str]) -> Path:

@@ -22,7 +22,6 @@ from common.checkpoint.manifest import MANIFEST
 from common.errors import ConfigError, DataError, StorageError, UserError
 from common.files import atomic_write, held_lock
 from common.log import LOG
-from common.modelarts.arguments import SCHEMES, is_url
 
 _COPY_SECONDS = 7200.0
 """Seconds to wait for another process of this host that copies."""
@@ -40,8 +39,6 @@ def join(url: str, name: str) -> str:
 
 def find_store(url: str) -> Any:
     """Return what has the functions of ``moxing.file`` for a URL. Raises ConfigError if moxing is needed and absent."""
-    if not is_url(url):
-        raise ConfigError(f"{url}: expected a URL that starts with {', '.join(f'{name}://' for name in SCHEMES)}")
     if url.startswith("file://"):
         return Folders
     try:

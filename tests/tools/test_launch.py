@@ -72,7 +72,7 @@ def test_a_job_is_what_the_words_and_the_config_say(jobs: list[Job], tmp_path: P
     words = ["none", CONFIG, "[2,4]", "train", *more]
     assert distribute(words=words) == distribute("--log_dir", "logs", "--quiet", words=words) == 7
     assert (jobs[0].log_folder, jobs[0].stall_limit) == (tmp_path / "here", 50.0)
-    assert (jobs[0].follow, jobs[0].hosts) == (True, None) and jobs[0].children[0].cores
+    assert (jobs[0].follow, len(jobs[0].hosts.all)) == (True, 1) and jobs[0].children[0].cores
     assert devices_of(jobs[0]) == [(0, "2"), (1, "3")]
     assert jobs[0].steps == load_config(Path(CONFIG)).train.max_steps
     assert (jobs[1].log_folder, jobs[1].follow) == (tmp_path / "logs", False)
@@ -195,7 +195,7 @@ def test_version_0_reaches_the_ranks_as_1(jobs: list[Job], samples: Path, monkey
     assert [device for _, device in written.places()] == [device for _, device in given.places()]
     assert jobs[0].children[0].environment["RANK_TABLE_FILE"] == str(path)
     servers = [server.server_id for server in given.server_list]
-    assert jobs[0].hosts is not None and [host.address for host in jobs[0].hosts.all] == servers
+    assert [host.address for host in jobs[0].hosts.all] == servers
 
 
 def test_over_ssh_each_host_is_a_rank_that_tells_no_progress(jobs: list[Job]) -> None:

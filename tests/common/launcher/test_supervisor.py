@@ -20,10 +20,8 @@ import pytest
 
 from common.errors import ConfigError, signal_name
 from common.launcher import supervisor
-from common.launcher.host_channel import Host, Hosts
-from common.launcher.rank_process import ProcessSpec, RankLog
-from common.launcher.supervisor import Failure, Job, Outcome, pause, run_attempts, why_not
-from common.processes.addresses import free_port
+from common.launcher.rank_process import Failure, ProcessSpec, RankLog
+from common.launcher.supervisor import Job, Outcome, pause, run_attempts, why_not
 from tests.common.launcher.started import (
     BEAT,
     FAILS,
@@ -75,18 +73,10 @@ def test_all_ranks_end_well(
     cores. The other name of a log is renewed; another program's file of this name stays.
     """
     monkeypatch.setenv("MS_ROLE", "MS_WORKER")
-    show = (
-        "import os; print('rank', *map(os.environ.get, ('RANK_ID', 'DEVICE_ID', 'MS_ROLE')), *os.sched_getaffinity(0))"
-    )
+    show = "import os; print('device', *map(os.environ.get, ('DEVICE_ID', 'MS_ROLE')), *os.sched_getaffinity(0))"
     all_cores = os.sched_getaffinity(0)
     ranks = tuple(
-        replace(
-            child,
-            environment={**child.environment, "RANK_ID": str(child.rank)},
-            cores=(max(all_cores),),
-            log_link=f"workerlog.{child.rank}",
-        )
-        for child in children(show, show)
+        replace(child, cores=(max(all_cores),), log_link=f"workerlog.{child.rank}") for child in children(show, show)
     )
     logs = tmp_path / "logs"
     logs.mkdir()
@@ -98,7 +88,7 @@ def test_all_ranks_end_well(
     assert [signal.getsignal(number) for number in numbers] == before
     assert os.sched_getaffinity(0) == all_cores
     found = [log(logs, rank).splitlines()[1:] for rank in (0, 1)]
-    assert found == [[f"rank {rank} {rank + 4} None {max(all_cores)}"] for rank in (0, 1)]
+    assert found == [[f"device {rank + 4} None {max(all_cores)}"] for rank in (0, 1)]
     assert (logs / "workerlog.0").read_text() == log(logs, 0)
     assert (logs / "workerlog.1").read_text() == "Paddle's"
     said = capsys.readouterr()
@@ -211,11 +201,7 @@ WAIT = BEAT + "signal.signal(15, lambda *_: 0); print('ready')\nwhile True: time
     [
         ((SAVE_AND_LEAVE, IGNORE), 143, "stopped by SIGTERM; rank 1 did not end within 4 s"),
         ((SAVE_AND_LEAVE, SAVE_AND_LEAVE.replace("143", "9")), 9, "rank 1 (device 5) ended with exit code 9"),
-        (
-            (WAIT, BEAT + "print('ready'); time.sleep(600)"),
-            143,
-            "\nstopped by SIGTERM; rank 1 (device 5) ended before it could save",
-        ),
+        ((WAIT, SLEEP), 143, "\nstopped by SIGTERM; rank 1 (device 5) ended before it could save"),
     ],
     ids=["does not end", "fails", "cannot save"],
 )
@@ -516,14 +502,10 @@ def test_signals_are_noted_only_while_the_launcher_looks(
         if number and name == during:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    port = free_port()
-
     def make_job(number: int) -> Job:
         work("make_job", number)
-        only = Hosts(all=(Host(address="127.0.0.1", ranks=(0,)),), own=0, port=port)
         ranks = children(BEAT + "os.kill(os.getppid(), 15); time.sleep(600)" if number else FAILS)
-        more = {"stall_limit": NEVER, "when_met": lambda met: work("when_met", met)}
-        return Job(children=ranks, log_folder=tmp_path, hosts=only, **more)
+        return Job(children=ranks, log_folder=tmp_path, stall_limit=NEVER, when_met=lambda met: work("when_met", met))
 
     monkeypatch.setattr(supervisor, "pause", lambda failures: 0.0)
     before = signal.signal(signal.SIGTERM, end)

@@ -141,7 +141,7 @@ def test_the_launcher_reads_lines_however_they_come(tmp_path: Path) -> None:
     """The rank sends what is written into a named pipe."""
     os.mkfifo(tmp_path / "pipe")
     command = ("bash", "-c", f"exec cat {tmp_path}/pipe >&$GPT2_HEARTBEAT_FD")
-    process = RankProcess(ProcessSpec(rank=2, command=command, environment={}), tmp_path, None)
+    process = RankProcess(ProcessSpec(rank=2, command=command, environment={}), tmp_path, "")
     began = time.monotonic()
 
     def read(text: bytes, after: float) -> RankState:
