@@ -79,14 +79,14 @@ class Recorder(RecorderBase):
 
     pieces_on_host = staticmethod(weights_on_host)
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *given: Any, **request: Any) -> None:
         """Raises ConfigError outside of PyNative mode."""
         if ms.get_context("mode") != ms.PYNATIVE_MODE:
             raise ConfigError(
                 f"{VARIABLE}: a step can be recorded with context.mode=pynative, where Python"
                 " computes every layer; set it"
             )
-        super().__init__(*given)
+        super().__init__(*given, **request)
 
     def layers(self, part: GPT2) -> Iterator[tuple[str, nn.Cell]]:
         for block in part.h:  # parameters keep the number of the layer in the whole model

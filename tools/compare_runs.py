@@ -24,26 +24,16 @@ if __name__ == "__main__":
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from common import whole_numbers
 from common.compare import step_records
-from common.compare.live_runs import (
-    Comparison,
-    Side,
-    Workplace,
-    compare_runs,
-    read_run,
-    record_step,
-    run_config,
-)
+from common.compare.live_runs import Side, compare_runs, make_empty, read_run, record_step, remove, run_config
 from common.compare.step_records import compare_records
 from common.errors import ConfigError
 from common.flags import flag
 from common.program import command
-from common.study.report import describe_departure
 
 
 def _tolerance(text: str) -> float:
@@ -109,44 +99,49 @@ def compare(arguments: Request, temporary: Path) -> int:
 
     Raises GPT2Error and OSError.
     """
-    sides = _sides(arguments)
+    folder = arguments.output or (Path("output/comparison") if arguments.layers else temporary)
+    sides = _sides(arguments, folder)
     if arguments.step and not arguments.layers:
         raise ConfigError("--step is the step of --layers; give --layers too")
     # before earlier results are removed, and before the other side is trained
     given = {side.name: read_run(side.given) for side in sides if not side.is_config}
-    place = _workplace(arguments, sides, temporary)
-    one, other = (given.get(side.name) or read_run(run_config(side, arguments.steps, place)) for side in sides)
-    runs = (one, other)
-    found = compare_runs(*runs, arguments.tolerance)
-    print("\n".join(describe(found)), flush=True)
-    code = 0 if found.departure is None else 1
+    for side in sides:
+        if side.given.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(
+                f"--output {folder}: holds {side.given}, and its earlier results are removed; choose another folder"
+            )
+    if arguments.layers or len(given) < len(sides):
+        make_empty(folder)
+    one, other = (given.get(side.name) or read_run(run_config(side, arguments.steps)) for side in sides)
+    lines, differ, step = compare_runs(one, other, arguments.tolerance)
+    print("\n".join(lines), flush=True)
     if not arguments.layers:
-        return code
-    # the first step with other samples, loss or norm
-    differ = filter(None, (found.samples, found.departure.step if found.departure else None))
-    step = arguments.step or min(differ, default=None)
+        return int(differ)
+    step = arguments.step or step
     if step is None:
         print("no step differs, so there is no layer to look for; --step S compares any step")
-        return code
-    for run in runs:
+        return int(differ)
+    for run in (one, other):
         last = run.keys.get("train.max_steps")
         if isinstance(last, int) and step > last:
             raise ConfigError(f"--step {step}: {run.folder} has the steps 1 to {last}")
-    records = record_step(sides, runs, place, step=step, samples=arguments.samples, own_weights=arguments.own_weights)
+    records = record_step(sides, (one, other), step=step, samples=arguments.samples, own_weights=arguments.own_weights)
     layers = compare_records(*records, arguments.layer_tolerance)
-    place.clear("record_a", "record_b")
-    step_records.write_table(layers, place.folder / step_records.TABLE)
+    for record in records:
+        remove(record)
+    step_records.write_table(layers, folder / step_records.TABLE)
     print("\n".join(step_records.describe(layers)))
-    print(f"all rows: {place.folder / step_records.TABLE}")
-    return code if layers.first is None else 1
+    print(f"all rows: {folder / step_records.TABLE}")
+    return int(differ) if layers.first is None else 1
 
 
-def _sides(arguments: Request) -> list[Side]:
+def _sides(arguments: Request, folder: Path) -> list[Side]:
     """Return both sides. Raises ConfigError for what is neither a folder nor a configuration."""
     sides = []
     for name, given in (("a", arguments.one), ("b", arguments.other)):
         ranks, words, program = options = [getattr(arguments, f"{option}_{name}") for option in _OPTIONS]
-        side = Side(name=name, given=given, ranks=ranks, words=words, program=program)
+        limit = float(arguments.time_limit)
+        side = Side(name=name, given=given, ranks=ranks, words=words, program=program, place=folder, limit=limit)
         if given.is_file() and not side.is_config:
             raise ConfigError(
                 f"{given}: is a file; give the folder of a run (output_dir), or a"
@@ -161,28 +156,3 @@ def _sides(arguments: Request) -> list[Side]:
                 )
         sides.append(side)
     return sides
-
-
-def _workplace(arguments: Request, sides: Sequence[Side], temporary: Path) -> Workplace:
-    """Return the folder of the runs to start, empty. Raises ConfigError."""
-    folder = arguments.output or (Path("output/comparison") if arguments.layers else temporary)
-    place = Workplace(folder=folder, limit=float(arguments.time_limit))
-    for side in sides:
-        if side.given.resolve().is_relative_to(folder.resolve()):
-            raise ConfigError(
-                f"--output {folder}: holds {side.given}, and its earlier results are removed; choose another folder"
-            )
-    if arguments.layers or any(side.is_config for side in sides):
-        place.prepare()
-    return place
-
-
-def describe(found: Comparison) -> Iterator[str]:
-    """Yield the lines of the result."""
-    for key, (one, other) in found.keys.items():
-        yield f"{key}: {one} -> {other}"
-    yield (f"compared: {len(found.steps)} steps, {found.steps[0]} to {found.steps[-1]}; tolerance {found.tolerance:g}")
-    yield f"samples: {'the same' if found.samples is None else f'others from step {found.samples}'}"
-    for kind, (size, step) in found.largest.items():
-        yield f"{kind}: largest difference {size:.2g}, at step {step}"
-    yield ("the same" if found.departure is None else f"different: {describe_departure(found.departure)}")

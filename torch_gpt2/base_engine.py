@@ -77,11 +77,10 @@ class BaseEngine(engine.Engine):
         if reader is not None and self.quantization is not None:
             self.quantization.load(reader)
         self.device.seed(self.config.seed + seed_offset(self.config, self.world))
-        begun = states[0] if states else TrainState()
-        self.schedule = engine.Schedule(self.config.optimizer, begun)
-        if reader is None or states is None:
-            return TrainState()
-        state, saved = states
+        state, saved = states or (TrainState(), None)
+        self.schedule = engine.Schedule(self.config.optimizer, state)
+        if reader is None or saved is None:
+            return state
         self._fill_moments(reader, saved.optimizer_steps)
         try:
             generators = saved.rng.get("torch", [])

@@ -20,10 +20,11 @@ from common.launcher.launch import TOOL
 from common.launcher.request import NO_TABLE
 from common.log import show
 from common.study.children import Launch, run_launches
+from common.study.report import describe_departure
 from common.study.results import Measured, State
-from common.study.verdict import OTHER_KERNELS, Departure, Kind, depart, relative_difference
+from common.study.verdict import OTHER_KERNELS, Kind, depart, relative_difference
 from common.training.metrics import read_metrics
-from common.training.recording import RecordRequest
+from common.training.recording import record_request
 from common.yaml_files import read_yaml_mapping
 
 TOLERANCE = 1e-6
@@ -41,22 +42,6 @@ class RecordedRun:
     keys: Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Result of comparing two runs over the steps that both have."""
-
-    steps: Sequence[int]
-    tolerance: float
-    keys: Mapping[str, tuple[Any, Any]]
-    """Keys of the configuration that differ, with both values."""
-    samples: int | None
-    """First step after which the hashes of all samples read so far differ."""
-    largest: Mapping[Kind, tuple[float, int]]
-    """Largest relative difference of losses and of norms, and its step."""
-    departure: Departure | None
-    """First difference beyond the tolerance; ``step`` is that of the run."""
-
-
 def read_run(folder: Path) -> RecordedRun:
     """Read metrics.jsonl and config.yaml of a run folder. Raises ConfigError."""
     file = folder / "metrics.jsonl"
@@ -71,10 +56,12 @@ def read_run(folder: Path) -> RecordedRun:
     return RecordedRun(folder=folder, rows=rows, keys=dict(flatten(tree)))
 
 
-def compare_runs(one: RecordedRun, other: RecordedRun, tolerance: float | None) -> Comparison:
-    """Compare two runs. tolerance: relative; None takes 1e-6, or 1e-4 between two frameworks.
+def compare_runs(one: RecordedRun, other: RecordedRun, tolerance: float | None) -> tuple[list[str], bool, int | None]:
+    """Compare two runs over the steps that both have.
 
-    Raises ConfigError for runs without a common step.
+    tolerance: relative; None takes 1e-6, or 1e-4 between two frameworks. Returns the lines of the result, whether the
+    runs differ beyond the tolerance, and the first step with other samples, loss or norm. Raises ConfigError for runs
+    without a common step.
     """
     steps = sorted(one.rows.keys() & other.rows.keys())
     if not steps:
@@ -83,23 +70,29 @@ def compare_runs(one: RecordedRun, other: RecordedRun, tolerance: float | None) 
     if tolerance is None:
         frameworks = {run.keys.get("backend") for run in (one, other)}
         tolerance = TOLERANCE if len(frameworks) == 1 else OTHER_KERNELS
+    lines = []
+    for key in sorted(one.keys.keys() | other.keys.keys()):
+        before, after = one.keys.get(key), other.keys.get(key)
+        if key.partition(".")[0] not in _OWN and before != after:
+            lines.append(f"{key}: {before} -> {after}")
+    lines.append(f"compared: {len(steps)} steps, {steps[0]} to {steps[-1]}; tolerance {tolerance:g}")
+    hashes = (step for step in steps if one.rows[step].get("sample_hash") != other.rows[step].get("sample_hash"))
+    samples = next(hashes, None)  # the hash is of all samples read so far
+    lines.append(f"samples: {'the same' if samples is None else f'others from step {samples}'}")
     found, expected = (_measured(run, steps) for run in (other, one))
+    for kind, values, others in (
+        (Kind.LOSS, expected.loss, found.loss),
+        (Kind.NORM, expected.gradient_norm, found.gradient_norm),
+    ):
+        sizes = ((relative_difference(a, b), step) for a, b, step in zip(values, others, steps, strict=True))
+        size, step = max((each for each in sizes if math.isfinite(each[0])), default=(math.nan, 0))
+        lines.append(f"{kind}: largest difference {size:.2g}, at step {step}")
     departure = depart(found, expected, tolerance)
     if departure is not None and departure.step:
         departure = replace(departure, step=steps[departure.step - 1])
-    hashes = (step for step in steps if one.rows[step].get("sample_hash") != other.rows[step].get("sample_hash"))
-    keys = {key: (one.keys.get(key), other.keys.get(key)) for key in sorted(one.keys.keys() | other.keys.keys())}
-    return Comparison(
-        steps=steps,
-        tolerance=tolerance,
-        keys={key: (a, b) for key, (a, b) in keys.items() if key.partition(".")[0] not in _OWN and a != b},
-        samples=next(hashes, None),
-        largest={
-            Kind.LOSS: _largest(expected.loss, found.loss, steps),
-            Kind.NORM: _largest(expected.gradient_norm, found.gradient_norm, steps),
-        },
-        departure=departure,
-    )
+    lines.append("the same" if departure is None else f"different: {describe_departure(departure)}")
+    differ = filter(None, (samples, departure.step if departure else None))
+    return lines, departure is not None, min(differ, default=None)
 
 
 def _measured(run: RecordedRun, steps: Sequence[int]) -> Measured:
@@ -115,12 +108,6 @@ def _measured(run: RecordedRun, steps: Sequence[int]) -> Measured:
         gradient_norm=column("grad_norm"),
         sample_hash=run.rows[steps[-1]].get("sample_hash"),
     )
-
-
-def _largest(one: Sequence[float], other: Sequence[float], steps: Sequence[int]) -> tuple[float, int]:
-    """Return the largest difference of finite values, and its step."""
-    differences = [(relative_difference(a, b), step) for a, b, step in zip(one, other, steps, strict=True)]
-    return max((each for each in differences if math.isfinite(each[0])), default=(math.nan, 0))
 
 
 _QUIET = (
@@ -145,7 +132,8 @@ class Side:
     """One of the two runs. given: a run folder, or a configuration to run first.
 
     ranks: None takes those of the run folder, or 1. words: overrides. program: a script that takes
-    the words of run_gpt2.py, in its place.
+    the words of run_gpt2.py, in its place. place: folder of the runs that are started. limit:
+    seconds that each may take.
     """
 
     name: str
@@ -153,60 +141,50 @@ class Side:
     ranks: int | None = None
     words: tuple[str, ...] = ()
     program: Path | None = None
+    place: Path
+    limit: float
 
     @property
     def is_config(self) -> bool:
         return self.given.is_file() and self.given.suffix in (".yaml", ".yml")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workplace:
-    """Folder of the runs, and the seconds that each may take."""
+def make_empty(folder: Path) -> None:
+    """Make the folder of the runs, and remove what an earlier comparison left there.
 
-    folder: Path
-    limit: float
-
-    def prepare(self) -> None:
-        """Make the folder, and remove what an earlier comparison left there.
-
-        Raises ConfigError if it holds anything else.
-        """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            there = {path.name for path in self.folder.iterdir()}
-        except OSError as error:
-            raise ConfigError(
-                f"--output {self.folder}: cannot be used: {error.strerror}; choose another folder"
-            ) from None
-        if unknown := sorted(there.difference(_RESULTS)):
-            raise ConfigError(
-                f"--output {self.folder}: holds {unknown[0]}, which no comparison wrote; choose another folder"
-            )
-        for name in there:
-            self.clear(name)
-
-    def clear(self, *names: str) -> None:
-        """Remove files and folders of this comparison."""
-        for name in names:
-            path = self.folder / name
-            try:
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-            except OSError as error:
-                raise StorageError(f"{path}: cannot be removed: {error.strerror}") from None
+    Raises ConfigError if it holds anything else.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        there = {path.name for path in folder.iterdir()}
+    except OSError as error:
+        raise ConfigError(f"--output {folder}: cannot be used: {error.strerror}; choose another folder") from None
+    if unknown := sorted(there.difference(_RESULTS)):
+        raise ConfigError(f"--output {folder}: holds {unknown[0]}, which no comparison wrote; choose another folder")
+    for name in there:
+        remove(folder / name)
 
 
-def run_config(side: Side, steps: int, place: Workplace) -> Path:
+def remove(path: Path) -> None:
+    """Remove a file or folder of a comparison. Raises StorageError."""
+    try:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be removed: {error.strerror}") from None
+
+
+def run_config(side: Side, steps: int) -> Path:
     """Train the first steps of a configuration. Returns the run folder.
 
     Raises ConfigError and RunError.
     """
-    folder = place.folder / f"run_{side.name}"
-    _train(side, place, folder, steps)
+    folder = side.place / f"run_{side.name}"
+    _train(side, folder, steps)
     return folder
 
 
 def record_step(
-    sides: Sequence[Side], runs: Sequence[RecordedRun], place: Workplace, *, step: int, samples: int, own_weights: bool
+    sides: Sequence[Side], runs: Sequence[RecordedRun], *, step: int, samples: int, own_weights: bool
 ) -> tuple[Path, Path]:
     """Let both runs make one step, on one set of weights or each on its own. Returns the folders of the records.
 
@@ -217,18 +195,17 @@ def record_step(
         common = max(own[0].keys() & own[1].keys(), default=None)
         starts = [each[common] if common is not None else None for each in own]
     else:
-        starts = [_weights_before(step, sides[0], runs[0], place)] * 2
+        starts = [_weights_before(step, sides[0], runs[0])] * 2
     folders = []
     for side, run, start in zip(sides, runs, starts, strict=True):
-        folder = place.folder / f"record_{side.name}"
-        request = RecordRequest(step=step, samples=samples, folder=folder)
+        folder = side.place / f"record_{side.name}"
         keep = ("train.recompute=none", "train.recompute_layers=null")
         words = (*keep, *_IN_PYTHON[run.keys.get("backend") or "torch"])
-        trained = place.folder / f"step_{side.name}"
-        _train(side, place, trained, step, run, start, words, request.variables())
+        trained = side.place / f"step_{side.name}"
+        _train(side, trained, step, run, start, words, record_request(step=step, samples=samples, folder=folder))
         folders.append(folder)
-        place.clear(trained.name)
-    place.clear("before")
+        remove(trained)
+    remove(sides[0].place / "before")
     return folders[0], folders[1]
 
 
@@ -238,7 +215,7 @@ def _checkpoints_before(step: int, run: RecordedRun) -> dict[int, Path]:
     return {at: path for at, path in found.items() if at < step}
 
 
-def _weights_before(step: int, side: Side, run: RecordedRun, place: Workplace) -> Path | None:
+def _weights_before(step: int, side: Side, run: RecordedRun) -> Path | None:
     """Return a run's weights before the step; None for the initial ones.
 
     Where it has no checkpoint there, it trains up to it again.
@@ -248,14 +225,13 @@ def _weights_before(step: int, side: Side, run: RecordedRun, place: Workplace) -
     earlier = _checkpoints_before(step, run)
     if step - 1 in earlier:
         return earlier[step - 1]
-    folder = place.folder / "before"
-    _train(side, place, folder, step - 1, run, next(reversed(earlier.values()), None))
+    folder = side.place / "before"
+    _train(side, folder, step - 1, run, next(reversed(earlier.values()), None))
     return require_checkpoint(folder, f"the weights before step {step}")
 
 
 def _train(
     side: Side,
-    place: Workplace,
     folder: Path,
     steps: int,
     run: RecordedRun | None = None,
@@ -288,7 +264,7 @@ def _train(
         raise StorageError(f"{folder}: cannot be made: {error.strerror}") from None
     show(f"{side.name.upper()}: {side.given} runs in {folder}\n")
     with exiting_at_sigterm():
-        outcome = run_launches([Launch(command=command, environment=environment or {})], folder, place.limit)
+        outcome = run_launches([Launch(command=command, environment=environment or {})], folder, side.limit)
     if outcome.state is not State.FINISHED:
         kind = ConfigError if outcome.code == 2 else RunError
         reason = outcome.reason.replace("(time_limit)", "(--time_limit)")

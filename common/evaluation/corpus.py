@@ -27,16 +27,13 @@ class EvaluationFile:
     """Documents of a file.
 
     texts: those with more than white space, or the whole of a plain text. is_json: whether each
-    item of the file is a text.
+    item of the file is a text. record: its path, SHA-256 and size.
     """
 
     path: Path
     texts: list[str]
     is_json: bool
-    sha256: str
-
-    def record(self) -> dict[str, Any]:
-        return {"file": str(self.path), "sha256": self.sha256, "bytes": self.path.stat().st_size}
+    record: dict[str, Any]
 
 
 def find_evaluation_file(config: EvaluationConfig) -> Path:
@@ -69,7 +66,8 @@ def read_evaluation_file(config: EvaluationConfig) -> EvaluationFile:
         raise DataError(f"evaluation.file={path}: holds nothing but white space; expected text")
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return EvaluationFile(path=path, texts=texts, is_json=corpus.format != "text", sha256=sha256)
+    record = {"file": str(path), "sha256": sha256, "bytes": path.stat().st_size}
+    return EvaluationFile(path=path, texts=texts, is_json=corpus.format != "text", record=record)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,7 @@ def open_text(file: EvaluationFile, tokenizer: Tokenizer, config: Run) -> RowTas
         first = "end-of-text token" if file.is_json else "none: the first token is not scored"
         record = {
             "task": "text",
-            **file.record(),
+            **file.record,
             "documents": len(file.texts),
             "text_bytes": text_bytes,
             "scored_bytes": scored_bytes or None,
@@ -173,7 +173,7 @@ def open_lambada(file: EvaluationFile, tokenizer: Tokenizer, config: Run) -> Row
         count, loss = len(rows), float(scores.losses.mean())
         record = {
             "task": "lambada",
-            **file.record(),
+            **file.record,
             "passages": count,
             "cut_passages": cut,
             "last_word_tokens": sum(row.scored for row in rows),

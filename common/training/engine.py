@@ -41,10 +41,6 @@ class Limits:
     loss: float = math.inf
     grad_norm: float = math.inf
 
-    def exceeded(self, loss: float, grad_norm: float) -> bool:
-        """Return whether a finite value is above its limit. Other values are left to the loss scale."""
-        return math.isfinite(loss) and math.isfinite(grad_norm) and (loss > self.loss or grad_norm > self.grad_norm)
-
 
 NO_LIMITS = Limits()
 
@@ -73,22 +69,19 @@ def record_outlier(state: TrainState, config: LoggingConfig, loss: float, grad_n
     if not config.outlier_deviations:
         state.losses, state.grad_norms = [], []
         return False
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):  # which is left to the loss scale
         return False
     limits = limits_of(state, config)
-    outlier = limits.exceeded(loss, grad_norm)
-    if outlier:
-        values = (("loss", loss, limits.loss), ("gradient norm", grad_norm, limits.grad_norm))
-        found = " and ".join(
-            f"{name} {value:.4g} is above {limit:.4g}" for name, value, limit in values if value > limit
-        )
+    values = (("loss", loss, limits.loss), ("gradient norm", grad_norm, limits.grad_norm))
+    found = " and ".join(f"{name} {value:.4g} is above {limit:.4g}" for name, value, limit in values if value > limit)
+    if found:
         LOG.warning(
             f"step {state.step}: {found}, the mean and {config.outlier_deviations:g} x the"
             f" deviation of {len(state.losses)} steps before" + ("; the update is skipped" if skipped else "")
         )
     state.losses = [*state.losses, loss][-config.outlier_window :]
     state.grad_norms = [*state.grad_norms, grad_norm][-config.outlier_window :]
-    return outlier
+    return bool(found)
 
 
 def _limit(values: list[float], deviations: float) -> float:

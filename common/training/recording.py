@@ -14,8 +14,7 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,18 +42,9 @@ PARTS = ("ln_1", "attn", "ln_2", "mlp")
 R = TypeVar("R", bound="RecorderBase")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordRequest:
-    """Step to record, number of samples whose activations are kept, and folder of the record."""
-
-    step: int
-    samples: int
-    folder: Path
-
-    def variables(self) -> dict[str, str]:
-        """Return the environment that lets a run record."""
-        text = json.dumps({"step": self.step, "samples": self.samples, "folder": str(self.folder.absolute())})
-        return {VARIABLE: text}
+def record_request(*, step: int, samples: int, folder: Path) -> dict[str, str]:
+    """Return the environment that lets a run record a step. samples: number of those whose activations are kept."""
+    return {VARIABLE: json.dumps({"step": step, "samples": samples, "folder": str(folder.absolute())})}
 
 
 def activation_names(layers: int) -> Iterator[str]:
@@ -71,13 +61,14 @@ class RecorderBase(ABC):
     this rank's part of its record.
     """
 
-    def __init__(self, request: RecordRequest, config: Run, topology: Topology, rank: int) -> None:
-        self.step = request.step
-        self._folder, self._config, self._topology = request.folder, config, topology
+    def __init__(self, config: Run, topology: Topology, rank: int, *, step: int, samples: int, folder: str) -> None:
+        """step, samples, folder: see ``record_request``."""
+        self.step = step
+        self._folder, self._config, self._topology = Path(folder), config, topology
         self._rank, self._at = rank, topology.coordinates(rank)
         sizes = config.batch_sizes
-        global_batch = sizes.at(sizes.samples_after(request.step - 1))
-        count = min(request.samples, global_batch)
+        global_batch = sizes.at(sizes.samples_after(step - 1))
+        count = min(samples, global_batch)
         self._samples = [index * global_batch // count for index in range(count)]
         """Places in the global batch, spread evenly, so that each rank has some of them."""
         self._local_batch = global_batch // topology.data
@@ -209,13 +200,7 @@ class RecorderBase(ABC):
                 yield number, sample - first
 
 
-def open_recorder(
-    recorder: Callable[[RecordRequest, Run, Topology, int], R], config: Run, topology: Topology, rank: int
-) -> R | None:
+def open_recorder(recorder: type[R], config: Run, topology: Topology, rank: int) -> R | None:
     """Return the recorder that the environment asks for."""
     text = os.environ.get(VARIABLE)
-    if not text:
-        return None
-    found = parse_json(text)
-    request = RecordRequest(**found | {"folder": Path(found["folder"])})
-    return recorder(request, config, topology, rank)
+    return recorder(config, topology, rank, **parse_json(text)) if text else None

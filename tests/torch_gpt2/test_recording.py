@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from common.compare.step_records import StepReader, compare_records, difference
 from common.errors import DataError
 from common.run_config import load_config
-from common.training.recording import RecordRequest
+from common.training.recording import record_request
 from tests.reference import hugging_face_model, hugging_face_names
 from tests.tiny import tiny_run, train_here
 from torch_gpt2 import engine as engine_module
@@ -30,9 +30,8 @@ def record(corpus_prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def run(name: str, samples: int = 8, **changes: Any) -> Path:
         usual: dict[str, Any] = {"model__num_layers": LAYERS, "model__hidden_size": 16, "model__num_heads": 2}
         usual |= {"train__max_steps": 1, "optimizer": {"learning_rate": 0.01, "decay_steps": 20}}
-        request = RecordRequest(step=1, samples=samples, folder=tmp_path / name)
         with monkeypatch.context() as patched:
-            for key, value in request.variables().items():
+            for key, value in record_request(step=1, samples=samples, folder=tmp_path / name).items():
                 patched.setenv(key, value)
             train_here(tiny_run(tmp_path / f"run_{name}", corpus_prefix, **(usual | changes)))
         return tmp_path / name
