@@ -65,46 +65,41 @@ _ADDRESS = re.compile(
 )
 
 
-class Cleaner:
-    """Removal of secrets, and of addresses unless they are wanted.
+def clean(text: str, names: dict[str, str] | None) -> str:
+    """Return a text without secrets, and without addresses unless ``names`` is None.
 
-    An address gets the same name everywhere, so that tables and logs still fit together.
+    names: name of each address, to which new ones are added. With one for all texts, tables and logs still fit
+    together.
     """
+    text = "\n".join(map(_clean_line, text.split("\n")))
+    if names is None:
+        return text
+    host = socket.gethostname()
+    if len(host) > 3 and host != "localhost":
+        text = re.sub(rf"\b{re.escape(host)}\b", "this-host", text)
+    return _ADDRESS.sub(lambda found: _name(found[0], names), text)
 
-    def __init__(self, *, with_addresses: bool = False) -> None:
-        self.with_addresses = with_addresses
-        self._names: dict[str, str] = {}
-        self._host = socket.gethostname()
 
-    def clean(self, text: str) -> str:
-        text = "\n".join(map(self._clean_line, text.split("\n")))
-        if self.with_addresses:
-            return text
-        if len(self._host) > 3 and self._host != "localhost":
-            text = re.sub(rf"\b{re.escape(self._host)}\b", "this-host", text)
-        return _ADDRESS.sub(lambda found: self._name(found[0]), text)
+def _clean_line(line: str) -> str:
+    if found := _WHOLE_LINE.match(line):
+        start, name, between, value = found.groups()
+        if _is_hidden(name, value):
+            return f"{start}{name}{between}{_HIDDEN}"
+    for pattern in (_PAIR, _OPTION):
+        line = pattern.sub(_without_value, line)
+    line = _USER_IN_URL.sub(rf"\1{_HIDDEN}@", _KEYS.sub(_HIDDEN, line))
+    line = _AFTER_SCHEME.sub(rf"\1 {_HIDDEN}", _USER_WITHOUT_SCHEME.sub(f"{_HIDDEN}@", line))
+    return _IN_QUERY.sub(lambda found: f"{found[1]}{found[2]}={_HIDDEN}" if _is_secret(found[2]) else found[0], line)
 
-    def _clean_line(self, line: str) -> str:
-        if found := _WHOLE_LINE.match(line):
-            start, name, between, value = found.groups()
-            if _is_hidden(name, value):
-                return f"{start}{name}{between}{_HIDDEN}"
-        for pattern in (_PAIR, _OPTION):
-            line = pattern.sub(_without_value, line)
-        line = _USER_IN_URL.sub(rf"\1{_HIDDEN}@", _KEYS.sub(_HIDDEN, line))
-        line = _AFTER_SCHEME.sub(rf"\1 {_HIDDEN}", _USER_WITHOUT_SCHEME.sub(f"{_HIDDEN}@", line))
-        return _IN_QUERY.sub(
-            lambda found: f"{found[1]}{found[2]}={_HIDDEN}" if _is_secret(found[2]) else found[0], line
-        )
 
-    def _name(self, text: str) -> str:
-        try:
-            address = ip_address(text)
-        except ValueError:  # a time, a version
-            return text
-        if address.is_loopback or address.is_unspecified:
-            return text
-        return self._names.setdefault(str(address), f"address-{len(self._names) + 1}")
+def _name(text: str, names: dict[str, str]) -> str:
+    try:
+        address = ip_address(text)
+    except ValueError:  # a time, a version
+        return text
+    if address.is_loopback or address.is_unspecified:
+        return text
+    return names.setdefault(str(address), f"address-{len(names) + 1}")
 
 
 def _is_secret(name: str) -> bool:
@@ -136,16 +131,17 @@ def write_bundle(
         raise ConfigError(f"--bundle {target}: expected a name that ends with .tar.gz")
     if not run.is_dir():
         raise ConfigError(f"--output_dir {run}: no such folder; give the folder of the run")
-    cleaner, notes, left = Cleaner(with_addresses=with_addresses), list[str](), MAX_BYTES
+    names: dict[str, str] | None = None if with_addresses else {}
+    notes, left = list[str](), MAX_BYTES
     with atomic_write(target) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
         for name, text in _texts(run, table, environ, notes):
-            data = cleaner.clean(text).encode()
+            data = clean(text, names).encode()
             if len(data) > left:
                 notes.append(f"{name}: left out, the archive is full")
                 continue
             left -= len(data)
             _add(archive, name, data)
-        _add(archive, "left_out.txt", cleaner.clean("\n".join(notes) + "\n").encode())
+        _add(archive, "left_out.txt", clean("\n".join(notes) + "\n", names).encode())
     return notes
 
 
