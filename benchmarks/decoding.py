@@ -8,7 +8,6 @@ prompt's pass included, after turns to warm up. Greedy tokens in float32 must be
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import sys
 import tempfile
@@ -25,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.measure import Answer, Row, answer_turns, compared, initial_weights, table, take_turns
+from common.device import peak_resident_bytes
 from common.errors import RunError
 
 CONFIG = ROOT / "configs" / "gpt2" / "run_gpt2_124m.yaml"
@@ -201,7 +201,7 @@ def work(task: Task) -> None:
         tokens = call()
         found = {"seconds": time.perf_counter() - start, "processor": time.process_time() - used, "tokens": tokens}
         if task.device == "cpu":
-            return found | {"memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+            return found | {"memory": peak_resident_bytes()}
         import torch
 
         return found | {"memory": torch.cuda.max_memory_allocated()}

@@ -127,11 +127,6 @@ class Figure:
     def counts(self) -> bool:
         return self.row["basis"] != "left out"
 
-    @property
-    def is_test(self) -> bool:
-        """Whether the row belongs to the half to which no factor was fitted."""
-        return self.row["half"] == "test"
-
 
 def widened(config: Run, stage: Memory) -> int:
     """Return the bytes that nvidia-smi shows beyond the peak of a step of DeepSpeed's ZeRO.
@@ -234,7 +229,7 @@ def report(figures: Iterable[Figure]) -> list[str]:
     figures = [each for each in figures if each.counts]
     times = [each for each in figures if not each.is_memory]
     named = [("all times", each) for each in times]
-    named += [("the half not fitted" if each.is_test else "the half fitted", each) for each in times]
+    named += [("the half not fitted" if each.row["half"] == "test" else "the half fitted", each) for each in times]
     named += [(each.device.family, each) for each in sorted(times, key=lambda each: each.device.family)]
     named += [(f"{each.row['source']}, {each.device.family}", each) for each in times]
     named += [(f"memory: {each.row['source']}", each) for each in figures if each.is_memory]

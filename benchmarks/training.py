@@ -14,11 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-
 from benchmarks.measure import Row
 from common.dataset.indexed import IndexedWriter
 from common.errors import ConfigError, RunError
+from common.paths import ROOT
 from common.study.report import size, speed
 from common.study.results import Study, read_study
 from common.study.statistics import Summary, compare, noise_of

@@ -241,10 +241,6 @@ def _check_data(entries: Sequence[str | float] | None) -> None:
         require_data(prefix)
 
 
-_ENTRIES = {"train": "train", "finetune": "train", "eval": "evaluate", "export": "export"}
-"""Run mode -> module of a backend, with a function of that name."""
-
-
 def begin(process: Process, remarks: Iterable[str]) -> None:
     """Start the log of a process, in which rank 0 says what is left out of its arguments."""
     start_log(rank=process.rank)
@@ -274,7 +270,8 @@ def run_backend(run_mode: str, config: RunConfig, process: Process) -> None:
         run_program(run_mode, run, inputs.program, inputs.corpus, inputs.tokenizer)
         return
     work = {"predict": continue_prompts, "serve": serve_completions}.get(run_mode)
-    name = "predict" if work else _ENTRIES[run_mode]
+    # the module of a backend, with a function of that name
+    name = "predict" if work else {"finetune": "train", "eval": "evaluate"}.get(run_mode, run_mode)
     with ending_at_interrupts():
         import_backend(run.backend)
         module = importlib.import_module(f"{PACKAGES[run.backend]}.{name}")

@@ -105,11 +105,6 @@ with value and expected range of each.
 """
 
 
-def row_of(name: str, check: Check, state: str, reason: str, **found: Any) -> Row:
-    blank = {"seconds": 0.0, "figures": {}, "commands": []}
-    return {"name": name, "asks": check.asks, "state": state, "reason": reason, **blank, **found}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Device, framework and folder of a run. device: name, count and bytes of memory."""
@@ -148,7 +143,7 @@ class Place:
 
 
 def run_check(name: str, check: Check, place: Place, left: float) -> Row:
-    """Run the commands of a check for at most ``left`` seconds, and judge its figures."""
+    """Run the commands of a check for at most ``left`` seconds, and judge its figures. Returns that part of its row."""
     from common.study.children import LAUNCHER_LOG, Launch, run_launches
     from common.study.results import State
 
@@ -171,15 +166,13 @@ def run_check(name: str, check: Check, place: Place, left: float) -> Row:
         shutil.rmtree(folder)
     figures, wrong, slow = judge_figures(check.figures, text, here)
     state = FAILED if reason or wrong else SLOW if slow else PASSED
-    return row_of(
-        name,
-        check,
-        LEFT_OUT if reason == NO_TIME else state,
-        reason or "; ".join(wrong + slow),
-        seconds=round(time.monotonic() - start, 1),
-        figures=figures,
-        commands=list(check.run),
-    )
+    return {
+        "state": LEFT_OUT if reason == NO_TIME else state,
+        "reason": reason or "; ".join(wrong + slow),
+        "seconds": round(time.monotonic() - start, 1),
+        "figures": figures,
+        "commands": list(check.run),
+    }
 
 
 def judge_figures(
@@ -281,11 +274,12 @@ def run_all(arguments: Request, kind: str) -> int:
     try:
         for name in arguments.only or again:
             check, left = checks[name], arguments.budget - (time.monotonic() - start)
-            if reason := place.lack(check) or (NO_TIME if left <= 0 else ""):
-                row = row_of(name, check, LEFT_OUT, reason)
-            else:
+            row: Row = {"name": name, "asks": check.asks, "state": LEFT_OUT}
+            row["reason"] = place.lack(check) or (NO_TIME if left <= 0 else "")
+            row |= {"seconds": 0.0, "figures": {}, "commands": []}
+            if not row["reason"]:
                 print(f"{name}: {check.asks} ...", flush=True)
-                row = run_check(name, check, place, left)
+                row |= run_check(name, check, place, left)
             with (out / ROWS).open("a") as file:
                 file.write(json.dumps(row) + "\n")
             rows[name] = row

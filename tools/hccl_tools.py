@@ -41,7 +41,9 @@ class Request:
     visible_devices: str | None = flag(
         "N,...: physical number of logical device 0, 1, ... (default: 0 to device_num_per_node - 1)"
     )
-    device_num_per_node: int = flag("N: devices of this machine", default=8, type=whole_numbers.argument())
+    device_num_per_node: int = flag(
+        "N: devices of this machine", default=8, type=whole_numbers.argument(1, MAX_DEVICES)
+    )
     server_ip: str | None = flag("IP: address of this machine for the others (default: that of its host name)")
     hccn_conf: Path | None = flag("FILE: read addresses only from FILE (default: ask hccn_tool, else /etc/hccn.conf)")
     output_dir: Path = flag("DIR: folder for the table (default: the current one)", default=Path())
@@ -67,8 +69,6 @@ def main(request: Request) -> None:
 
 def generate(arguments: Request) -> None:
     per_node = arguments.device_num_per_node
-    if not 1 <= per_node <= MAX_DEVICES:
-        raise DataError(f"--device_num_per_node {per_node}: expected 1 to {MAX_DEVICES}")
     logical = parse_range(arguments.device_num, "--device_num", "--device_num '[0,3)' --visible_devices")
     if logical[-1] >= per_node:  # before anything lists them
         raise DataError(

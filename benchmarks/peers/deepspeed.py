@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.frame import Peer, main
+from common.interrupts import end_process
 from torch_gpt2.deepspeed.engine import open_deepspeed
 
 
@@ -55,6 +56,4 @@ class DeepSpeed(Peer):
 
 
 if __name__ == "__main__":
-    from common.interrupts import end_process
-
     end_process(main(DeepSpeed))

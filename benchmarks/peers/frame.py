@@ -5,7 +5,6 @@ step's time and memory are measured in one way. Only the step is the peer's.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import sys
@@ -28,6 +27,7 @@ from common.errors import ConfigError, GPT2Error, report
 from common.log import start_log
 from common.parallel.run import Run
 from common.parallel.updates import learning_rate
+from common.paths import require_package
 from common.processes.heartbeat import start_heartbeat
 from common.run_config import load_config
 from common.systems.hugging_face.weights import NAME_MAPS, write_config
@@ -172,11 +172,7 @@ def refuse(config: Run, peer: type[Peer]) -> None:
     """Raise ConfigError for what the peer has not."""
     parallel, precision = config.parallel, config.precision
     for package in peer.packages:
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"peer {peer.name}: the package {package} is not installed; pip install {package},"
-                " or this project with its extra peers"
-            )
+        require_package(package, extra="peers", purpose=f"which the peer {peer.name} needs")
     wrong = {
         f"backend={config.backend}": config.backend != "torch",
         f"engine={config.engine}": config.engine != "native",

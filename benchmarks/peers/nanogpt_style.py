@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers.frame import Peer, main
+from common.interrupts import end_process
 
 
 class NanoGPTStyle(Peer):
@@ -46,6 +47,4 @@ class NanoGPTStyle(Peer):
 
 
 if __name__ == "__main__":
-    from common.interrupts import end_process
-
     end_process(main(NanoGPTStyle))

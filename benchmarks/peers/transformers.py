@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.frame import Peer, main
+from common.interrupts import end_process
 
 
 class TransformersTrainer(Peer):
@@ -62,6 +63,4 @@ class TransformersTrainer(Peer):
 
 
 if __name__ == "__main__":
-    from common.interrupts import end_process
-
     end_process(main(TransformersTrainer))

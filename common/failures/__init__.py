@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -63,38 +63,30 @@ class KnownError:
     name: str
     kind: Kind
     codes: tuple[str, ...]
-    messages: tuple[str, ...]
+    patterns: Sequence[tuple[str, re.Pattern[str]]]
+    """Text that a match must contain (empty: any), and the expression, of each code and message."""
     meaning: Mapping[Language, str]
     steps: Mapping[Language, Sequence[str]]
     sources: tuple[str, ...]
-
-    @cached_property
-    def _patterns(self) -> list[tuple[str, re.Pattern[str]]]:
-        """Text that a match must contain (empty: any), and the expression."""
-        before = {True: _AFTER, False: r"\b"}
-        codes = [(code, re.compile(rf"{before[code.isdigit()]}{code}(?![A-Za-z0-9])")) for code in self.codes]
-        return [*codes, *(("", re.compile(message)) for message in self.messages)]
-
-    def find(self, text: str) -> tuple[int, str] | None:
-        """Return the offset of the first match and its code or the error's name, else None."""
-        found = [
-            (match.start(), needle or self.name)
-            for needle, pattern in self._patterns
-            if needle in text and (match := pattern.search(text))
-        ]
-        return min(found, default=None)
 
 
 @lru_cache(maxsize=1)
 def known_errors() -> tuple[KnownError, ...]:
     """Return all known errors in the order of the file, which is read when it is first needed."""
     tree = read_yaml_mapping(Path(__file__).with_name("error_codes.yaml"))
+    before = {True: _AFTER, False: r"\b"}
     return tuple(
         KnownError(
             name=name,
             kind=Kind[entry["kind"].upper()],
             codes=tuple(entry.get("codes", ())),
-            messages=tuple(entry.get("match", ())),
+            patterns=[
+                *(
+                    (code, re.compile(f"{before[code.isdigit()]}{code}(?![A-Za-z0-9])"))
+                    for code in entry.get("codes", ())
+                ),
+                *(("", re.compile(message)) for message in entry.get("match", ())),
+            ],
             meaning={"en": entry["en"], "zh": entry["zh"]},
             steps=tree["guides"][entry["guide"]],
             sources=tuple(entry["source"]),
@@ -128,9 +120,14 @@ def find_errors(text: str, path: Path) -> list[Found]:
     """
     found: list[tuple[Kind, int, Found]] = []
     for error in known_errors():
-        if (match := error.find(text)) is None:
+        matches = [
+            (match.start(), needle or error.name)
+            for needle, pattern in error.patterns
+            if needle in text and (match := pattern.search(text))
+        ]
+        if not matches:
             continue
-        offset, code = match
+        offset, code = min(matches)
         start = text.rfind("\n", 0, offset) + 1
         line = text[start : text.find("\n", offset) % (len(text) + 1)].strip()
         shown = line if len(line) <= _LINE else text[offset : offset + _LINE].partition("\n")[0]

@@ -102,7 +102,7 @@ def test_programs_of_two_ranks(peer, package, words, tmp_path, corpus_prefix) ->
     ]
     codes, texts = end_ranks(processes, seconds=240)
     if not is_there:
-        assert codes == [2] and f"the package {package} is not installed" in texts[0]
+        assert codes == [2] and f"the package {package}, which the peer {peer} needs, is not installed" in texts[0]
         return
     assert codes == [0, 0], "\n".join(texts)
     assert run_gpt2(words_of(path, tmp_path / "ours")) == 0

@@ -34,7 +34,7 @@ def test_texts_are_in_their_language_and_codes_name_one_error() -> None:
     for error in errors:
         assert all(HAN.search(text) for text in (error.meaning["zh"], *error.steps["zh"]))
         assert not any(HAN.search(text) for text in (error.meaning["en"], *error.steps["en"]))
-        assert error.codes or error.messages
+        assert error.patterns
         assert len(error.steps["zh"]) == len(error.steps["en"]) == 3
         assert error.sources
         assert all(re.match(r"https://\S+$|docs/\S+$", each) for each in error.sources)
