@@ -75,7 +75,7 @@ class Decoder(Protocol):
         sequence at its last position may be given any token.
         """
 
-    def reorder(self, parents: Sequence[int]) -> None:
+    def reorder(self, parents: list[int]) -> None:
         """Put into row i the sequence that row ``parents[i]`` remembers."""
 
 
@@ -253,12 +253,9 @@ class ExportedDecoder:
         self._ids = new if self._model.has_cache else np.concatenate([self._ids, new], 1)
         return self._model.run(self._ids, self._mask, self._positions())[:, -1]
 
-    def reorder(self, parents: Sequence[int]) -> None:
-        rows = list(parents)
-        if rows == list(range(len(rows))):
-            return
-        self._mask, self._ids = self._mask[rows], self._ids[rows]
-        self._model.reorder(rows)
+    def reorder(self, parents: list[int]) -> None:
+        self._mask, self._ids = self._mask[parents], self._ids[parents]
+        self._model.reorder(parents)
 
     def _positions(self) -> NDArray[np.int64]:
         """Return the place of each new token in its own sequence; that of padding is 0."""
