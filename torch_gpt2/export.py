@@ -136,9 +136,6 @@ class ProgramModel:
         self._model = model
         self._kept: tuple[Tensor, ...] = ()
 
-    def forget(self) -> None:
-        self._kept = ()
-
     def reorder(self, rows: list[int]) -> None:
         self._kept = tuple(kept[rows] for kept in self._kept)
 
@@ -148,8 +145,9 @@ class ProgramModel:
         new = (mask * (mask.cumsum(1) <= self._model.max_positions))[:, -ids.shape[1] :]
         inputs = torch.from_numpy(np.ascontiguousarray(ids)), torch.from_numpy(new)
         if self.has_cache:
-            past = self._kept or _past(self._model, len(ids), 0)
-            logits, self._kept = self._program(*inputs, past)
+            if mask.shape == ids.shape:  # new sequences begin
+                self._kept = _past(self._model, len(ids), 0)
+            logits, self._kept = self._program(*inputs, self._kept)
         else:
             logits = self._program(*inputs)
         found: NDArray[np.float32] = logits.numpy()

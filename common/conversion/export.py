@@ -98,7 +98,6 @@ def compare(
 
 def _logits(model: ExportedModel, ids: NDArray[np.int64], bounds: Sequence[int]) -> NDArray[np.float32]:
     """Return the logits of all tokens. Those between two of ``bounds`` are computed at once."""
-    model.forget()
     parts = []
     for first, last in pairwise(bounds):
         positions = np.broadcast_to(np.arange(first, last), (len(ids), last - first))
@@ -109,7 +108,6 @@ def _logits(model: ExportedModel, ids: NDArray[np.int64], bounds: Sequence[int])
 
 def _padded(model: ExportedModel, ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Return the logits of the first tokens of each row, and where they stand. Row lengths differ."""
-    model.forget()
     rows, length = ids.shape
     lengths = [max(1, length - row * (length // rows)) for row in range(rows)]
     padded, mask, positions = (np.zeros_like(ids) for _ in range(3))

@@ -215,16 +215,13 @@ class ExportedModel(Protocol):
 
     @property
     def has_cache(self) -> bool: ...
-    def forget(self) -> None:
-        """Forget the sequences, so that new ones can begin."""
-
     def reorder(self, rows: list[int]) -> None:
         """Put into row i the sequence that row ``rows[i]`` remembers."""
 
     def run(self, ids: NDArray[np.int64], mask: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
         """Add tokens (B, T) to what is remembered; return logits (B, T, vocab_size).
 
-        mask: (B, all tokens so far), 0 for padding. positions: (B, T).
+        mask: (B, all tokens so far), 0 for padding; as wide as ``ids`` where new sequences begin. positions: (B, T).
         """
 
 
@@ -244,7 +241,6 @@ class ExportedDecoder:
         for row, prompt in enumerate(prompts):
             self._ids[row, longest - len(prompt) :] = prompt
             self._mask[row, longest - len(prompt) :] = 1
-        self._model.forget()
         return self._model.run(self._ids, self._mask, self._positions())[:, -1]
 
     def step(self, tokens: Sequence[int]) -> NDArray[np.float32]:

@@ -36,7 +36,6 @@ def program_runner(model: ExportedModel, positions: int, slots: Callable[[int], 
     """Return the runner of a program that computes logits. positions: those of the model."""
 
     def logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        model.forget()
         return model.run(ids, np.ones_like(ids), np.arange(ids.shape[1])[None])
 
     return Runner(

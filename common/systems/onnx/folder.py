@@ -93,7 +93,7 @@ class OnnxModel:
 
     @property
     def cache(self) -> Cache:
-        """Keys and values of the tokens so far. May be set; an empty one begins a new text."""
+        """Keys and values of the tokens so far. May be set."""
         return [kept.numpy() for kept in self._kept]
 
     @cache.setter
@@ -102,17 +102,13 @@ class OnnxModel:
 
         self._kept = [OrtValue.ortvalue_from_numpy(np.ascontiguousarray(each)) for each in arrays]
 
-    def forget(self) -> None:
-        """Begin with new sequences."""
-        self._kept = []
-
     def reorder(self, rows: list[int]) -> None:
         """Give row i the keys and values of row ``rows[i]``."""
         self.cache = [array[rows] for array in self.cache]
 
     def run(self, ids: NDArray[np.int64], mask: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
         """Add tokens (B, T) to the cache and return logits (B, T, vocab_size). mask: (B, all tokens
-        so far), 0 for padding. positions: (B, T).
+        so far), 0 for padding; as wide as ``ids`` where new sequences begin. positions: (B, T).
         """
         from onnxruntime import OrtValue
 
@@ -122,7 +118,7 @@ class OnnxModel:
                 ("input_ids", ids), ("attention_mask", mask), ("position_ids", positions),
             )
         }  # fmt: skip
-        if self._pasts and not self._kept:
+        if self._pasts and mask.shape == ids.shape:  # new sequences begin
             shapes = ((len(ids), heads, 0, size) for _, heads, _, size in self._pasts.values())
             self.cache = [np.zeros(shape, np.float32) for shape in shapes]
         feed |= dict(zip(self._pasts, self._kept, strict=True))
