@@ -140,7 +140,7 @@ class ProgramModel:
         self._kept = tuple(kept[rows] for kept in self._kept)
 
     @torch.inference_mode()
-    def run(self, ids: NDArray[np.int64], mask: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
+    def run(self, ids: NDArray[np.int64], mask: NDArray[np.int64]) -> NDArray[np.float32]:
         # A sequence ends at the last position. Further tokens for it are padding.
         new = (mask * (mask.cumsum(1) <= self._model.max_positions))[:, -ids.shape[1] :]
         inputs = torch.from_numpy(np.ascontiguousarray(ids)), torch.from_numpy(new)
@@ -160,12 +160,12 @@ def open_program(source: Source, config: Run) -> Runner:
     if config.runtime.threads is not None:
         torch.set_num_threads(config.runtime.threads)
     model = ProgramModel(source.folder / FILE, source.model)
-    return program_runner(model, source.model.max_positions)
+    return program_runner(model)
 
 
 def logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return the logits of a folder with a program for ids (B, T)."""
-    return ProgramModel(folder / FILE, model).run(ids, np.ones_like(ids), np.zeros_like(ids))
+    return ProgramModel(folder / FILE, model).run(ids, np.ones_like(ids))
 
 
 class _Target(io.BufferedWriter):
