@@ -46,15 +46,13 @@ class Server:
         self.model, self.tokenizer, serve = model, tokenizer, self.config.serve
         slots = Slots(model, select_device("cpu"), serve.slots)
         self.engine = Engine(slots, queue_limit=serve.max_waiting)
-        service = CompletionService(self.engine, tokenizer, self.config)
         listener = listen(serve)
         self.port: int = listener.getsockname()[1]
         listener.listen()
-        self.server = http_server(App(service, serve, key), serve)
+        self.server = http_server(App(CompletionService(self.engine, tokenizer, self.config), serve, key), serve)
         self.http = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
         self.stopping = threading.Event()
-        goes_on = (lambda: not self.stopping.is_set(),)
-        self.work = threading.Thread(target=self.engine.run, args=goes_on, daemon=True)
+        self.work = threading.Thread(target=self.engine.run, args=(lambda: not self.stopping.is_set(),), daemon=True)
 
     def __enter__(self) -> "Server":
         self.http.start()
