@@ -88,8 +88,7 @@ def onnx(task: Task, prompts: Any) -> Turn:
     from common.systems.onnx.folder import GRAPH_FILE, OnnxModel
 
     file, positions = Path(task.folder) / task.system / GRAPH_FILE, resolve(task).model.max_positions
-    model = OnnxModel(file, positions, task.threads or 1)
-    return generated(ExportedDecoder(model, len(prompts)), prompts, task)
+    return generated(ExportedDecoder(OnnxModel(file, positions, task.threads or 1), len(prompts)), prompts, task)
 
 
 def llama_cpp(task: Task, prompts: Any) -> Turn:

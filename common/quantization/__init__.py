@@ -153,12 +153,14 @@ _ROWS = 4096
 """Rows quantized at once, so that a large table needs little memory."""
 
 
-def trained_scheme(where: Path, config: QuantizationConfig, num_layers: int, scales: ActivationScales) -> Scheme:
-    """Return the scheme of a checkpoint that was trained with ``config``, at ``where``.
+def trained_scheme(where: Path, config: QuantizationConfig, num_layers: int, state: Mapping[str, Any]) -> Scheme:
+    """Return the scheme of a checkpoint that was trained with ``config``, at ``where``. state: of ``ActivationScales``.
 
     Inputs of one micro batch that shared a scale get one for each token. Raises ConfigError for
     settings that 8-bit integers cannot compute, and CheckpointError if there are no scales yet.
     """
+    scales = ActivationScales(quantized_layers(config, num_layers), config)
+    scales.load(state)
     if config.activations == "none" or config.activation_bits != _BITS:
         raise ConfigError(
             f"{where}: was trained with quantization.activations={config.activations} and"
@@ -182,7 +184,7 @@ def trained_scheme(where: Path, config: QuantizationConfig, num_layers: int, sca
             bits=config.weight_bits,
             input_scale=float(scales.scale(layer)) if has_fixed else None,
         )
-        for layer in quantized_layers(config, num_layers)
+        for layer in scales.layers
     }
 
 
