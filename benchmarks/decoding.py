@@ -87,8 +87,8 @@ def onnx(task: Task, prompts: Any) -> Turn:
     from common.generation.generate import ExportedDecoder
     from common.systems.onnx.folder import GRAPH_FILE, OnnxModel
 
-    model = OnnxModel(Path(task.folder) / task.system / GRAPH_FILE, task.threads or 1)
-    return generated(ExportedDecoder(model, resolve(task).model.max_positions, len(prompts)), prompts, task)
+    file, positions = Path(task.folder) / task.system / GRAPH_FILE, resolve(task).model.max_positions
+    return generated(ExportedDecoder(OnnxModel(file, positions, task.threads or 1), len(prompts)), prompts, task)
 
 
 def llama_cpp(task: Task, prompts: Any) -> Turn:

@@ -79,11 +79,9 @@ class Decoder:
         self._positions = np.minimum(self._positions + 1, self._last)
         return self._slots.step(range(len(tokens)), tokens, self._positions.tolist())
 
-    def reorder(self, parents: Sequence[int]) -> None:
-        if list(parents) == list(range(len(parents))):
-            return
+    def reorder(self, parents: list[int]) -> None:
         self._slots.gather(range(len(parents)), parents)
-        self._positions = self._positions[list(parents)]
+        self._positions = self._positions[parents]
 
 
 def make_decoder(model: GPT2, device: MindSporeDevice, rows: int) -> Decoder:

@@ -136,20 +136,18 @@ class ProgramModel:
         self._model = model
         self._kept: tuple[Tensor, ...] = ()
 
-    def forget(self) -> None:
-        self._kept = ()
-
     def reorder(self, rows: list[int]) -> None:
         self._kept = tuple(kept[rows] for kept in self._kept)
 
     @torch.inference_mode()
-    def run(self, ids: NDArray[np.int64], mask: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
+    def run(self, ids: NDArray[np.int64], mask: NDArray[np.int64]) -> NDArray[np.float32]:
         # A sequence ends at the last position. Further tokens for it are padding.
         new = (mask * (mask.cumsum(1) <= self._model.max_positions))[:, -ids.shape[1] :]
         inputs = torch.from_numpy(np.ascontiguousarray(ids)), torch.from_numpy(new)
         if self.has_cache:
-            past = self._kept or _past(self._model, len(ids), 0)
-            logits, self._kept = self._program(*inputs, past)
+            if mask.shape == ids.shape:  # new sequences begin
+                self._kept = _past(self._model, len(ids), 0)
+            logits, self._kept = self._program(*inputs, self._kept)
         else:
             logits = self._program(*inputs)
         found: NDArray[np.float32] = logits.numpy()
@@ -162,12 +160,12 @@ def open_program(source: Source, config: Run) -> Runner:
     if config.runtime.threads is not None:
         torch.set_num_threads(config.runtime.threads)
     model = ProgramModel(source.folder / FILE, source.model)
-    return program_runner(model, source.model.max_positions)
+    return program_runner(model)
 
 
 def logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return the logits of a folder with a program for ids (B, T)."""
-    return ProgramModel(folder / FILE, model).run(ids, np.ones_like(ids), np.zeros_like(ids))
+    return ProgramModel(folder / FILE, model).run(ids, np.ones_like(ids))
 
 
 class _Target(io.BufferedWriter):

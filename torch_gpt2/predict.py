@@ -84,9 +84,7 @@ class Decoder:
         return (self._step or self._layers.step)(range(len(tokens)), tokens, lengths)
 
     @torch.inference_mode()
-    def reorder(self, parents: Sequence[int]) -> None:
-        if list(parents) == list(range(len(parents))):
-            return
+    def reorder(self, parents: list[int]) -> None:
         rows = self._device.send(torch.tensor(parents))
         for layer in self._layers.blocks:
             if self._step is None:

@@ -22,7 +22,7 @@ from common.config.schema import QuantizationConfig
 from common.errors import CheckpointError
 from common.parallel.run import Run
 from common.parallel.world import WorldBase
-from common.quantization import ActivationScales, quantized_layers, trained_scheme
+from common.quantization import trained_scheme
 from common.tensor_files.safetensors_file import Tensors
 from common.weights.names import EMBEDDING
 from common.weights.pieces import Array, QuantizedReader, Scheme, TensorSlice, open_parameters
@@ -150,6 +150,4 @@ def scheme_of(folder: Path, manifest: Mapping[str, Any]) -> Scheme | None:
         blocks = config["model"]["num_layers"]
     except (KeyError, TypeError, ValidationError) as error:
         raise CheckpointError(f"{folder / MANIFEST}: broken manifest ({error!r}); use another checkpoint") from None
-    scales = ActivationScales(quantized_layers(settings, blocks), settings)
-    scales.load(manifest["engine"].get("quantization", {}))
-    return trained_scheme(folder, settings, blocks, scales)
+    return trained_scheme(folder, settings, blocks, manifest["engine"].get("quantization", {}))

@@ -74,26 +74,21 @@ def _cases(
 
 def _logits(model: ExportedModel, ids: NDArray[np.int64], bounds: Sequence[int]) -> NDArray[np.float32]:
     """Return the logits of all tokens. Those between two of ``bounds`` are computed at once."""
-    model.forget()
     parts = []
     for first, last in pairwise(bounds):
-        positions = np.broadcast_to(np.arange(first, last), (len(ids), last - first))
-        mask = np.ones((len(ids), last), np.int64)
-        parts.append(model.run(ids[:, first:last], mask, positions))
+        parts.append(model.run(ids[:, first:last], np.ones((len(ids), last), np.int64)))
     return np.concatenate(parts, 1)
 
 
 def _padded(model: ExportedModel, ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Return the logits of the first tokens of each row, and where they stand. Row lengths differ."""
-    model.forget()
     rows, length = ids.shape
     lengths = [max(1, length - row * (length // rows)) for row in range(rows)]
-    padded, mask, positions = (np.zeros_like(ids) for _ in range(3))
+    padded, mask = np.zeros_like(ids), np.zeros_like(ids)
     for row, own in enumerate(lengths):
         padded[row, length - own :] = ids[row, :own]
         mask[row, length - own :] = 1
-        positions[row, length - own :] = np.arange(own)
-    logits = model.run(padded, mask, positions)
+    logits = model.run(padded, mask)
     found, there = np.zeros_like(logits), np.zeros(ids.shape, bool)
     for row, own in enumerate(lengths):
         found[row, :own], there[row, :own] = logits[row, length - own :], True
@@ -127,7 +122,7 @@ PROGRAMS = {
         write=lambda folder, weights, config: write_onnx(
             folder, weights, config.export.weights, cache=config.export.cache
         ),
-        open=lambda folder, _: OnnxModel(folder / GRAPH_FILE),
+        open=lambda folder, model: OnnxModel(folder / GRAPH_FILE, model.max_positions),
         packages=("onnx", "onnxruntime"),
     ),
     "gguf": ProgramFormat(

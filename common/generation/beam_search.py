@@ -39,7 +39,8 @@ def search_beams(
     beams = rules.settings.num_beams
     at_once = max(1, decoder.rows // beams)
     for first in range(0, len(prompts), at_once):
-        batch = [_Search(prompt, rules, read) for prompt in prompts[first:][:at_once]]
+        batch = [_Search(prompt, rules, read, row * beams) for row, prompt in enumerate(prompts[first:][:at_once])]
+        groups = [group for search in batch for group in search.groups]
         rows = [search.prompt.ids for search in batch for _ in range(beams)]
         logits = decoder.start(rows, max(search.prompt.new_tokens for search in batch))
         while True:
@@ -50,10 +51,11 @@ def search_beams(
             if all(search.is_done for search in batch):
                 break
             beat(first, "generating")
-            decoder.reorder(
-                [number * beams + parent for number, search in enumerate(batch) for parent in search.parents]
-            )
-            logits = decoder.step([token for search in batch for token in search.last_tokens])
+            parents = [parent for group in groups for parent in group.parents]
+            if parents != list(range(len(parents))):
+                decoder.reorder(parents)
+            # any token where a group has ended
+            logits = decoder.step([tokens[-1] if tokens else 0 for group in groups for tokens in group.running])
         for index, search in enumerate(batch, first):
             yield from search.results(index)
 
@@ -61,28 +63,23 @@ def search_beams(
 class _Search:
     """The search for continuations of one prompt: one group of beams, or several."""
 
-    def __init__(self, prompt: Prompt, rules: LogitRules, read: Callable[[Prompt], GrowingText] | None) -> None:
+    def __init__(
+        self, prompt: Prompt, rules: LogitRules, read: Callable[[Prompt], GrowingText] | None, row: int
+    ) -> None:
+        """Begin a search. row: the decoder's row of the first beam."""
         self.prompt, self.rules, self.settings = prompt, rules, rules.settings
         self._read = read
         self._size = self.settings.num_beams // self.settings.num_beam_groups
-        self._groups = [_Group(self, self._size) for _ in range(self.settings.num_beam_groups)]
-        self._end_ids = rules.ends if self.settings.stop_at_end_of_text else ()
+        self.groups = [
+            _Group(self, self._size, row + number * self._size) for number in range(self.settings.num_beam_groups)
+        ]
+        self.end_ids = rules.ends if self.settings.stop_at_end_of_text else ()
         # enough that beams are left where every end is a candidate (transformers)
-        self.kept = max(2, 1 + len(self._end_ids)) * self._size
+        self.kept = max(2, 1 + len(self.end_ids)) * self._size
 
     @property
     def is_done(self) -> bool:
-        return all(group.is_done for group in self._groups)
-
-    @property
-    def parents(self) -> list[int]:
-        """The row that each beam continues, counted from the first row of the prompt."""
-        return [number * self._size + parent for number, group in enumerate(self._groups) for parent in group.parents]
-
-    @property
-    def last_tokens(self) -> list[int]:
-        """The newest token of each beam; any token where a group has ended."""
-        return [tokens[-1] if tokens else 0 for group in self._groups for tokens in group.running]
+        return all(group.is_done for group in self.groups)
 
     def advance(self, logits: Logits) -> None:
         """Choose the next token of each beam from logits (num_beams, vocab_size).
@@ -91,7 +88,7 @@ class _Search:
         has chosen it at this place.
         """
         chosen: list[int] = []
-        for number, group in enumerate(self._groups):
+        for number, group in enumerate(self.groups):
             if not group.is_done:
                 rows = logits[number * self._size : (number + 1) * self._size]
                 scores = group.log_probabilities(rows)
@@ -101,11 +98,7 @@ class _Search:
                 group.advance(scores, rows)
                 chosen += group.chosen
 
-    def ends(self, tokens: list[int]) -> bool:
-        """Return whether the newest token ends the sequence, by itself or by a stop string."""
-        return tokens[-1] in self._end_ids or self._is_stopped(tokens)
-
-    def _is_stopped(self, tokens: list[int]) -> bool:
+    def is_stopped(self, tokens: list[int]) -> bool:
         if not self.settings.stop:
             return False
         assert self._read is not None
@@ -114,13 +107,13 @@ class _Search:
         return text.is_stopped
 
     def results(self, index: int) -> Iterator[Continuation]:
-        finished = [each for group in self._groups for each in group.finished]
+        finished = [each for group in self.groups for each in group.finished]
         finished.sort(key=lambda each: -each.score)
         for number, each in enumerate(finished[: self.settings.num_sequences]):
             if each.score == -np.inf:
                 raise RunError(NOTHING_LEFT)
-            ended = bool(each.tokens) and each.tokens[-1] in self._end_ids
-            stopped = not ended and self._is_stopped(each.tokens)
+            ended = bool(each.tokens) and each.tokens[-1] in self.end_ids
+            stopped = not ended and self.is_stopped(each.tokens)
             yield Continuation(
                 prompt=self.prompt,
                 index=index,
@@ -146,16 +139,16 @@ class _Group:
 
     running: tokens of the running beams, best first. scores: sums of their log-probabilities. scored: records of their
     tokens, where predict.logprobs asks for them. finished: sequences that ended, best first, at most one for each beam.
-    chosen: the tokens that the beams have chosen at the newest place.
+    chosen: the tokens that the beams have chosen at the newest place. parents: the decoder's row that each continues.
     """
 
-    def __init__(self, search: _Search, size: int) -> None:
-        self._search = search
+    def __init__(self, search: _Search, size: int, row: int) -> None:
+        self._search, self._row = search, row
         self.scores = np.full(size, _NEVER, np.float32)
         self.scores[0] = 0  # before its first token, only its first beam counts
         self.running: list[list[int]] = [[] for _ in range(size)]
         self.scored: list[list[ScoredToken]] = [[] for _ in range(size)]
-        self.parents = list(range(size))
+        self.parents = list(range(row, row + size))
         self.finished: list[_Finished] = []
         self.chosen: list[int] = []
         self.length = 0
@@ -171,9 +164,7 @@ class _Group:
         shifted = logits - largest
         scores: Logits = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
         for row, tokens in zip(scores, self.running, strict=True):
-            changed = self._search.rules.apply(row, self._search.prompt.ids, tokens)
-            if changed is not row:
-                row[:] = changed
+            row[:] = self._search.rules.apply(row, self._search.prompt.ids, tokens)
         return scores
 
     def advance(self, scores: Logits, logits: Logits) -> None:
@@ -181,17 +172,18 @@ class _Group:
 
         logits: of the model, of the same shape.
         """
-        settings, most = self._search.settings, self._search.prompt.new_tokens
+        search, settings = self._search, self._search.settings
         size, vocabulary = scores.shape
         sums = (scores + self.scores[:, None]).ravel()
-        best = ranked_ids(sums, self._search.kept)
+        best = ranked_ids(sums, search.kept)
         self.length += 1
         places = [(int(place // vocabulary), int(place % vocabulary)) for place in best]
         tokens = [[*self.running[row], token] for row, token in places]
         scored: list[list[ScoredToken]] = [[]] * len(places)
         if settings.logprobs is not None:
             scored = [[*self.scored[row], score_token(logits[row], token, settings.logprobs)] for row, token in places]
-        ended = [self.length == most or self._search.ends(each) for each in tokens]
+        is_last = self.length == search.prompt.new_tokens
+        ended = [is_last or each[-1] in search.end_ids or search.is_stopped(each) for each in tokens]
         full = len(self.finished) == size and settings.early_stopping is True
         divisor = float(self.length) ** settings.length_penalty
         for number, place in enumerate(best[:size]):
@@ -208,7 +200,7 @@ class _Group:
         self.scores = np.array([_NEVER if ended[number] else sums[best[number]] for number in order], np.float32)
         self.running = [tokens[number] for number in order]
         self.scored = [scored[number] for number in order]
-        self.parents = [places[number][0] for number in order]
+        self.parents = [self._row + places[number][0] for number in order]
 
     def _is_decided(self, best_running: float) -> bool:
         """Return whether no running beam is expected to beat the worst finished one."""

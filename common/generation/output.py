@@ -26,7 +26,7 @@ from common.generation.beam_search import search_beams
 from common.generation.generate import Continuation, Decoder, GrowingText, generate
 from common.generation.logit_rules import LogitRules, sequence_biases
 from common.generation.prompts import Prompt, sliding_window
-from common.generation.sampling import as_record
+from common.generation.sampling import token_text
 from common.log import LOG, show
 from common.parallel.run import Run
 from common.structured_files import read_json_mapping, shown
@@ -111,28 +111,21 @@ def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: Run
             f" last {window - 1}, and costs a pass over all of them"
         )
     as_text = output is not None and output.suffix.lower() == ".txt"
-    printer = Printer(numbered=settings.num_sequences > 1, counts=config.logging.style == "gpt2-chinese")
+    counts = config.logging.style == "gpt2-chinese"
+    printer = Printer(of_each=settings.num_sequences, counts=counts)
     folder = Path(settings.output_folder) if settings.output_folder else None
     done = texts_in(folder, prompts, config) if folder else set()
     if done:
         LOG.info(f"{folder}: {len(done)} texts are there already")
     with ExitStack() as stack:
         file = stack.enter_context(atomic_write(output, "w")) if output else None
-        found = continuations(
-            decoder,
-            prompts,
-            config,
-            tokenizer,
-            stepwise=settings.stream and sys.stdout.isatty(),
-            done=done,
-        )
-        for each in found:
-            if each.finish_reason is None:
-                printer.show(each)
-                continue
+        stepwise = settings.stream and sys.stdout.isatty()
+        for each in continuations(decoder, prompts, config, tokenizer, stepwise=stepwise, done=done):
             if (each.index, each.number) in done:
                 continue
-            printer.finish(each, last=each.number == settings.num_sequences - 1)
+            printer.show(each)
+            if each.finish_reason is None:
+                continue
             whole = each.prompt.text + each.text
             if file is not None and as_text and printer.head:
                 file.write(f"{printer.head}{whole.strip()}\n{'=' * 90}\n\n")
@@ -141,7 +134,8 @@ def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: Run
             if folder:
                 with atomic_write(folder / f"{each.index}-{each.number}.txt", "w") as text:
                     text.write(f"{whole.strip()}\n")
-        printer.close()
+        if counts:
+            _say("=" * 80 + "\n")
 
 
 def _remarks(settings: PredictConfig) -> Iterator[str]:
@@ -166,9 +160,9 @@ def unused_by_greedy(settings: PredictConfig) -> str | None:
     unset = {"temperature": (None, 1.0), "top_k": (0,), "top_p": (1.0,), "min_p": (0.0,)}
     given = {name: getattr(settings, name) for name in unset}
     unused = [f"predict.{name}={value}" for name, value in given.items() if value not in unset[name]]
-    if settings.strategy not in ("greedy", "beam_search") or not unused:
-        return None
     takes = {"greedy": "the most probable token", "beam_search": "the most probable sequences"}
+    if settings.strategy not in takes or not unused:
+        return None
     return (
         f"{' and '.join(unused)} without effect: predict.strategy={settings.strategy} takes"
         f" {takes[settings.strategy]}; set predict.strategy=sampling"
@@ -176,6 +170,9 @@ def unused_by_greedy(settings: PredictConfig) -> str | None:
 
 
 def _json_line(sequence: Continuation, tokenizer: Tokenizer) -> str:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {"id": token, "token": token_text(tokenizer, token), "logprob": logprob}
+
     record: dict[str, Any] = {
         "prompt": sequence.prompt.text,
         "sequence": sequence.number + 1,
@@ -189,56 +186,49 @@ def _json_line(sequence: Continuation, tokenizer: Tokenizer) -> str:
     if sequence.score is not None:
         record["score"] = sequence.score
     if sequence.scored:
-        record["logprobs"] = [as_record(each, tokenizer) for each in sequence.scored]
+        record["logprobs"] = [
+            entry(each.id, each.logprob) | ({"top": [entry(*pair) for pair in each.top]} if each.top else {})
+            for each in sequence.scored
+        ]
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
 class Printer:
     """Writes ``Prompt:`` and ``Generation:`` lines, each token once.
 
-    A part of a character, and text that may begin a stop string, wait for the next token. counts: write the banners of
-    GPT2-Chinese's generate.py instead, with the number among the samples of all prompts.
+    A part of a character, and text that may begin a stop string, wait for the next token. of_each: continuations of a
+    prompt. counts: write the banners of GPT2-Chinese's generate.py instead, with the number among the samples of all
+    prompts.
     """
 
-    def __init__(self, *, numbered: bool, counts: bool) -> None:
-        self._numbered, self._counts, self._samples = numbered, counts, 0
+    def __init__(self, *, of_each: int, counts: bool) -> None:
+        self._of_each, self._counts, self._samples = of_each, counts, 0
         self.head = ""
         """The banner of the current sequence, which is also written into a plain text file."""
         self._shown: int | None = None
         """Characters of the current sequence that are printed; None before its first line."""
 
     def show(self, sequence: Continuation) -> None:
-        """Print the new part of ``sequence``."""
-        text = ""
-        if self._shown is None:
-            self._shown = 0
-            text = self._begin(sequence)
-        text += sequence.read()[self._shown :]
-        self._shown = len(sequence.text)
+        """Print the new part of ``sequence``, and the end of its line once it is finished."""
+        text = sequence.read()
+        shown, self._shown = self._shown, len(text)
+        text = self._beginning(sequence) + text if shown is None else text[shown:]
         # a terminal that cannot show a character gets a question mark
         encoding = sys.stdout.encoding or "utf-8"
         _say(text.encode(encoding, "replace").decode(encoding))
+        if sequence.finish_reason is not None:
+            _say("\n\n" if sequence.number == self._of_each - 1 else "\n")
+            self._shown = None
 
-    def _begin(self, sequence: Continuation) -> str:
+    def _beginning(self, sequence: Continuation) -> str:
         prompt = sequence.prompt.text
         if self._counts:
             self._samples += 1
             self.head = f"{'=' * 40} SAMPLE {self._samples} {'=' * 40}\n"
             return f"{self.head}\n{prompt.lstrip()}"
-        number = f" {sequence.number + 1}" if self._numbered else ""
+        number = f" {sequence.number + 1}" if self._of_each > 1 else ""
         title = f"Prompt: {prompt}\n" if sequence.number == 0 else ""
         return f"{title}Generation{number}: {prompt}"
-
-    def finish(self, sequence: Continuation, *, last: bool) -> None:
-        """Print the rest of ``sequence`` and end its line. last: it is the last of its prompt."""
-        self.show(sequence)
-        _say("\n\n" if last else "\n")
-        self._shown = None
-
-    def close(self) -> None:
-        """Print the end of the output, after the last sequence."""
-        if self._counts:
-            _say("=" * 80 + "\n")
 
 
 def _say(text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,13 +156,3 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
         return raw.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def as_record(scored: ScoredToken, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return a scored token as a JSON object."""
-
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        return {"id": token, "token": token_text(tokenizer, token), "logprob": logprob}
-
-    top = [entry(*each) for each in scored.top]
-    return entry(scored.id, scored.logprob) | ({"top": top} if top else {})

@@ -32,24 +32,18 @@ class Runner:
     """Whether each new shape of a batch costs a compilation, so that few shapes are better than little padding."""
 
 
-def program_runner(model: ExportedModel, positions: int, slots: Callable[[int], Slots] | None = None) -> Runner:
-    """Return the runner of a program that computes logits. positions: those of the model."""
-
-    def logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        model.forget()
-        return model.run(ids, np.ones_like(ids), np.arange(ids.shape[1])[None])
-
-    return Runner(
-        decoder=partial(ExportedDecoder, model, positions), scorer=lambda: score_by_logits(logits), slots=slots
-    )
+def program_runner(model: ExportedModel, slots: Callable[[int], Slots] | None = None) -> Runner:
+    """Return the runner of a program that computes logits."""
+    scorer = partial(score_by_logits, lambda ids: model.run(ids, np.ones_like(ids)))
+    return Runner(decoder=partial(ExportedDecoder, model), scorer=scorer, slots=slots)
 
 
 def open_onnx(source: Source, config: Run) -> Runner:
     """Open an ONNX folder, or the file of a graph. Raises ConfigError."""
     require_cpu(config, "ONNX")
     file = source.path / GRAPH_FILE if source.path.is_dir() else source.path
-    model = OnnxModel(file, threads=config.runtime.threads or 0)
-    return program_runner(model, source.model.max_positions, partial(OnnxSlots, model))
+    model = OnnxModel(file, source.model.max_positions, threads=config.runtime.threads or 0)
+    return program_runner(model, partial(OnnxSlots, model))
 
 
 def require_cpu(config: Run, program: str) -> None:

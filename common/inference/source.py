@@ -204,11 +204,9 @@ def read_export(folder: Path, *, verify: bool = False) -> dict[str, Any]:
         )
     try:
         files = {name: (file["bytes"], file["sha256"]) for name, file in record["files"].items()}
-        is_whole = bool(files) and isinstance(record["model"], dict) and bool(record["format"])
+        _ = record["model"], record["format"]
     except (KeyError, TypeError, AttributeError):
-        is_whole = False
-    if not is_whole:
-        raise CheckpointError(f"{path}: is broken; copy the folder again, or export again")
+        raise CheckpointError(f"{path}: is broken; copy the folder again, or export again") from None
     for name, (size, sha256) in files.items():
         path = folder / name
         if not path.is_file():

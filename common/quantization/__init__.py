@@ -153,21 +153,14 @@ _ROWS = 4096
 """Rows quantized at once, so that a large table needs little memory."""
 
 
-def usual_scheme(names: Iterable[str]) -> Scheme:
-    """Return the scheme of weights that were trained in float.
-
-    It covers the matrices and the table of tokens. Positions, biases and norms are a hundredth of
-    the model and stay in float.
-    """
-    return {name: LayerScheme() for name in names if decays(name) and name != POSITIONS}
-
-
-def trained_scheme(where: Path, config: QuantizationConfig, num_layers: int, scales: ActivationScales) -> Scheme:
-    """Return the scheme of a checkpoint that was trained with ``config``, at ``where``.
+def trained_scheme(where: Path, config: QuantizationConfig, num_layers: int, state: Mapping[str, Any]) -> Scheme:
+    """Return the scheme of a checkpoint that was trained with ``config``, at ``where``. state: of ``ActivationScales``.
 
     Inputs of one micro batch that shared a scale get one for each token. Raises ConfigError for
     settings that 8-bit integers cannot compute, and CheckpointError if there are no scales yet.
     """
+    scales = ActivationScales(quantized_layers(config, num_layers), config)
+    scales.load(state)
     if config.activations == "none" or config.activation_bits != _BITS:
         raise ConfigError(
             f"{where}: was trained with quantization.activations={config.activations} and"
@@ -191,7 +184,7 @@ def trained_scheme(where: Path, config: QuantizationConfig, num_layers: int, sca
             bits=config.weight_bits,
             input_scale=float(scales.scale(layer)) if has_fixed else None,
         )
-        for layer in quantized_layers(config, num_layers)
+        for layer in scales.layers
     }
 
 
@@ -219,8 +212,16 @@ def to_integers(name: str, weight: Array, scheme: LayerScheme) -> tuple[NDArray[
     return integers, scales
 
 
-def kinds_of_integers(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> dict[str, TensorKind]:
-    """Return the tensors of a file for parameters of these shapes, in their order."""
+def in_integers(
+    shapes: Mapping[str, tuple[int, ...]], values: Iterable[tuple[str, Array]], scheme: Scheme | None
+) -> tuple[dict[str, TensorKind], Iterator[NDArray[Any]]]:
+    """Return the tensors of a file for parameters in float32, and their arrays in the same order.
+
+    scheme: None for weights that were trained in float. Their matrices and table of tokens become integers. Positions,
+    biases and norms are a hundredth of the model and stay in float. Reading the arrays raises CheckpointError for a
+    number that is not finite.
+    """
+    scheme = scheme or {name: LayerScheme() for name in shapes if decays(name) and name != POSITIONS}
     kinds = {}
     for name, shape in shapes.items():
         layer = scheme.get(name)
@@ -229,18 +230,12 @@ def kinds_of_integers(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> 
             kinds[name + WEIGHT_SCALE] = TensorKind(dtype="float32", shape=shape[:1])
         if layer and layer.input_scale is not None:
             kinds[input_scale_name(name)] = TensorKind(dtype="float32", shape=(1,))
-    return kinds
 
+    def arrays() -> Iterator[NDArray[Any]]:
+        for name, array in values:
+            layer = scheme.get(name)
+            yield from to_integers(name, array, layer) if layer else [array]
+            if layer and layer.input_scale is not None:
+                yield np.array([layer.input_scale], np.float32)
 
-def arrays_of_integers(values: Iterable[tuple[str, Array]], scheme: Scheme) -> Iterator[NDArray[Any]]:
-    """Yield the arrays of ``kinds_of_integers`` for parameters in float32.
-
-    Raises CheckpointError for a number that is not finite.
-    """
-    for name, array in values:
-        if name not in scheme:
-            yield array
-            continue
-        yield from to_integers(name, array, scheme[name])
-        if (input_scale := scheme[name].input_scale) is not None:
-            yield np.array([input_scale], np.float32)
+    return kinds, arrays()

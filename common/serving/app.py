@@ -149,7 +149,7 @@ class App:
         note["prompt_tokens"] = completion.prompt_tokens
         if self._settings.log_prompts:
             note["prompts"] = completion.prompt_texts
-        completion.submit()
+        self._service.engine.submit(completion.jobs)
         return partial(self._reply, completion, note, begun)
 
     async def _body(self, request: Request) -> bytes:

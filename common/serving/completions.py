@@ -9,9 +9,8 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from common.generation.logit_rules import LogitRules, sequence_biases
 from common.generation.prompts import Prompt, sliding_window
 from common.generation.sampling import Logits, ScoredToken, score_token, token_text
 from common.parallel.run import Run
-from common.serving.engine import Engine, Observer, QueueFullError, StoppedError
+from common.serving.engine import Engine, Observer
 from common.serving.metrics import Metrics
 from common.serving.protocol import CompletionRequest, Refusal, parse_request
 from common.tokenizer import Tokenizer
@@ -32,6 +31,9 @@ from common.weights.names import count_parameters
 _DEFAULT_TOKENS = 16
 _MIN_TOP_P = 1e-9
 """``top_p`` of 0, which leaves the most probable token; 0 is off in the section predict."""
+_AS_IN_PREDICT = (
+    "temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs",
+)  # fmt: skip
 
 
 class CompletionService:
@@ -73,7 +75,13 @@ class CompletionService:
                 f" takes {self._config.serve.max_waiting} in one request",
                 param="n" if request.n > 1 else "prompt",
             )
-        settings = _settings(request)
+        settings = PredictConfig(
+            strategy="sampling",
+            top_k=max(0, request.top_k),
+            top_p=request.top_p or _MIN_TOP_P,
+            stop=[*request.stop, *filter(None, [request.suffix])],
+            **{name: getattr(request, name) for name in _AS_IN_PREDICT},
+        )
         try:
             biases = sequence_biases(settings, self.tokenizer)
         except ConfigError as error:
@@ -128,9 +136,8 @@ class CompletionService:
                 400, f"max_tokens: {wanted} is above this server's limit of {serve.max_new_tokens}", param="max_tokens"
             )
         # The last token after a scored prompt is chosen but needs no position.
-        room = positions - length + (request.echo and request.logprobs is not None)
-        if self.window is not None:
-            room = 2**62
+        is_scored = request.echo and request.logprobs is not None
+        room = positions - length + is_scored if self.window is None else 2**62
         if wanted is None:
             wanted = min(_DEFAULT_TOKENS, serve.max_new_tokens or room, max(room, 1))
         if wanted > room:
@@ -159,7 +166,7 @@ class Completion:
         self.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         self.jobs: list[CompletionJob] = []
         self._loop = loop
-        self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -176,19 +183,10 @@ class Completion:
             "total_tokens": self.prompt_tokens + completion_tokens,
         }
 
-    def receive(self, piece: Piece) -> None:
-        """Take a piece from the engine's thread."""
+    def receive(self, piece: Piece | Exception) -> None:
+        """Take a piece, or the reason why there is none, from the engine's thread."""
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
-
-    def submit(self) -> None:
-        """Queue the jobs. Raises Refusal."""
-        try:
-            self.service.engine.submit(self.jobs)
-        except QueueFullError as error:
-            raise Refusal(429, f"{error}; try again later", retry=1) from None
-        except StoppedError as error:
-            raise Refusal(503, str(error)) from None
 
     def cancel(self) -> None:
         """Cancel jobs that are not yet done."""
@@ -219,26 +217,23 @@ class Completion:
         left = len(self.jobs)
         while left:
             piece = await self._pieces.get()
-            if isinstance(piece.error, GPT2Error):
-                raise Refusal(503 if isinstance(piece.error, StoppedError) else 500, str(piece.error))
-            if piece.error is not None:  # errors of a framework stay in the log
+            if isinstance(piece, GPT2Error):
+                raise Refusal(piece.status if isinstance(piece, Refusal) else 500, str(piece))
+            if isinstance(piece, Exception):  # errors of a framework stay in the log
                 raise Refusal(500, "the model has failed; the server's log says why")
             left -= piece.finish_reason is not None
             yield piece
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """The new part of a sequence: all of it, but in a stream."""
 
     job: CompletionJob
-    text: str = ""
-    scored: Sequence[ScoredToken] = ()
+    text: str
+    scored: Sequence[ScoredToken]
     """Log-probabilities, if asked for. Those of the prompt come with the first piece."""
-    is_first: bool = False
-    finish_reason: str | None = None
+    finish_reason: str | None
     """Reason in OpenAI's words: stop or length."""
-    error: Exception | None = None
 
 
 class CompletionJob:
@@ -287,23 +282,23 @@ class CompletionJob:
         return is_finished
 
     def fail(self, error: Exception) -> None:
-        self._completion.receive(Piece(job=self, error=error))
+        self._completion.receive(error)
 
     def _say(self, sequence: Continuation) -> None:
         """Give the part since the last piece to the completion, unless nothing of it can be shown."""
         text, scored, reason = sequence.text[self._shown :], sequence.scored[self._scored :], sequence.finish_reason
         if not self._pieces:
+            text = sequence.prompt.text * self._completion.request.echo + text
             scored = [*(score for _, score in sorted(self._prompt_scores.items())), *scored]
         elif not (text or scored or reason):
             return
+        self._pieces, self._shown, self._scored = self._pieces + 1, len(sequence.text), len(sequence.scored)
         piece = Piece(
             job=self,
             text=text,
             scored=scored,
-            is_first=not self._pieces,
             finish_reason="length" if reason == "length" else "stop" if reason else None,
         )
-        self._pieces, self._shown, self._scored = self._pieces + 1, len(sequence.text), len(sequence.scored)
         self._completion.receive(piece)
 
     def _score_prompt(self, first: int, logits: Logits) -> None:
@@ -317,11 +312,10 @@ class CompletionJob:
 
     def part(self, piece: Piece) -> dict[str, Any]:
         """Return the object of OpenAI's for the next piece."""
-        request = self._completion.request
         return {
             "index": self.number,
-            "text": self.sequence.prompt.text * (request.echo and piece.is_first) + piece.text,
-            "logprobs": None if request.logprobs is None else self._logprobs(piece.scored),
+            "text": piece.text,
+            "logprobs": None if self._completion.request.logprobs is None else self._logprobs(piece.scored),
             "finish_reason": piece.finish_reason,
         }
 
@@ -345,22 +339,6 @@ class CompletionJob:
             top.append(None if math.isnan(each.logprob) else found)
         values = [None if math.isnan(each.logprob) else each.logprob for each in scored]
         return {"tokens": words, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
-
-
-def _settings(request: CompletionRequest) -> PredictConfig:
-    return PredictConfig(
-        strategy="sampling",
-        temperature=request.temperature,
-        top_k=max(0, request.top_k),
-        top_p=request.top_p or _MIN_TOP_P,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
-        logit_bias=request.logit_bias,
-        stop=[*request.stop, *filter(None, [request.suffix])],
-        logprobs=request.logprobs,
-    )
 
 
 def event(tree: Any) -> bytes:

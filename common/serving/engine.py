@@ -15,6 +15,7 @@ from typing import Protocol
 from common.errors import GPT2Error
 from common.generation.sampling import Logits
 from common.log import LOG
+from common.serving.protocol import Refusal
 
 MIN_SHARED = 16
 """Fewest first tokens in common for which copying their keys pays."""
@@ -69,14 +70,6 @@ class Job(Protocol):
         """End the job before it is complete. Also called when it was cancelled."""
 
 
-class QueueFullError(GPT2Error):
-    """The queue of sequences is full."""
-
-
-class StoppedError(GPT2Error):
-    """The engine takes no more jobs, since it has failed or is about to end."""
-
-
 @dataclass(kw_only=True)
 class _Slot:
     held: list[int] = field(default_factory=list)
@@ -117,15 +110,16 @@ class Engine:
         return sum(slot.job is not None for slot in self._slots)
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue the jobs of one request, all or none. Raises QueueFullError or StoppedError.
+        """Queue the jobs of one request, all or none. Raises Refusal if the queue is full or the engine has ended.
 
         Requests take turns at free slots, so that a request with many jobs does not block others.
         """
         with self._changed:
             if self.failure is not None:
-                raise StoppedError("the model has stopped; the server's log says why")
+                raise Refusal(503, "the model has stopped; the server's log says why")
             if sum(map(len, self._waiting)) + len(jobs) > self._limit:
-                raise QueueFullError(f"{self._limit} sequences wait already, which is the limit")
+                message = f"{self._limit} sequences wait already, which is the limit; try again later"
+                raise Refusal(429, message, retry=1)
             self._waiting.append(deque(jobs))
             self._changed.notify()
 
@@ -139,7 +133,7 @@ class Engine:
                     with self._changed:
                         if not self._waiting and go_on():
                             self._changed.wait(_IDLE_SECONDS)
-            self.failure = StoppedError("the server stops")
+            self.failure = Refusal(503, "the server stops")
         except Exception as error:
             LOG.exception("the engine has failed")
             self.failure = error
@@ -148,7 +142,7 @@ class Engine:
     def turn(self) -> bool:
         """Do at most one pass and one step; return whether there was anything to do."""
         self._turn += 1
-        self.counts["cancelled_sequences"] += self._take_out(lambda job: job.is_cancelled, StoppedError("cancelled"))
+        self.counts["cancelled_sequences"] += self._take_out(lambda job: job.is_cancelled, Refusal(503, "cancelled"))
         passed = self._pass()
         at_work = [number for number, slot in enumerate(self._slots) if self._can_step(slot)]
         if at_work:

@@ -24,6 +24,8 @@ from common.structured_files import read_text
 from common.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    import uvicorn
+
     from common.serving.app import App
 
 KEY_VARIABLE = "GPT2_API_KEY"
@@ -49,13 +51,17 @@ def serve(config: Run, tokenizer: Tokenizer, open_slots: Callable[[int], Slots],
         engine = Engine(open_slots(settings.slots), queue_limit=settings.max_waiting)
         service = CompletionService(engine, tokenizer, config, backend)
         app = App(service, settings, key)
-        http = HttpThread(app, settings, listener)
+        server = http_server(app, settings)
+        listener.listen()  # clients now wait instead of being refused
+        http = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
         http.start()
         if key is None and not is_loopback(settings.host):
             LOG.warning(
                 f"serve.host={settings.host}: whoever reaches this machine may use the model; set serve.api_key_file"
             )
-        LOG.info(f"{service.name} is served at {http.address}/v1, with a page at {http.address}/")
+        host, port = listener.getsockname()[:2]
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        LOG.info(f"{service.name} is served at {address}/v1, with a page at {address}/")
         deadline: float | None = None
 
         def go_on() -> bool:
@@ -65,14 +71,14 @@ def serve(config: Run, tokenizer: Tokenizer, open_slots: Callable[[int], Slots],
             if stop.number is not None and deadline is None:
                 app.is_draining = True
                 deadline = time.monotonic() + settings.drain_timeout
-                http.stop()
+                server.should_exit = True
                 LOG.info(f"requests at work have {settings.drain_timeout:g} seconds to end")
             return http.is_alive() and (deadline is None or time.monotonic() < deadline)
 
         engine.run(go_on)
         while go_on():  # the model has failed: tell the clients
             time.sleep(0.1)
-        http.stop()
+        server.should_exit = True
         http.join(_LAST_WORDS)
     if deadline is None:
         raise RunError(f"the server has ended: {engine.failure}")
@@ -118,40 +124,28 @@ def listen(settings: ServeConfig) -> socket.socket:
     return listener
 
 
-class HttpThread(threading.Thread):
-    """A thread that runs uvicorn. ``address``: the URL at which it listens."""
+def http_server(app: App, settings: ServeConfig) -> uvicorn.Server:
+    """Return the server of an app. With ``should_exit`` it accepts no more connections, and ends once every request is
+    answered.
+    """
+    import uvicorn
 
-    def __init__(self, app: App, settings: ServeConfig, listener: socket.socket) -> None:
-        super().__init__(name="http", daemon=True)
-        import uvicorn
-
-        host, port = listener.getsockname()[:2]
-        self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        self._listener = listener
-        listener.listen()  # clients now wait instead of being refused
-        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # the app logs by itself
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                http=_patient_protocol(settings.read_timeout),
-                ws="none",
-                loop="asyncio",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                limit_concurrency=settings.max_connections,
-                timeout_graceful_shutdown=int(settings.drain_timeout + _LAST_WORDS),
-            )
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # the app logs by itself
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=_patient_protocol(settings.read_timeout),
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=settings.max_connections,
+            timeout_graceful_shutdown=int(settings.drain_timeout + _LAST_WORDS),
         )
-
-    def run(self) -> None:
-        self._server.run(sockets=[self._listener])
-
-    def stop(self) -> None:
-        """Accept no more connections, and end once every request is answered."""
-        self._server.should_exit = True
+    )
 
 
 def _patient_protocol(seconds: float) -> type[Any]:

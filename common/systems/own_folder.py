@@ -14,7 +14,7 @@ from common.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE, EngineState, TrainState, scheme_of
 from common.errors import ConfigError
 from common.parallel.sharding import slice_of
-from common.quantization import arrays_of_integers, kinds_of_integers, usual_scheme
+from common.quantization import in_integers
 from common.systems.run_state import checked_run, moment_shapes, require_moments
 from common.systems.weights import Weight, Weights, arrays_of, checked_model
 from common.tensor_files.safetensors_file import stream_safetensors
@@ -70,10 +70,9 @@ def write_project(folder: Path, weights: Weights, dtype: str | None) -> dict[str
         )
     if dtype == "int8":
         weights = weights.without_run()
-        scheme = weights.scheme or usual_scheme(weights.tensors)
-        kinds = kinds_of_integers({name: each.shape for name, each in weights.tensors.items()}, scheme)
+        shapes = {name: each.shape for name, each in weights.tensors.items()}
         values = ((name, weight.load_as("float32")) for name, weight in weights.tensors.items())
-        sums = {MODEL_FILE: stream_safetensors(folder / MODEL_FILE, kinds, arrays_of_integers(values, scheme))}
+        sums = {MODEL_FILE: stream_safetensors(folder / MODEL_FILE, *in_integers(shapes, values, weights.scheme))}
     else:
         files = {MODEL_FILE: weights.tensors} | ({} if weights.run is None else {OPTIMIZER_FILE: weights.moments})
         sums = {}

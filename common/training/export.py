@@ -26,7 +26,7 @@ from common.files import atomic_write, whole_folder
 from common.interrupts import exiting_at_sigterm
 from common.log import LOG
 from common.parallel.run import Run
-from common.quantization import arrays_of_integers, kinds_of_integers, usual_scheme
+from common.quantization import in_integers
 from common.resolve.derive import fitting_vocabulary
 from common.tensor_files.arrays import TensorKind
 from common.tensor_files.safetensors_file import stream_safetensors
@@ -61,8 +61,7 @@ def export(config: Run, checkpoint: Checkpoint) -> None:
     shapes = parameter_shapes(config.model)
     values = checkpoint.weights(config.model)
     if config.export.weights == "int8":
-        scheme = checkpoint.scheme() or usual_scheme(shapes)
-        kinds, arrays = kinds_of_integers(shapes, scheme), arrays_of_integers(values, scheme)
+        kinds, arrays = in_integers(shapes, values, checkpoint.scheme())
     else:
         kinds = {name: TensorKind(dtype="float32", shape=shape) for name, shape in shapes.items()}
         arrays = (array for _, array in values)

@@ -84,7 +84,7 @@ def test_greedy_tokens_without_a_cache_equal_those_of_transformers(
     weights = open_hugging_face(source)
     model = weights.model
     write_program(tmp_path, weights, cache=False)
-    decoder = ExportedDecoder(ProgramModel(tmp_path / FILE, model), POSITIONS, rows=2)
+    decoder = ExportedDecoder(ProgramModel(tmp_path / FILE, model), rows=2)
     random = np.random.default_rng(1)
     prompts = [
         Prompt(text="", ids=random.integers(0, VOCABULARY, length).tolist(), new_tokens=new)

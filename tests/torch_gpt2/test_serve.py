@@ -23,7 +23,7 @@ from common.generation.prompts import Prompt
 from common.serving.app import App
 from common.serving.completions import CompletionService
 from common.serving.engine import Engine
-from common.serving.server import HttpThread, listen
+from common.serving.server import http_server, listen
 from common.tokenizer import Tokenizer, load_tokenizer
 from tests.run_scripts import wait_until
 from tests.tiny import tiny_config
@@ -46,13 +46,13 @@ class Server:
         self.model, self.tokenizer, serve = model, tokenizer, self.config.serve
         slots = Slots(model, select_device("cpu"), serve.slots)
         self.engine = Engine(slots, queue_limit=serve.max_waiting)
-        service = CompletionService(self.engine, tokenizer, self.config)
         listener = listen(serve)
         self.port: int = listener.getsockname()[1]
-        self.http = HttpThread(App(service, serve, key), serve, listener)
+        listener.listen()
+        self.server = http_server(App(CompletionService(self.engine, tokenizer, self.config), serve, key), serve)
+        self.http = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
         self.stopping = threading.Event()
-        goes_on = (lambda: not self.stopping.is_set(),)
-        self.work = threading.Thread(target=self.engine.run, args=goes_on, daemon=True)
+        self.work = threading.Thread(target=self.engine.run, args=(lambda: not self.stopping.is_set(),), daemon=True)
 
     def __enter__(self) -> "Server":
         self.http.start()
@@ -60,7 +60,7 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.stopping.set()
-        self.http.stop()
+        self.server.should_exit = True
         self.http.join(10)
         assert not self.http.is_alive()
 

@@ -55,9 +55,9 @@ _QUIET = 3
 class OnnxModel:
     """Graph that computes logits. It keeps keys and values if it was written with a cache."""
 
-    def __init__(self, file: Path, threads: int = 0) -> None:
-        """Open a graph. threads: number for one operator, 0 for onnxruntime's default. Raises
-        ConfigError unless the file is a graph of a GPT-2.
+    def __init__(self, file: Path, positions: int, threads: int = 0) -> None:
+        """Open a graph. positions: number of those of the model. threads: number for one operator, 0 for onnxruntime's
+        default. Raises ConfigError unless the file is a graph of a GPT-2.
         """
         require_package("onnxruntime", extra="export", purpose="which runs ONNX")
         import onnxruntime
@@ -82,12 +82,13 @@ class OnnxModel:
             )
         self._pasts = {name: shape for name, shape in inputs.items() if name.startswith(_PAST)}
         self._presents = outputs[1:]
+        self._last = positions - 1
         self._kept: list[Any] = []
         self.has_cache = bool(self._pasts)
 
     @property
     def cache(self) -> Cache:
-        """Keys and values of the tokens so far. May be set; an empty one begins a new text."""
+        """Keys and values of the tokens so far. May be set."""
         return [kept.numpy() for kept in self._kept]
 
     @cache.setter
@@ -96,27 +97,23 @@ class OnnxModel:
 
         self._kept = [OrtValue.ortvalue_from_numpy(np.ascontiguousarray(each)) for each in arrays]
 
-    def forget(self) -> None:
-        """Begin with new sequences."""
-        self._kept = []
-
     def reorder(self, rows: list[int]) -> None:
         """Give row i the keys and values of row ``rows[i]``."""
         self.cache = [array[rows] for array in self.cache]
 
-    def run(self, ids: NDArray[np.int64], mask: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Add tokens (B, T) to the cache and return logits (B, T, vocab_size). mask: (B, all tokens
-        so far), 0 for padding. positions: (B, T).
-        """
+    def run(self, ids: NDArray[np.int64], mask: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Implement ``common.generation.generate.ExportedModel``."""
         from onnxruntime import OrtValue
 
+        # the place of each new token in its own sequence; that of padding is 0
+        positions = (mask.cumsum(1) - 1).clip(0, self._last)[:, -ids.shape[1] :]
         feed = {
             name: OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value, np.int64))
             for name, value in (
                 ("input_ids", ids), ("attention_mask", mask), ("position_ids", positions),
             )
         }  # fmt: skip
-        if self._pasts and not self._kept:
+        if self._pasts and mask.shape == ids.shape:  # new sequences begin
             shapes = ((len(ids), heads, 0, size) for _, heads, _, size in self._pasts.values())
             self.cache = [np.zeros(shape, np.float32) for shape in shapes]
         feed |= dict(zip(self._pasts, self._kept, strict=True))
@@ -127,8 +124,7 @@ class OnnxModel:
 
 def logits(folder: Path, model: ResolvedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return the logits of an ONNX folder for ids (B, T)."""
-    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    return OnnxModel(folder / GRAPH_FILE).run(ids, np.ones_like(ids), positions)
+    return OnnxModel(folder / GRAPH_FILE, ids.shape[1]).run(ids, np.ones_like(ids))
 
 
 _Logits = NDArray[np.float32]
@@ -162,8 +158,7 @@ class OnnxSlots:
         batch, own = self._model.cache, self._cache_of(slot, reuse) if reuse else []
         self._leave(slot)
         self._model.cache = own
-        new, mask = np.array([ids[reuse:]], np.int64), np.ones((1, len(ids)), np.int64)
-        logits = self._model.run(new, mask, np.arange(reuse, len(ids))[None])[0]
+        logits = self._model.run(np.array([ids[reuse:]], np.int64), np.ones((1, len(ids)), np.int64))[0]
         self._aside[slot], self._lengths[slot] = self._model.cache, len(ids)
         self._model.cache = batch
         if observe is not None:
@@ -178,7 +173,7 @@ class OnnxSlots:
         longest = max(places)
         columns = np.arange(longest + 1)[None]
         mask = (columns >= longest - np.array(places)[:, None]).astype(np.int64)
-        logits = self._model.run(np.array(tokens, np.int64)[:, None], mask, np.array(places, np.int64)[:, None])
+        logits = self._model.run(np.array(tokens, np.int64)[:, None], mask)
         for slot, place in zip(slots, places, strict=True):
             self._lengths[slot] = place + 1
         last: _Logits = logits[:, -1]

@@ -13,7 +13,8 @@ import pytest
 from common.errors import RunError
 from common.generation.prompts import Prompt
 from common.generation.sampling import Logits
-from common.serving.engine import MIN_SHARED, Engine, Observer, QueueFullError, StoppedError
+from common.serving.engine import MIN_SHARED, Engine, Observer
+from common.serving.protocol import Refusal
 from tests.mixed_load import Greedy
 
 VOCABULARY = 50
@@ -160,7 +161,7 @@ def test_a_cancelled_job_frees_its_slot_and_its_place() -> None:
     engine.submit([running])
     engine.turn()
     engine.submit([waiting, last])
-    with pytest.raises(QueueFullError, match="2 sequences wait already"):
+    with pytest.raises(Refusal, match="2 sequences wait already"):
         engine.submit([Job([4], 1)])
     running.is_cancelled = waiting.is_cancelled = True
     finish(engine)
@@ -187,7 +188,7 @@ def test_a_job_that_fails_does_not_change_the_others_and_a_model_that_fails_ends
     engine.run(lambda: True)
     assert str(engine.failure) == "out of memory" and engine.running == engine.waiting == 0
     assert all(job.error is engine.failure for job in jobs)
-    with pytest.raises(StoppedError, match="log says why"):
+    with pytest.raises(Refusal, match="log says why"):
         engine.submit([Job([3], 1)])
 
 

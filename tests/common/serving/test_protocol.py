@@ -145,8 +145,6 @@ def test_a_body_that_is_not_a_request(body: bytes, message: str) -> None:
 
 TEXT = Path(protocol.__file__).with_name("page.html").read_text(encoding="utf-8")
 SCRIPT = TEXT.split("<script>")[1].split("</script>")[0]
-
-
 PAGE = Page(TEXT)
 
 

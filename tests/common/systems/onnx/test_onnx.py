@@ -85,7 +85,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(oracle: Oracle, tm
     for shape in ((1, 1), (3, 9), (2, POSITIONS)):
         ids = random_ids(*shape)
         assert np.abs(logits(folder, None, ids) - logits_of(net, ids)).max() < TOLERANCE
-    decoder = ExportedDecoder(OnnxModel(folder / GRAPH_FILE), POSITIONS, rows=2)
+    decoder = ExportedDecoder(OnnxModel(folder / GRAPH_FILE, POSITIONS), rows=2)
     prompts = [Prompt(text="", ids=list(map(int, random_ids(n))), new_tokens=12) for n in (5, 11)]
     rules = LogitRules(PredictConfig(stop_at_end_of_text=False), ends=(0,))
     for each in generate(decoder, prompts, rules, seed=0):
@@ -175,17 +175,17 @@ def test_bad_input(oracle: Oracle, tmp_path: Path, capsys: Any) -> None:
         write(tmp_path / "odd", oracle[1], "int8", odd)
     plain = write(tmp_path / "plain", oracle[1], cache=False)
     with pytest.raises(ConfigError, match=r"export\.cache=true"):
-        OnnxSlots(OnnxModel(plain / GRAPH_FILE), 2)
+        OnnxSlots(OnnxModel(plain / GRAPH_FILE, POSITIONS), 2)
     (folder / DATA_FILE).write_bytes(b"")
     with pytest.raises(ConfigError, match=r"onnxruntime .* cannot open it"):
-        OnnxModel(folder / GRAPH_FILE)
+        OnnxModel(folder / GRAPH_FILE, POSITIONS)
 
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_a_mixed_load_is_transformers(oracle: Oracle, tmp_path: Path, window: int | None) -> None:
     """24 sequences in four slots; each token is transformers' after the same context."""
     net, source = oracle
-    model = OnnxModel(write(tmp_path / "onnx", source) / GRAPH_FILE)
+    model = OnnxModel(write(tmp_path / "onnx", source) / GRAPH_FILE, POSITIONS)
     given = prompts(VOCABULARY, None if window else POSITIONS)
     found, engine = run(OnnxSlots(model, 4), given, window)
     for prompt, tokens in zip(given, found, strict=True):
