@@ -8,7 +8,7 @@ nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import permutations
@@ -296,7 +296,7 @@ def depart(found: Measured, expected: Measured, tolerance: float) -> Departure |
     def are_finite(pair: tuple[float, float]) -> bool:
         return all(map(math.isfinite, pair))
 
-    def first(pairs: Sequence[tuple[float, float]], skipped: Sequence[int] = ()) -> int:
+    def first(pairs: Sequence[tuple[float, float]], skipped: Collection[int] = ()) -> int:
         """Return the first step, from 1, that differs by more than the tolerance or is not finite; 0 for none."""
         # NaN is not within any tolerance
         beyond = (n for n, pair in enumerate(pairs, 1) if not relative_difference(*pair) <= tolerance)
@@ -304,11 +304,11 @@ def depart(found: Measured, expected: Measured, tolerance: float) -> Departure |
 
     # both skipped a step because the loss scale was too high: neither norm is finite, and the next
     # losses are, which no run reaches that applied such a gradient
-    skipped = [
+    skipped = {
         step
         for step, pair in enumerate(norms, 1)
         if not any(map(math.isfinite, pair)) and any(map(are_finite, losses[step : step + 1]))
-    ]
+    }
     loss, norm = first(losses), first(norms, skipped)
     hashes = found.sample_hash, expected.sample_hash
     if hashes[0] is not None and hashes[1] is not None and hashes[0] != hashes[1]:
