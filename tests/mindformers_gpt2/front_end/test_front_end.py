@@ -27,6 +27,7 @@ from common.parallel.sharding import Role, padded_shapes, role_of, slice_of
 from common.parallel.topology import GroupKind
 from common.resolve.derive import resolve_config, written_ranks
 from common.weights.names import EMBEDDING, decays
+from common.weights.pieces import shape_of
 from tests.tiny import tiny_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -181,7 +182,7 @@ def is_split(config: RunConfig, name: str, threshold: int) -> bool:
     if config.parallel.zero_stage == 0 or role_of(name) is Role.REPLICATED or on_two_stages:
         return False
     shape = padded_shapes(config)[name]
-    own = slice_of(name, shape, tensor=config.parallel.model_parallel).shape
+    own = shape_of(slice_of(name, shape, tensor=config.parallel.model_parallel))
     return 4 * int(np.prod(own)) >= 1024 * threshold
 
 
@@ -189,7 +190,7 @@ def held_shapes(config: RunConfig, rank: int, threshold: int) -> dict[str, tuple
     found, shapes, topology = {}, padded_shapes(config), config.topology
     for name in own_names(config, rank):
         shards = topology.data if is_split(config, name, threshold) else 1
-        found[name] = slice_of(name, shapes[name], tensor=topology.tensor, shards=shards).shape
+        found[name] = shape_of(slice_of(name, shapes[name], tensor=topology.tensor, shards=shards))
     return found
 
 
