@@ -28,7 +28,7 @@ from common.whole_numbers import argument, shortened
 RANK_TABLE = "/user/serverid/devindex/config/hccl.json"
 """Place of the rank table in MindCluster's containers."""
 ASCEND, GPU = "huawei.com/Ascend910", "nvidia.com/gpu"
-_PATH, _ABSOLUTE = r"(?!.*/\.\.(/|$))/[^:\x00-\x1f\x7f]*", "an absolute path without .. and colons"
+_PATH, _ABSOLUTE = r"(?!.*/\.\.([/:]|$))/[^:\x00-\x1f\x7f]*", "an absolute path without .. and colons"
 _CLAIM = r"(?=[^:]{1,253}:)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 _QUALIFIED = r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _LABEL_VALUE = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"

@@ -154,6 +154,7 @@ def test_fields_of_a_pytorch_job(capsys: pytest.CaptureFixture[str]) -> None:
         (["--memory", "12GB"], "argument --memory: '12GB': expected a quantity"),
         (["--workdir", "code"], "argument --workdir: 'code': expected an absolute path"),
         (["--mount", "Claim:/a"], "expected SOURCE:PATH, a claim (DNS-1123)"),
+        (["--mount", "/a/..:/b"], "and an absolute path without .. and colons"),
         (["--mount", "a:/a", "--mount", "b:/a"], "--mount: /a is there twice"),
         (["--mount", "a:/user/serverid/devindex/config"], "is there twice"),
         (["--env", "A B=1"], "argument --env: 'A B=1'"),
