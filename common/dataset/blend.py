@@ -38,8 +38,8 @@ class Blend:
     least as Fibonacci's numbers towards the root, so all together add less than 1.7.
     Shares are exact for weights whose sum has at most FINEST as denominator, else rounded to that.
 
-    weights: finite and above 0; the attribute holds the shares in use, which add up to 1. One below
-    half of a sample in FINEST is 0.
+    weights: finite and above 0; the attribute holds the shares in use, which add up to 1.
+    Raises DataError for a weight that is too small.
     """
 
     def __init__(self, datasets: Sequence[Samples], weights: Sequence[float]) -> None:
@@ -52,6 +52,12 @@ class Blend:
         unit = math.lcm(*(weight.denominator for weight in exact))
         parts = [int(weight * unit) for weight in exact]
         counts = apportion(min(FINEST, sum(parts) // math.gcd(*parts)), parts)
+        for count, weight, dataset in zip(counts, weights, datasets, strict=True):
+            if not count:
+                raise DataError(
+                    f"the weight of {dataset.source(0)} is {weight:g}, less than half a sample in {FINEST:,}: it"
+                    " would never be read; raise the weight or leave the data set out"
+                )
         self.weights = tuple(count / sum(counts) for count in counts)
         identity = ["tree", counts, [dataset.fingerprint for dataset in datasets]]
         self.fingerprint: str = hashlib.blake2b(repr(identity).encode(), digest_size=8).hexdigest()

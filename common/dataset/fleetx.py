@@ -134,8 +134,11 @@ class FleetXWriter(TokenWriter):
         self._close(INDEX)
         lens = np.concatenate([np.zeros(0, "<i4"), *(sizes for sizes, _ in running_sums(self._sizes))])
         docs = np.concatenate([np.zeros(1, "<i8"), *(ends for _, ends in running_sums(self._documents))])
-        with atomic_write(with_extension(self.prefix, INDEX)) as file:
-            np.savez(file, lens=lens, docs=docs)
+        # numpy.savez leaves the archive open when the disk is full, and Python says so later
+        with atomic_write(with_extension(self.prefix, INDEX)) as file, zipfile.ZipFile(file, "w") as archive:
+            for name, array in (("lens", lens), ("docs", docs)):
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    _npy.write_array(member, array)
 
 
 # ---- numpy's files, without its pickles ----

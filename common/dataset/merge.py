@@ -5,6 +5,7 @@ The result of all shards of a corpus has the bytes that one process would have w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from common.dataset.token_files import CHUNK, with_extension
 from common.errors import DataError
 from common.files import reading, refuse_to_overwrite
 
+_SHARD = re.compile("[0-9]{1,6}/[0-9]{1,6}")
 _SHAPING = ("tokenizer", "vocab_size", "tokenizer_sha256", "eod_id")
 
 
@@ -90,10 +92,11 @@ def _in_order(parts: list[_Part]) -> list[_Part]:
     numbers: dict[int, _Part] = {}
     counts = {str(name).partition("/")[2] for name in named}
     for part, name in zip(parts, named, strict=True):
-        if name is None or len(counts) > 1:
+        if name is None or len(counts) > 1 or not _SHARD.fullmatch(str(name)):
             raise DataError(
-                f"{part.prefix}: is {f'shard {name}' if name else 'not a shard'}, but others are of"
-                " another division; merge the shards of one run of --shard by themselves"
+                f"{part.prefix}: is {f'shard {name}' if name else 'not a shard'}, but others, or those of this"
+                " release, are of another division; merge the shards of one run of --shard by themselves, or preprocess"
+                " all again"
             )
         number = int(str(name).partition("/")[0])
         if number in numbers:

@@ -71,9 +71,10 @@ def read_metadata(path: Path) -> Metadata | None:
         if raw.pop("format", None) != _FORMAT or raw.pop("version", None) != _VERSION:
             raise DataError(f"{path}: format must be {_FORMAT!r} and version {_VERSION}")
         metadata = Metadata(**raw)
+        eod = () if metadata.eod_id is None else (metadata.eod_id,)
         counts = (metadata.documents, metadata.sequences, metadata.tokens, metadata.empty_documents)
         if not (
-            all(type(number) is int and number >= 0 for number in (*counts, metadata.vocab_size, metadata.eod_id or 0))
+            all(type(number) is int and number >= 0 for number in (*counts, metadata.vocab_size, *eod))
             and type(metadata.tokenizer) is type(metadata.tokenizer_sha256) is str
             and isinstance(metadata.options, dict)
         ):

@@ -195,6 +195,8 @@ class MindRecordFile:
         try:
             # immutable: no lock files, which a read-only disk would refuse
             with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
+                if connection.execute("SELECT 1 FROM sqlite_master WHERE type='view'").fetchone():
+                    raise ValueError("it has views, whose rows may have no end")
                 names = [name for (name,) in connection.execute("SELECT NAME FROM SHARD_NAME")]
                 places: Any = np.fromiter(connection.execute(query), dtype=np.dtype((np.int64, 3)))
         except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:

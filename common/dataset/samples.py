@@ -145,7 +145,13 @@ class GPTDataset(SplitSamples):
         out = np.empty((len(begins), self.seq_length + 1), dtype=np.int32)
         step = max(1, _ROUND // out.shape[1])
         for start in range(0, len(out), step):
-            out[start : start + step] = self._tokens(begins[start : start + step])
+            found = self._tokens(begins[start : start + step])
+            out[start : start + step] = found
+            if not np.can_cast(found.dtype, np.int32) and (wrong := found != out[start : start + step]).any():
+                raise DataError(
+                    f"{self.data.prefix}: holds the token id {found[wrong][0]}, which no vocabulary has; preprocess"
+                    " again with the tokenizer of this model"
+                )
         return out
 
     def source(self, sample: int) -> Path:

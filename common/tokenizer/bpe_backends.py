@@ -104,6 +104,8 @@ def _tiktoken(vocabulary: BPEVocabulary, model: Any) -> Encode:
             joined.encode()  # raises for a lone surrogate, which tiktoken would replace silently
         allowed = frozenset[str]() if is_one else frozenset({_BORDER})
         ids = _as_int32(encoding.encode_to_numpy(joined, allowed_special=allowed, disallowed_special=()))
+        if is_one:  # what follows would take longer than a short text does
+            return PackedIds(ids=ids, offsets=np.array([0, len(ids)]))
         borders = np.flatnonzero(ids == border)
         ends = np.append(borders - np.arange(len(borders)), len(ids) - len(borders))
         return PackedIds(ids=np.delete(ids, borders), offsets=np.insert(ends, 0, 0))

@@ -135,7 +135,7 @@ def test_parse_blend() -> None:
             parse_blend(data)
 
 
-@pytest.mark.parametrize("weight", ["0", "nan", "inf"])
+@pytest.mark.parametrize("weight", ["0", "nan", "inf", "1e-10"])
 def test_bad_weights_name_their_data_set(write_pair, weight) -> None:
     paths = [str(write_pair([90], name=name)) for name in ("a", "b")]
     with pytest.raises(DataError, match=r"weight of .*b is"):

@@ -240,6 +240,10 @@ def _ragged(row: int) -> list[np.ndarray]:
 
 SIZE, COUNT = b"\x10" + bytes(7), b"\0\0\0\x09"
 """How each row of 9 small numbers begins: its bytes, its numbers."""
+VIEW = (
+    "CREATE VIEW INDEXES AS WITH RECURSIVE n(ROW_ID) AS (SELECT 0 UNION ALL SELECT ROW_ID + 1 FROM n)"
+    " SELECT ROW_ID, 0 AS PAGE_ID_BLOB, 0 AS PAGE_OFFSET_BLOB, 0 AS PAGE_OFFSET_BLOB_END FROM n"
+)
 
 
 @pytest.mark.parametrize(
@@ -254,6 +258,7 @@ SIZE, COUNT = b"\x10" + bytes(7), b"\0\0\0\x09"
         (lambda path: path.write_text("Once upon a time there"), "is not a MindRecord file"),
         (_swap(b'"schema":[', b'"scheme":['), "a header that is not a MindRecord's .KeyError"),
         (_swap(b'"3.0"', b'"2.0"'), "format version 2.0, expected 3.0"),
+        (_edit_index("DROP TABLE INDEXES", VIEW), ".it has views"),
         (
             _edit_index("DELETE FROM INDEXES WHERE ROW_ID = 3"),
             "does not name the 20 rows of data.mindrecord; .*copy both",

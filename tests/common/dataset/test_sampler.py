@@ -80,6 +80,7 @@ BEYOND = r" \(sample 4, position 1\), but vocab_size is 50257"
     [
         ("uint16", 50257, f"50257{BEYOND}"),
         ("int32", -1, f"-1{BEYOND}"),
+        ("int64", 2**32 + 5, "4294967301, which no vocabulary"),  # cut to 32 bits: the token 5
     ],
 )
 def test_a_token_beyond_the_vocabulary_is_named(write_pair, dtype, bad, message) -> None:

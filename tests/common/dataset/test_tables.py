@@ -263,6 +263,12 @@ def test_shards_that_do_not_make_a_whole_are_refused(tmp_path, options) -> None:
     refused("could not be written", *parts, output="a.txt/merged")
     other = preprocess(replace(options, shard=Shard(number=1, count=2))).prefixes[0]
     refused("of another division", *parts, other)
+    records = [Path(f"{part}.meta.json") for part in parts]
+    for record in records:
+        record.write_text(record.read_text().replace("/3", "/3 by blocks"))
+    refused("is shard ./3 by blocks, but others, or those of this release", *parts)
+    for record in records:
+        record.write_text(record.read_text().replace("/3 by blocks", "/3"))
     preprocess(replace(options, append_eod=False, shard=Shard(number=2, count=3)))
     refused(r"eod_id is (None|256), but (None|256)", *parts)
 
