@@ -32,7 +32,7 @@ megabytes around a window, which is good for what fits in memory.
 
 def with_extension(prefix: Path, extension: str) -> Path:
     """Return ``prefix`` + ``extension``. Dots inside the prefix stay, which ``with_suffix`` would cut."""
-    return prefix.with_name(prefix.name + extension)
+    return prefix.parent / f"{prefix.name}{extension}"
 
 
 def map_file(path: Path) -> npt.NDArray[np.uint8]:

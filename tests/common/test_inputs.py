@@ -69,6 +69,7 @@ def test_the_front_door_says_it_before_it_imports_a_framework(tmp_path, monkeypa
         ("train", [], "corpus_text_document.idx: not found (looked in "),
         ("predict", ["predict.prompt=hi"], "data/quickstart: does not exist (looked in "),
         ("predict", [], "predict.prompt is not given"),
+        ("train", ["data.train=."], "and . holds no .bin/.idx pair"),
     ):
         assert main(["--config", str(preset), "--run_mode", mode, *words]) == 2
         assert message in capsys.readouterr().err
