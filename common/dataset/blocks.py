@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from common.dataset.corpus import TABLES, Corpus, CorpusFormat
-from common.dataset.encodings import DOCUMENT_BYTES, advice, check_words
+from common.dataset.encodings import DOCUMENT_BYTES, advice
 from common.dataset.tables import Texts, read_table
 from common.errors import DataError
 from common.structured_files import MalformedError, kind_of, parse_json_item
@@ -94,7 +94,6 @@ def texts_of(item: Any, keys: tuple[str, ...], where: str) -> tuple[str, ...]:
     """
     if isinstance(item, str):
         if keys == ("text",):
-            check_words(item, where)
             return (item,)
         raise DataError(
             f"{where}: the item is a string and has no keys, but --json-keys asks for"
@@ -113,7 +112,6 @@ def texts_of(item: Any, keys: tuple[str, ...], where: str) -> tuple[str, ...]:
             raise DataError(
                 f"{where}: the value of {key!r} is {kind_of(item[key])}, expected a string; fix or remove this item"
             )
-        check_words(item[key], where)
         texts.append(item[key])
     return tuple(texts)
 

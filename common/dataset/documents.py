@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.dataset.blocks import BLANK_LINES, END_OF_TEXT, Block, DocumentRule, read_blocks, texts_of
 from common.dataset.corpus import open_corpus
-from common.dataset.encodings import advice, check_words, require_no_nul
+from common.dataset.encodings import advice, require_no_nul
 from common.errors import DataError
 from common.structured_files import MalformedError, parse_json_line
 
@@ -45,13 +45,7 @@ def documents_of(block: Block, keys: tuple[str, ...]) -> list[Documents]:
         if block.offset == 0:
             text = text.removeprefix("\ufeff")
         if block.format == "text":
-            split = _from_text(text, data, block.rule)
-            for document in split.texts:
-                check_words(
-                    document,
-                    lambda word: f"{block.path}: line {block.first_line + data[: data.find(word.encode())].count(10)}",
-                )
-            return [split]
+            return [_from_text(text, data, block.rule)]
         items = _parse_lines(block, text, keys)
     found = []
     for n in range(len(keys)):

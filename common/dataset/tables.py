@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.dataset.encodings import WORD_CHARACTERS, check_words
 from common.errors import DataError
 
 PARQUET_MAGIC, ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARROW1\0\0", b"\xff\xff\xff\xff"
@@ -74,7 +73,7 @@ def _texts_of(batch: Any, path: Path, first: int, document_bytes: int) -> Texts:
                 f"{path}: row {first} (from 0): the text in column {key!r} is not UTF-8; write the column as text again"
             ) from None
         for row, text in enumerate(texts, first):
-            if text is not None and 4 * len(text) <= document_bytes and len(text) < WORD_CHARACTERS:
+            if text is not None and 4 * len(text) <= document_bytes:
                 continue  # the usual case, without a message
             where = f"{path}: row {row} (from 0)"
             if text is None:
@@ -87,7 +86,6 @@ def _texts_of(batch: Any, path: Path, first: int, document_bytes: int) -> Texts:
                     f" {document_bytes / 2**20:g} MiB, but must fit in memory whole; divide it, or"
                     " allow more: --max-document-mib N"
                 )
-            check_words(text, where)
         columns.append(texts)
     return list(zip(*columns, strict=True))
 

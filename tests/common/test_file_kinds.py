@@ -68,15 +68,12 @@ FOREIGN: dict[str, tuple[bytes, str]] = {
     "twice.gz": (gzip.compress(gzip.compress(TEXT)), "is compressed by gzip; unpack it (gunzip)"),
     "train.json": (POINTER, "is a Git LFS pointer; run git lfs pull"),
     "train.txt.gz": (gzip.compress(POINTER), "is a Git LFS pointer; run git lfs pull"),
-    "hole.txt": (b"one\n" + bytes(4096) + b"two\n", "holds NUL bytes (0x00), 4096 of 4104; the file is binary"),
-    "nul.jsonl": (TEXT.replace(b"two", b"t\0o"), "holds NUL bytes (0x00), 1 of 50; the file is binary"),
+    "hole.txt": (b"one\n" + bytes(4096) + b"two\n", "holds NUL bytes (0x00), 4096 of 4104; convert UTF-16"),
+    "nul.jsonl": (TEXT.replace(b"two", b"t\0o"), "holds NUL bytes (0x00), 1 of 50; convert UTF-16"),
 }
 """Content of each file, and the words of its message. No option turns it into a corpus."""
 CORPORA = FOREIGN | {
-    "le.txt": (ENGLISH.encode("utf-16-le"), "looks like UTF-16 without its mark: add --encoding utf-16-le"),
-    "be.txt": (
-        ENGLISH.encode("utf-16-be"), "add --encoding utf-16-be, or convert it: iconv -f UTF-16-BE -t UTF-8"),
-    "zh.txt": (CHINESE.encode("utf-16-le"), "add --encoding utf-16-le"),
+    "be.txt": (ENGLISH.encode("utf-16-be"), "convert UTF-16 to UTF-8 (iconv), or add --encoding utf-16-le"),
     "mark.txt": (ENGLISH.encode("utf-16"), "is UTF-16 (its byte order mark"),
     "wide.txt": (ENGLISH.encode("utf-32"),
         "is UTF-32 (its byte order mark is at byte 0), expected UTF-8; add --encoding utf-32"),

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 
 from common.dataset import blocks
 from common.dataset.encode import split_sentences
-from common.dataset.encodings import check_words, checked_encoding
+from common.dataset.encodings import checked_encoding
 from common.dataset.indexed import IndexedDataset
 from common.dataset.metadata import read_metadata
 from common.dataset.options import PreprocessOptions
@@ -190,7 +190,7 @@ def test_keys_and_prefixes_that_no_file_name_can_hold(tmp_path, options_for) -> 
             options_for(output_prefix=Path(prefix))
 
 
-PLACES = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("name", "text", "where"),
     [
         ("a.txt", "first\n\n{}", "line 3"),
@@ -198,9 +198,6 @@ PLACES = pytest.mark.parametrize(
         ("a.json", '["first",\n"{}"]', "item 2"),
     ],
 )
-
-
-@PLACES
 @pytest.mark.parametrize("zipped", [False, True])
 def test_a_document_beyond_the_limit_is_refused(tmp_path, monkeypatch, read_back, name, text, where, zipped) -> None:
     monkeypatch.setattr(blocks, "_READ_BYTES", 100)
@@ -210,21 +207,6 @@ def test_a_document_beyond_the_limit_is_refused(tmp_path, monkeypatch, read_back
     message = rf"{path.name}: .*{where}.* has more than .* Mi.*--max-document-mib N"
     with pytest.raises(DataError, match=message):
         read_back(path, document_bytes=5000, block_bytes=100)
-
-
-@PLACES
-def test_a_word_without_end_is_refused(tmp_path, monkeypatch, read_back, name, text, where) -> None:
-    monkeypatch.setattr(check_words, "__defaults__", (1000,))
-    path = tmp_path / name
-    for unit in ("a", "é", "字", "7", "½", "-", "_", "\x7f", " ", "\u3000"):
-        path.write_text(text.format(f"one{unit * 990}two"))  # with the letters about it
-        assert unit * 990 in read_back(path)[1]
-        path.write_text(text.format(f"one{unit * 2006}two"))
-        with pytest.raises(DataError, match=rf"{name}: {where}: holds a word of 1000 or more characters"):
-            read_back(path)
-    monkeypatch.setattr(check_words, "__defaults__", (10,))
-    path.write_text(text.format("a1 " * 1000 + "ab12" * 1000 + "天地，" * 1000))
-    assert len(read_back(path)) == 2
 
 
 # ---- GPT2-Chinese's data: its loop over transformers' BertTokenizer, written out here, is the reference ----
