@@ -96,7 +96,6 @@ def parse_json(text: str | bytes, *, unique: bool = True) -> Any:
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_unique_keys if unique else None)
-        _check_depth(value)
         if "\\ud" in text.lower():
             require_text(json.dumps(value, ensure_ascii=False))
     except (ValueError, RecursionError) as error:
@@ -137,7 +136,7 @@ def _malformed(error: Exception) -> MalformedError:
     if isinstance(error, json.JSONDecodeError):
         return MalformedError(error.msg, error.lineno, error.colno)
     if isinstance(error, RecursionError):
-        return MalformedError(f"nested deeper than {MAX_DEPTH} levels")
+        return MalformedError("nested too deep")
     return MalformedError("a number of more digits than Python converts")
 
 
@@ -173,20 +172,6 @@ def parse_float(text: str) -> float:
     if not math.isfinite(value):
         raise MalformedError(f"the number {text[:40]} is beyond the range of a float")
     return value
-
-
-def _check_depth(value: Any) -> None:
-    """Raise MalformedError for more levels; how many Python itself reads depends on libraries."""
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        level = [
-            child
-            for parent in level
-            if isinstance(parent, dict | list)
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-        ]
-    if level:
-        raise MalformedError(f"nested deeper than {MAX_DEPTH} levels")
 
 
 def shown(value: Any) -> str:

@@ -49,7 +49,6 @@ def read_yaml_mapping(path: Path, text: str | None = None, **wishes: Any) -> dic
     return require_mapping({} if found is None else found, str(path))
 
 
-_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 _SCALARS = {
     "bool": r"true|True|TRUE|false|False|FALSE",
     "null": r"~|null|Null|NULL|",
@@ -65,31 +64,21 @@ _RESOLVERS: dict[Any, Any] = {
 class YamlLoader(yaml.SafeLoader):
     """PyYAML's safe loader with YAML 1.2 scalars: 6e-4 is a number, and yes, no, on, off are text.
 
-    It composes nodes and counts them and their levels: PyYAML takes 15 s for a MiB of them, and how
-    deep Python may call itself is another library's choice. ``plain`` makes data of them.
+    ``plain`` makes data of the composed nodes, and counts them and their levels as it follows aliases.
     """
 
     yaml_implicit_resolvers = _RESOLVERS
 
     def __init__(self, text: str, lines: dict[KeyPath, int], is_text: IsText | None) -> None:
         super().__init__(text)
-        self._composed = self._depth = self._seen = 0
-        self._lines, self._is_text = lines, is_text
+        self._lines, self._is_text, self._seen = lines, is_text, 0
         self.aliased: list[yaml.Node] = []
         """Nodes that aliases stand for."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        self._composed += 1
-        if self._composed > MAX_YAML_NODES:
-            raise MalformedError(f"more than {MAX_YAML_NODES:,} values", *_line(event))
-        if self._depth > MAX_DEPTH:
-            raise MalformedError(_TOO_DEEP, *_line(event))
-        self._depth += 1
+        is_alias = self.check_event(yaml.AliasEvent)  # type: ignore[no-untyped-call]
         node = super().compose_node(parent, index)
-        self._depth -= 1
-        if isinstance(event, yaml.AliasEvent) and node is not None:
-            self.aliased.append(node)
+        self.aliased += [node] if is_alias and node is not None else []
         return node
 
     def plain(self, node: yaml.Node, path: KeyPath = (), depth: int = 0) -> Any:
@@ -98,7 +87,7 @@ class YamlLoader(yaml.SafeLoader):
         if self._seen > MAX_YAML_NODES:
             raise MalformedError(f"more than {MAX_YAML_NODES:,} values once aliases are followed", *_line(node))
         if depth > MAX_DEPTH:
-            raise MalformedError(_TOO_DEEP, *_line(node))
+            raise MalformedError(f"nested deeper than {MAX_DEPTH} levels", *_line(node))
         tag = node.tag.replace("tag:yaml.org,2002:", "!!")
         if isinstance(node, yaml.MappingNode) and tag == "!!map":
             return self._mapping(node, path, depth + 1)
@@ -175,6 +164,8 @@ def parse_yaml(
     except yaml.MarkedYAMLError as error:
         problem = (error.problem or "not YAML").replace("second occurrence", "an anchor is defined twice")
         raise MalformedError(problem, *_line(error)) from None
+    except RecursionError:
+        raise MalformedError("nested too deep") from None
     except yaml.YAMLError as error:
         raise MalformedError(str(error).partition("\n")[0]) from None
 

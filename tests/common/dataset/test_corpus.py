@@ -128,7 +128,7 @@ DEEP, LONG = "[" * 200_000, "9" * 5000
         ("a.jsonl", '{"text": "a"}\n\n{"b": 1, "n": 1}\n', "line 3, column 1: the key 'text' is"),
         ("a.jsonl", '{"text": "a"}\n{"text": 3}\n', "line 2, column 1: .*of 'text' is a number"),
         ("a.jsonl", '{"text": "a"}\n{"text": "b"\n', "line 2, column 13: Expecting ',' delimiter"),
-        ("a.jsonl", '{"text": "a"}\n{"n": ' + DEEP, "line 2, column 1: nested deeper than 64"),
+        ("a.jsonl", '{"text": "a"}\n{"n": ' + DEEP, "line 2, column 1: nested too deep"),
         ("a.jsonl", '{"text": "a"}\n\ufeff{"text": "b"}\n', "line 2, column 1: a byte order mark"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "line 2, column 11: byte 24 is not UTF-8"),
         ("a.txt", b"ab\n\nc\xe4d", "line 3, column 2: byte 5 is not UTF-8"),
