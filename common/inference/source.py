@@ -204,8 +204,8 @@ def read_export(folder: Path, *, verify: bool = False) -> dict[str, Any]:
         )
     try:
         files = {name: (file["bytes"], file["sha256"]) for name, file in record["files"].items()}
-        _ = record["model"], record["format"]
-    except (KeyError, TypeError, AttributeError):
+        _ = record["model"], record["format"], min(files)  # without files there is nothing to verify
+    except (KeyError, TypeError, AttributeError, ValueError):
         raise CheckpointError(f"{path}: is broken; copy the folder again, or export again") from None
     for name, (size, sha256) in files.items():
         path = folder / name
