@@ -31,9 +31,6 @@ from common.weights.names import count_parameters
 _DEFAULT_TOKENS = 16
 _MIN_TOP_P = 1e-9
 """``top_p`` of 0, which leaves the most probable token; 0 is off in the section predict."""
-_AS_IN_PREDICT = (
-    "temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs",
-)  # fmt: skip
 
 
 class CompletionService:
@@ -80,7 +77,13 @@ class CompletionService:
             top_k=max(0, request.top_k),
             top_p=request.top_p or _MIN_TOP_P,
             stop=[*request.stop, *filter(None, [request.suffix])],
-            **{name: getattr(request, name) for name in _AS_IN_PREDICT},
+            temperature=request.temperature,
+            min_p=request.min_p,
+            repetition_penalty=request.repetition_penalty,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            logit_bias=request.logit_bias,
+            logprobs=request.logprobs,
         )
         try:
             biases = sequence_biases(settings, self.tokenizer)
