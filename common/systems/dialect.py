@@ -229,7 +229,7 @@ def apply(table: Table, theirs: ForeignKeys, ours: Translation) -> None:
             ]
         for key in keys:
             value = theirs.take(key)
-            if value is not None:
+            if not theirs.is_left_out(key):  # a key without a value is one that is absent
                 _obey(rule, key, value, theirs, ours)
 
 

@@ -178,6 +178,8 @@ class ShardedReader:
 
     def read(self, name: str, piece: TensorSlice) -> Array:
         """Return a rectangle of a tensor; elements beyond its rows are 0."""
+        from safetensors import SafetensorError
+
         parts = self._parts[name]
         if len(parts) == 1 and parts[0][1] == piece:
             return np.asarray(parts[0][0].get_tensor(name))
@@ -189,7 +191,10 @@ class ShardedReader:
                     tuple(slice(first - at, end - at) for (first, end), (at, _) in zip(common, of, strict=True))
                     for of in (piece, spans)
                 )
-                values[target] = reader.get_slice(name)[source]
+                try:
+                    values[target] = reader.get_slice(name)[source]
+                except SafetensorError as error:
+                    raise CheckpointError(f"{self._path}: {name} is not as its record says: {error}") from None
         return values
 
 

@@ -184,6 +184,17 @@ def test_merge_keys_and_sections_with_only_anchors(tmp_path: Path) -> None:
     assert (opened.config.train.micro_batch_size, opened.ours.without_effect) == (3, {})
 
 
+def test_a_key_without_a_value_is_absent(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    without = f"{MERGED}parallel_config: {{micro_batch_num: , data_parallel: }}\nrecompute_config: {{recompute: }}\n"
+    found = []
+    for text in (MERGED, without):
+        path.write_text(text)
+        ours = open_config(path).ours
+        found.append((ours.tree, ours.origins, ours.without_effect))
+    assert found[0] == found[1]
+
+
 def test_quantization_of_release_24(tmp_path: Path) -> None:
     """Compress, layers that stay in float, and pretrained as the prefix of a file."""
     (tmp_path / "model.pdparams").touch()
