@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
+from operator import index
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -123,7 +124,7 @@ def read_strategy(path: Path) -> dict[int, dict[str, Layout]]:
             records = tree["parallel_layout_item"]
         else:
             fields = read_message(np.frombuffer(content, np.uint8))
-            stages = [read_message(read_message(item)[2][-1])[1][-1] for item in fields.get(2, ())]
+            stages = [index(read_message(read_message(item)[2][-1])[1][-1]) for item in fields.get(2, ())]
             layouts = map(read_message, fields.get(3, ()))
             records = {entry[1][-1].tobytes().decode(): _record(entry[2][-1]) for entry in layouts}
         found: dict[int, dict[str, Layout]] = {}
@@ -165,7 +166,8 @@ def _record(message: Bytes) -> dict[str, Any]:
     maps = found["tensor_map"]
     several = len(maps) > 1  # a list of axes for each dim, or one axis for each dim
     found["tensor_map"] = [dims for dims in maps if dims] if several else [*chain(*maps)]
-    return found | {name: read_numbers(int(fields[n][-1]))[0] for n, name in _NUMBERS.items() if n in fields}
+    numbers = {name: [*map(index, fields[number])] for number, name in _NUMBERS.items() if number in fields}
+    return found | {name: read_numbers(values[-1])[0] for name, values in numbers.items()}
 
 
 def _layout(record: Mapping[str, Any]) -> Layout:

@@ -462,3 +462,13 @@ def test_layouts_that_nothing_has(record: Any, tmp_path: Path) -> None:
     path.write_text(json.dumps(tree))
     with pytest.raises(CheckpointError, match=r"ckpt_strategy\.json: not a whole strategy file"):
         read_strategy(path)
+
+
+def test_a_list_where_a_number_belongs_is_refused(tmp_path: Path) -> None:
+    """One damaged byte makes the axes of a parameter a field of numbers. Without axes, a part would be the whole."""
+    write_strategy(path := tmp_path / "ckpt_strategy.ckpt", {0: {"x": Layout(devices=(2, 4), axes=((0,), (1,)))}})
+    axes, field = b"\x12\x04\x08\x01\x08\x00", b"\x32\x04\x08\x01\x08\x00"
+    assert path.read_bytes().count(axes) == 1
+    path.write_bytes(path.read_bytes().replace(axes, field))
+    with pytest.raises(CheckpointError, match=r"ckpt_strategy\.ckpt: not a whole strategy file"):
+        read_strategy(path)
