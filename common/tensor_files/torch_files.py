@@ -184,6 +184,7 @@ def write_torch(path: Path, tree: Any) -> None:
         finally:
             torch.serialization.set_crc32_options(computes)
         assert next(made, None) is None, "torch has saved them all"
+    tensors.clear()  # ``placed`` is a cycle, and would keep the files that these are read from open
 
 
 class _Records:
