@@ -238,6 +238,7 @@ def _change(**values: Any) -> Callable[[Path], None]:
         (lambda folder: (folder / "model.onnx.data").write_bytes(
             bytes((folder / "model.onnx.data").stat().st_size)),
             {"verify": True}, "its bytes have changed since it was exported"),
+        (_change(files={}), {"verify": True}, "export.json: is broken"),
         (_change(format_version=9), {}, "format version 9, this program reads 1"),
         (None, {"backend": "torch"}, "is of format onnx, which onnx runs"),
         (None, {"dtype": "float32"}, "leave dtype out"),

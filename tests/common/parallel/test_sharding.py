@@ -16,6 +16,7 @@ from common.errors import CheckpointError
 from common.parallel import operator_plan as plans
 from common.parallel.run import Run
 from common.parallel.sharding import owns, padded_shapes, slices_of_rank
+from common.tensor_files.safetensors_file import open_safetensors
 from common.weights.pieces import ShardedReader, shape_of
 from tests.tiny import tiny_config
 
@@ -87,6 +88,14 @@ def test_every_element_is_written_once_and_read_by_any_layout(layout: str, tmp_p
             lacking.add(file, rectangles)
         with pytest.raises(CheckpointError):
             lacking.require(shapes)
+
+
+def test_a_file_that_is_not_as_its_record_says(tmp_path: Path) -> None:
+    save_file({"a": np.ones((2, 3), np.float32)}, tmp_path / "file")
+    stored = ShardedReader(tmp_path)
+    stored.add(open_safetensors(tmp_path / "file"), {"a": [[0, 4], [0, 3]]})
+    with pytest.raises(CheckpointError, match="a is not as its record says"):
+        stored.read("a", ((0, 3), (0, 3)))
 
 
 # ---- the plan of semi-automatic parallel ----
