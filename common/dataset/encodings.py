@@ -39,8 +39,9 @@ def require_no_nul(data: bytes, where: str) -> None:
     if b"\0" not in data:
         return
     raise DataError(
-        f"{where} holds NUL bytes (0x00), {data.count(0)} of {len(data)}; convert UTF-16 to UTF-8 (iconv), or add"
-        " --encoding utf-16-le; copy a file again that was not written whole, or remove them: tr -d '\\000'"
+        f"{where} holds NUL bytes (0x00), {data.count(0)} of {len(data)}; if it is UTF-16, add --encoding utf-16-le or"
+        " utf-16-be, by the order of its bytes, or convert it to UTF-8 (iconv); else copy it again, since it was not"
+        " written whole, or remove them: tr -d '\\000'"
     )
 
 

@@ -204,9 +204,11 @@ def read_export(folder: Path, *, verify: bool = False) -> dict[str, Any]:
         )
     try:
         files = {name: (file["bytes"], file["sha256"]) for name, file in record["files"].items()}
-        _ = record["model"], record["format"], min(files)  # without files there is nothing to verify
-    except (KeyError, TypeError, AttributeError, ValueError):
-        raise CheckpointError(f"{path}: is broken; copy the folder again, or export again") from None
+        is_whole = bool(files) and isinstance(record["model"], dict) and bool(record["format"])
+    except (KeyError, TypeError, AttributeError):
+        is_whole = False
+    if not is_whole:
+        raise CheckpointError(f"{path}: is broken; copy the folder again, or export again")
     for name, (size, sha256) in files.items():
         path = folder / name
         if not path.is_file():

@@ -44,13 +44,17 @@ _BREAKS = re.compile("[\x7f-\xa0\u2028\u2029\ufeff]")
 _WORDS = re.compile("y|n|yes|no|on|off|true|false|null|nan|inf", re.IGNORECASE)
 
 
-def _of_form(pattern: str, expected: str) -> Callable[[str], Any]:
-    """Return a ``type`` for argparse: text that a pattern matches, or the pair of its groups ``key`` and ``value``."""
+def _of_form(pattern: str, expected: str, *, secret: bool = False) -> Callable[[str], Any]:
+    """Return a ``type`` for argparse: text that a pattern matches, or the pair of its groups ``key`` and ``value``.
+
+    secret: leave the value out of the message.
+    """
 
     def parse(text: str) -> Any:
         found = re.fullmatch(pattern, text)
         if found is None:
-            raise ArgumentTypeError(f"{shortened(text)!r}: expected {expected}")
+            said = text.partition("=")[0] if secret else text
+            raise ArgumentTypeError(f"{shortened(said)!r}: expected {expected}")
         return tuple(found.groupdict().values()) or text
 
     return parse
@@ -105,7 +109,9 @@ class JobRequest:
         "NAME=VALUE: variable of the pods; may be repeated",
         default=(),
         type=_of_form(
-            "(?s)(?P<key>[A-Za-z_.-][A-Za-z0-9_.-]*)=(?P<value>.*)", "NAME=VALUE with the name of a variable"
+            "(?s)(?P<key>[A-Za-z_.-][A-Za-z0-9_.-]*)=(?P<value>.*)",
+            "NAME=VALUE with the name of a variable",
+            secret=True,
         ),
     )
     node_label: tuple[tuple[str, str], ...] = flag(

@@ -68,12 +68,13 @@ FOREIGN: dict[str, tuple[bytes, str]] = {
     "twice.gz": (gzip.compress(gzip.compress(TEXT)), "is compressed by gzip; unpack it (gunzip)"),
     "train.json": (POINTER, "is a Git LFS pointer; run git lfs pull"),
     "train.txt.gz": (gzip.compress(POINTER), "is a Git LFS pointer; run git lfs pull"),
-    "hole.txt": (b"one\n" + bytes(4096) + b"two\n", "holds NUL bytes (0x00), 4096 of 4104; convert UTF-16"),
-    "nul.jsonl": (TEXT.replace(b"two", b"t\0o"), "holds NUL bytes (0x00), 1 of 50; convert UTF-16"),
+    "hole.txt": (b"one\n" + bytes(4096) + b"two\n", "holds NUL bytes (0x00), 4096 of 4104; if it is UTF-16"),
+    "nul.jsonl": (TEXT.replace(b"two", b"t\0o"), "holds NUL bytes (0x00), 1 of 50; if it is UTF-16"),
 }
 """Content of each file, and the words of its message. No option turns it into a corpus."""
 CORPORA = FOREIGN | {
-    "be.txt": (ENGLISH.encode("utf-16-be"), "convert UTF-16 to UTF-8 (iconv), or add --encoding utf-16-le"),
+    "be.txt": (ENGLISH.encode("utf-16-be"), "add --encoding utf-16-le or utf-16-be, by the order of its bytes"),
+    "zh.txt": (CHINESE.encode("utf-16-le"), "12 of 108; if it is UTF-16, add --encoding utf-16-le or utf-16-be"),
     "mark.txt": (ENGLISH.encode("utf-16"), "is UTF-16 (its byte order mark"),
     "wide.txt": (ENGLISH.encode("utf-32"),
         "is UTF-32 (its byte order mark is at byte 0), expected UTF-8; add --encoding utf-32"),

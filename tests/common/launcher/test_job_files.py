@@ -157,7 +157,7 @@ def test_fields_of_a_pytorch_job(capsys: pytest.CaptureFixture[str]) -> None:
         (["--mount", "/a/..:/b"], "and an absolute path without .. and colons"),
         (["--mount", "a:/a", "--mount", "b:/a"], "--mount: /a is there twice"),
         (["--mount", "a:/user/serverid/devindex/config"], "is there twice"),
-        (["--env", "A B=1"], "argument --env: 'A B=1'"),
+        (["--env", "A B=secret"], "argument --env: 'A B': expected NAME=VALUE"),
         (["--env", "A=1", "--env", "A=2"], "--env: A is there twice"),
         (["--node_label", "a=b c"], "argument --node_label: 'a=b c'"),
         (["--chip", "gpu"], "argument --chip: 'gpu': expected ascend-910"),
