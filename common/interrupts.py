@@ -11,52 +11,36 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-_raised: list[int] = []
-
 
 def end_at_interrupts() -> None:
-    """Let Ctrl-C end the process at once, until ``raise_interrupts``.
-
-    If SIGINT is ignored, it stays ignored.
-    """
-    if _is_ours_to_set():
+    """Let Ctrl-C end the process at once, until ``raise_interrupts``."""
+    if _may_set(signal.SIGINT):
         signal.signal(signal.SIGINT, _end)
 
 
 def raise_interrupts() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again, after ``end_at_interrupts``."""
-    if _is_ours_to_set() and signal.getsignal(signal.SIGINT) is _end:
-        signal.signal(signal.SIGINT, _raise)
+    if _may_set(signal.SIGINT):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
 def ending_at_interrupts() -> Iterator[None]:
     """Let Ctrl-C end the process at once within the block: the import of a framework."""
-    before = signal.getsignal(signal.SIGINT)
-    end_at_interrupts()
-    try:
+    with _handling(_end, signal.SIGINT):
         yield
-    finally:
-        if _is_ours_to_set() and signal.getsignal(signal.SIGINT) is _end:
-            signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
 def exiting_at_sigterm() -> Iterator[None]:
     """Turn SIGTERM, from a scheduler, into SystemExit within the block, so that partial files can be removed."""
-    if threading.current_thread() is not threading.main_thread():
+    with _handling(lambda number, _: sys.exit(128 + number), signal.SIGTERM):
         yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -66,37 +50,31 @@ def holding_signals() -> Iterator[list[int]]:
     Their numbers are added to the list, and raised at its end.
     """
     held: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield held
-        return
-    before = {
-        number: signal.signal(number, lambda number, _: held.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-        if signal.getsignal(number) not in (signal.SIG_IGN, None)
-    }
     try:
-        yield held
+        with _handling(lambda number, _: held.append(number), signal.SIGINT, signal.SIGTERM):
+            yield held
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         if held:
             signal.raise_signal(held[0])
 
 
-def _is_ours_to_set() -> bool:
-    """Tell whether this code may set handlers: only in the main thread, and if SIGINT is not ignored.
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], Any], *numbers: int) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers if _may_set(number)}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
-    A program in the background of a shell ignores SIGINT, and must continue to.
+
+def _may_set(number: int) -> bool:
+    """Tell whether this code may set a handler: only in the main thread.
+
+    A program in the background of a shell starts with SIGINT ignored, and must continue to ignore it.
     """
-    return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) not in (
-        signal.SIG_IGN,
-        None,
-    )
-
-
-def _raise(number: int, frame: FrameType | None) -> None:
-    _raised.append(number)
-    signal.default_int_handler(number, frame)
+    is_free = number != signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN
+    return is_free and threading.current_thread() is threading.main_thread()
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
@@ -105,29 +83,18 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(130)
 
 
-class StopSignal:
+class StopSignal(ExitStack):
     """Context in which the first SIGTERM or SIGINT sets ``number``; a second one ends the process at once.
 
     In a rank of our launcher a second signal is ignored: it may be the launcher's SIGTERM beside that of a scheduler.
-    The launcher kills with SIGKILL. A shell script starts a background job with SIGINT ignored; it stays ignored.
+    The launcher kills with SIGKILL.
     """
 
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self._previous: dict[int, Any] = {}
+    number: int | None = None
 
     def __enter__(self) -> StopSignal:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
-                continue
-            self._previous[number] = signal.signal(number, self._note)
-        if _raised:  # as KeyboardInterrupt, which C++ code may have dropped
-            self.number = signal.SIGINT
+        self.enter_context(_handling(self._note, signal.SIGTERM, signal.SIGINT))
         return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None and "GPT2_LAUNCHER_PID" not in os.environ:
@@ -144,7 +111,7 @@ def receive_interrupts() -> None:
     main thread is back in Python. A second SIGINT ends the process at once, wherever it is. Call this before the
     framework starts threads, which must inherit the mask.
     """
-    if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 

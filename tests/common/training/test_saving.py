@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from common import interrupts, run_folder
+from common import run_folder
 from common.checkpoint.folders import whole_checkpoints
 from common.checkpoint.snapshot import TrainState
 from common.errors import ConfigError, DivergedError, StopRequested, StorageError
@@ -299,14 +299,3 @@ def test_a_rank_leaves_without_exit_handlers(target: str, variables: dict[str, s
     done = subprocess.run(command, env=clean | variables, cwd=ROOT, capture_output=True, text=True)
     said = ["said", "handlers"] if handlers else ["said"]
     assert (done.returncode, done.stdout.split()) == (3, said), done.stderr
-
-
-def test_an_interrupt_that_a_library_dropped_stops_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C++ code may clear KeyboardInterrupt as any other error."""
-    monkeypatch.setattr(interrupts, "_raised", [])
-    with StopSignal() as stop:
-        assert stop.number is None
-    with pytest.raises(KeyboardInterrupt):
-        interrupts._raise(signal.SIGINT, None)
-    with StopSignal() as stop:
-        assert stop.number == signal.SIGINT
