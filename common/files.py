@@ -7,7 +7,6 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
-import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -75,19 +74,17 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO]:  # type: ignore[
     are removed. Raises StorageError if the disk fails; the old file is then untouched.
     """
     path = Path(path)
-    temporary = _temporary(path)
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(path)
+        temporary = _new_name(path)
         try:
-            new = os.O_CREAT | os.O_EXCL | os.O_RDWR
-            with open(temporary, mode, opener=lambda name, _: _locked(os.open(name, new, 0o666)), **text) as file:  # type: ignore[call-overload]
+            with open(temporary, mode.replace("w", "x"), opener=_open_locked, **text) as file:  # type: ignore[call-overload]
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-                with _folder_synced(path.parent):
-                    os.replace(temporary, path)  # before the lock ends
+                os.replace(temporary, path)  # before the lock ends
+                with suppress(FileNotFoundError):  # another process that saw the file has renamed its folder
+                    fsync_folder(path.parent)
         finally:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -103,11 +100,9 @@ def temporary_folder(path: Path) -> Iterator[Path]:
 
     Folders of killed processes are removed first. Raises OSError.
     """
-    folder = _temporary(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(path)
+    folder = _new_name(path)
     folder.mkdir()
-    descriptor = _locked(os.open(folder, os.O_RDONLY))
+    descriptor = _open_locked(folder, os.O_RDONLY)
     try:
         yield folder
     finally:
@@ -115,35 +110,28 @@ def temporary_folder(path: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def remove_leftovers(path: Path) -> None:
-    """Remove the files and folders .NAME.PID.tmp of processes killed while they wrote ``path``.
+def _new_name(path: Path) -> Path:
+    """Return a name for a temporary file or folder beside ``path``, after what killed writers of ``path`` left.
 
-    Active writers hold a lock on them, also on another host. If the file system has no locks, nothing is removed.
+    Active writers hold a lock on theirs, also on another host. If the file system has no locks, nothing is removed.
     """
-    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9]+\.tmp")
-    with os.scandir(path.parent) as entries:
-        found = [Path(entry.path) for entry in entries if pattern.fullmatch(entry.name)]
-    for leftover in found:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):
         with suppress(OSError):
             descriptor = os.open(leftover, os.O_RDONLY if leftover.is_dir() else os.O_RDWR)
             try:
                 if take_lock(descriptor):
                     _remove(leftover)
-            except OSError:  # no locks here: a name with this process's number cannot be another's
-                if leftover == _temporary(path):
-                    _remove(leftover)
             finally:
                 os.close(descriptor)
+    return path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-
-def _locked(descriptor: int) -> int:
-    """Lock a file or a folder, which ``remove_leftovers`` of other processes then keeps."""
+def _open_locked(path: Path | str, flags: int) -> int:
+    """Open a file or a folder of this process, and lock it so that others keep it."""
+    descriptor = os.open(path, flags, 0o666)
     with suppress(OSError):
-        take_lock(descriptor, wait=True)
+        take_lock(descriptor)
     return descriptor
 
 
@@ -184,19 +172,11 @@ def put_in_place(folder: Path, target: Path) -> None:
         _remove(replaced)
 
 
-def clean_up(parent: Path, names: str) -> None:
-    """Clean up after a killed writer of files and folders with these names (a glob).
+def put_back(parent: Path, names: str) -> None:
+    """Restore folders with these names (a glob) whose replacement a killed process has not put in place.
 
-    A folder whose replacement is missing is restored. .NAME.tmp and the files .NAME.*.tmp are removed.
+    Raises OSError.
     """
-    _put_back(parent, names)
-    # the name may be longer and belong to another folder
-    files = (path for path in parent.glob(f".{names}.*.tmp") if not path.is_dir())
-    for leftover in (*parent.glob(f".{names}.tmp"), *files):
-        _remove(leftover)
-
-
-def _put_back(parent: Path, names: str) -> None:
     for replaced in parent.glob(f".{names}{_REPLACED}"):
         target = parent / replaced.name[1:].removesuffix(_REPLACED)
         if target.exists():
@@ -219,7 +199,7 @@ def whole_folder(folder: Path, *, what: str, remedy: str) -> Iterator[Path]:
     Raises StorageError with ``remedy`` if the disk fails.
     """
     try:
-        _put_back(folder.parent, glob.escape(folder.name))
+        put_back(folder.parent, glob.escape(folder.name))
         with temporary_folder(folder) as temporary:
             yield temporary
             fsync_folder(temporary)
@@ -231,19 +211,8 @@ def whole_folder(folder: Path, *, what: str, remedy: str) -> Iterator[Path]:
 
 def fsync_folder(folder: Path) -> None:
     """Make the names inside ``folder`` durable; a power cut may undo a rename without it."""
-    with _folder_synced(folder):
-        pass
-
-
-@contextmanager
-def _folder_synced(folder: Path) -> Iterator[None]:
-    """Open ``folder``, and make its names durable after the block.
-
-    Another process that sees a file of the block may rename the folder at once.
-    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        yield
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -307,13 +276,13 @@ def held_lock(path: Path, seconds: float, on_wait: Callable[[], object] = lambda
         lock.release()
 
 
-def take_lock(file: IO[bytes] | IO[str] | int, *, shared: bool = False, wait: bool = False) -> bool:
+def take_lock(file: IO[bytes] | IO[str] | int, *, shared: bool = False) -> bool:
     """Lock an open file or folder until it is closed or this process ends.
 
     Returns False where another process holds it. Raises OSError if the file system has no locks.
     """
     try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -21,7 +21,7 @@ from common.checkpoint.snapshot import OPTIMIZER_FILE
 from common.config.load import flatten, save_config
 from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError, ConfigError, GPT2Error
-from common.files import clean_up
+from common.files import put_back
 from common.log import LOG
 from common.parallel.run import Run
 from common.run_folder import RESTART_COUNT, SLURM_RESTART_COUNT, append_attempt
@@ -52,7 +52,7 @@ def where_to_start(config: Run, data: TrainingData, named: Checkpoint | None = N
     """
     folder = Path(config.output_dir)
     with suppress(OSError):  # a kill may have left the only checkpoint under a temporary name
-        clean_up(folder / "checkpoints", "step_*")
+        put_back(folder / "checkpoints", "step_*")
     if config.checkpoint.load is not None:
         LOG.warning(
             f"checkpoint.load={config.checkpoint.load} is for eval and predict, not for"

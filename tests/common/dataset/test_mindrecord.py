@@ -115,7 +115,7 @@ def all_rows(samples: Any) -> np.ndarray:
 def test_rows_are_those_that_mindspore_reads(tmp_path, schema, name, width) -> None:
     rows = tokens_of(2000 if width < 4000 else 40, width)  # several pages, of both kinds
     path = write(tmp_path / name, rows, schema)
-    left_by_killed_writer = tmp_path / ".data.mindrecord.77.tmp"
+    left_by_killed_writer = tmp_path / ".data.mindrecord.0000abcd.tmp"
     left_by_killed_writer.mkdir()
     write(left_by_killed_writer / "data.mindrecord", rows)
     assert find_mindrecord(path) == find_mindrecord(tmp_path) == [path]
