@@ -7,7 +7,6 @@ own error. Results are plain data: dict with str keys, list, str, int, float, bo
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -135,9 +134,8 @@ def _malformed(error: Exception) -> MalformedError:
         return MalformedError(f"byte {error.start} is not UTF-8")
     if isinstance(error, json.JSONDecodeError):
         return MalformedError(error.msg, error.lineno, error.colno)
-    if isinstance(error, RecursionError):
-        return MalformedError("nested too deep")
-    return MalformedError("a number of more digits than Python converts")
+    is_deep = isinstance(error, RecursionError)
+    return MalformedError("nested too deep" if is_deep else "a number of more digits than Python converts")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -161,17 +159,6 @@ def require_text(text: str) -> str:
             f"the escape \\u{ord(text[error.start]):04x} is half of a pair, and not a character"
         ) from None
     return text
-
-
-def parse_float(text: str) -> float:
-    """Return the float of a text.
-
-    Raises MalformedError for one that overflows, ValueError for any other text.
-    """
-    value = float(text)
-    if not math.isfinite(value):
-        raise MalformedError(f"the number {text[:40]} is beyond the range of a float")
-    return value
 
 
 def shown(value: Any) -> str:

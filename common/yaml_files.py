@@ -20,7 +20,6 @@ from common.errors import ConfigError
 from common.structured_files import (
     MAX_DEPTH,
     MalformedError,
-    parse_float,
     read_text,
     require_mapping,
     require_text,
@@ -81,25 +80,25 @@ class YamlLoader(yaml.SafeLoader):
         self.aliased += [node] if is_alias and node is not None else []
         return node
 
-    def plain(self, node: yaml.Node, path: KeyPath = (), depth: int = 0) -> Any:
+    def plain(self, node: yaml.Node, path: KeyPath = ()) -> Any:
         """Return the data of a composed node. Aliases are followed, and each place gets its own copy."""
         self._seen += 1
         if self._seen > MAX_YAML_NODES:
             raise MalformedError(f"more than {MAX_YAML_NODES:,} values once aliases are followed", *_line(node))
-        if depth > MAX_DEPTH:
+        if len(path) > MAX_DEPTH:
             raise MalformedError(f"nested deeper than {MAX_DEPTH} levels", *_line(node))
         tag = node.tag.replace("tag:yaml.org,2002:", "!!")
         if isinstance(node, yaml.MappingNode) and tag == "!!map":
-            return self._mapping(node, path, depth + 1)
+            return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and tag == "!!seq":
-            return [self.plain(child, (*path, index), depth + 1) for index, child in enumerate(node.value)]
+            return [self.plain(child, (*path, index)) for index, child in enumerate(node.value)]
         if not isinstance(node, yaml.ScalarNode) or tag not in _READERS:
             raise MalformedError(f"the tag {tag} is not supported here", *_line(node))
         if node.style is None and self._is_text is not None and self._is_text(path, node.value):
             tag = "!!str"
         return _read_scalar(node, tag)
 
-    def _mapping(self, node: yaml.MappingNode, path: KeyPath, depth: int) -> dict[str, Any]:
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         found: dict[str, Any] = {}
         own: dict[str, int] = {}
         for key, child in node.value:
@@ -118,12 +117,12 @@ class YamlLoader(yaml.SafeLoader):
                 for part in reversed(child.value) if several else [child]:
                     if not isinstance(part, yaml.MappingNode):
                         raise MalformedError("<<: expected a mapping, or a list of them", *_line(key))
-                    found |= self.plain(part, path, depth)
+                    found |= self.plain(part, path)
         for key, child in node.value:
             if key.value != "<<" or key.style is not None:
                 here = (*path, key.value)
                 self._lines[here] = key.start_mark.line + 1
-                found[key.value] = self.plain(child, here, depth)
+                found[key.value] = self.plain(child, here)
         return found
 
 
@@ -173,7 +172,7 @@ def parse_yaml(
 _READERS: dict[str, Callable[[str], Any]] = {
     "!!str": require_text,
     "!!int": int,
-    "!!float": lambda text: float(text.replace(".", "")) if text[-1:] in ("f", "F", "n", "N") else parse_float(text),
+    "!!float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
     "!!bool": lambda text: {"true": True, "false": False}[text.lower()],
     "!!null": lambda text: {"": None, "~": None, "null": None}[text.lower()],
 }

@@ -61,7 +61,7 @@ def test_json_within_the_limits() -> None:
     [
         (BOMB, "aliases"),
         (MERGE_BOMB, "aliases"),
-        ("a: &a {<<: *a}", "nested deeper"),
+        ("a: &a {<<: *a}", "nested too deep"),
         ("a: &a [1]\nb: {<<: *a}", r"<<: expected a mapping, or a list of them \(line 2"),
         ("a: {<<: {}, <<: {}}", "the key 'a.<<' is given twice"),
         ("a: &a 1\nb: &a 2", "an anchor is defined twice"),
