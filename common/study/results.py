@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import ConfigError
 from common.files import atomic_write
@@ -154,7 +154,7 @@ class Study(Record):
     """Local time with its offset, ISO 8601."""
     finished: str | None = None
     """None while repeats are missing."""
-    cells: list[CellResult]
+    cells: list[CellResult] = Field(min_length=1)
 
 
 def write_study(study: Study, folder: Path) -> None:
