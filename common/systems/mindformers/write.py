@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from common.checkpoint.manifest import read_manifest
 from common.checkpoint.snapshot import MODEL_FILE, OPTIMIZER_FILE, TrainState
 from common.config.resolved import ResolvedModel
 from common.errors import StorageError
-from common.files import fsync_folder
+from common.files import fsync_folder, temporary_folder
 from common.parallel.batch import place_in_epochs
 from common.parallel.run import Run
 from common.parallel.sharding import split_dim
@@ -95,7 +93,6 @@ def write_rank_file(config: Run, place: tuple[int, int], rank: int, is_split: bo
     folder = checkpoint.parent / f"rank_{rank}"
     name = f"{config.checkpoint.ckpt_prefix}_rank_{rank}"
     target = folder / f"{name}-{place[0]}_{place[1]}.ckpt"
-    temporary = folder / f".{target.stem}.tmp.ckpt"
     topology = config.topology if is_split else Topology()
     rows = -(-config.model.vocab_size // topology.tensor) * topology.tensor  # each tensor rank has as many
     shapes = parameter_shapes(config.model) | {EMBEDDING: (rows, config.model.hidden_size)}
@@ -105,9 +102,6 @@ def write_rank_file(config: Run, place: tuple[int, int], rank: int, is_split: bo
         for stage in range(topology.pipeline)
     ]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(f".{glob.escape(name)}-*.tmp.ckpt*"):
-            leftover.unlink(missing_ok=True)
         if is_split and rank == 0:
             prefixes = ["", *(MOMENTS[part] for part in config.optimizer.rule.parts)]
             strategy = (
@@ -124,12 +118,11 @@ def write_rank_file(config: Run, place: tuple[int, int], rank: int, is_split: bo
             for reader, prefix, suffix in stored
             for row, layout in layouts[stage].items()
         } | counters_of(manifest, epoch=place[0])
-        stream_mindspore(temporary, tensors, arrays_of(tensors))
-        os.replace(temporary, target)
-        fsync_folder(folder)
+        with temporary_folder(folder / name) as temporary:
+            stream_mindspore(temporary / target.name, tensors, arrays_of(tensors))
+            os.replace(temporary / target.name, target)
+            fsync_folder(folder)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise StorageError(
             f"{target}: cannot be written: {error.strerror}; the checkpoint beside it is whole,"
             " checkpoint.resume=auto resumes it"
