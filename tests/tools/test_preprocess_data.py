@@ -56,7 +56,7 @@ def test_the_formats_give_equal_pairs(tmp_path, run) -> None:
         assert "3 documents" in said and "processed 3 documents, 100 %" in said
         prefix = tmp_path / "out" / f"{name}_text_document"
         pairs.append([Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx")])
-        assert IndexedDataset(prefix)[0].tolist() == [15496, 995, 50256]
+        assert IndexedDataset(prefix).tokens[:3].tolist() == [15496, 995, 50256]
     assert pairs[0] == pairs[1] == pairs[2]
 
 
