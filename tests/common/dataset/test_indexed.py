@@ -317,7 +317,7 @@ HUGE = _npz(lens=np.arange(5000)).replace(b"(5000,), }" + 12 * b" ", b"(5000" + 
         ("_ids.npy", _npy(np.array([print, None])), "is not an array file of FleetX"),
         ("_ids.npy", _npy(TOKENS[:12].reshape(3, 4)), r"of shape \(3, 4\), expected whole numbers"),
         ("_idx.npz", _npz(docs=DOCS), "holds docs, expected the array lens"),
-        ("_idx.npz", _npz(lens=LENS[:0]), "lens is empty"),
+        ("_idx.npz", _npz(lens=LENS[:0]), "adds up to 0 tokens"),
         # whose sum is 13 in 64 bits
         ("_idx.npz", _npz(lens=np.array([2**64 - 1, 14], np.uint64)), "adds up to 13 tokens"),
         ("_idx.npz", _npz(lens=LENS + 1), r"adds up to 17 tokens, but data_ids\.npy holds"),
