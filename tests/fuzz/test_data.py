@@ -99,10 +99,8 @@ def test_a_pair_with_a_fault(judge, whole, suffix, fault) -> None:
         with judge(str(folder), "split "):
             data = IndexedDataset(folder / "pair")
             for split, shuffle in (("train", True), ("valid", False)):
-                samples = GPTDataset(
-                    data, split=split, seq_length=4, seed=1, split_weights=(0.6, 0.4, 0),
-                    shuffle=shuffle,
-                )  # fmt: skip
+                weights = (0.6, 0.4, 0)
+                samples = GPTDataset(data, split=split, seq_length=4, seed=1, split_weights=weights, shuffle=shuffle)
                 some = np.arange(min(samples.samples_per_epoch, 1000))
                 assert samples.read(some).shape[1] == 5
             found = [part.tolist() for part in sequences_of(data)]
