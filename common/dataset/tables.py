@@ -73,16 +73,14 @@ def _texts_of(batch: Any, path: Path, first: int, document_bytes: int) -> Texts:
                 f"{path}: row {first} (from 0): the text in column {key!r} is not UTF-8; write the column as text again"
             ) from None
         for row, text in enumerate(texts, first):
-            if text is not None and 4 * len(text) <= document_bytes:
-                continue  # the usual case, without a message
-            where = f"{path}: row {row} (from 0)"
             if text is None:
                 raise DataError(
-                    f"{where}: the value in column {key!r} is null, expected a string; fix or remove this row"
+                    f"{path}: row {row} (from 0): the value in column {key!r} is null, expected a string; fix or remove"
+                    " this row"
                 )
             if 4 * len(text) > document_bytes < len(text.encode()):
                 raise DataError(
-                    f"{where}: the text in column {key!r} has more than"
+                    f"{path}: row {row} (from 0): the text in column {key!r} has more than"
                     f" {document_bytes / 2**20:g} MiB, but must fit in memory whole; divide it, or"
                     " allow more: --max-document-mib N"
                 )
