@@ -54,15 +54,6 @@ def pack(rows: Sequence[Sequence[int]] | Sequence[Ids]) -> PackedIds:
     return PackedIds(ids=ids, offsets=offsets)
 
 
-def _exact_model(vocabulary: BPEVocabulary) -> Any:
-    """Return a tokenizer of Hugging Face's library, which is exact for any merge list."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    model = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=list(vocabulary.merges)))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    return model
-
-
 def _encode_exactly(model: Any, texts: list[str]) -> PackedIds:
     if len(texts) == 1:  # once its batch calls were used, the library warns in every forked child
         return pack([model.encode(texts[0]).ids])
@@ -210,9 +201,12 @@ def choose_backend(vocabulary: BPEVocabulary, wanted: str) -> tuple[str, Encode]
     wanted: its name, or "auto" for the fastest one that is installed and exact.
     Raises TokenizerError for an unknown name, or when ``wanted`` is missing or fails its check.
     """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
     if wanted not in BACKENDS:
         raise TokenizerError(f"tokenizer backend {wanted!r} is not known; choose one of: {', '.join(BACKENDS)}")
-    model = _exact_model(vocabulary)
+    model = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=list(vocabulary.merges)))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     exact = partial(_encode_exactly, model)
     for name, build in _FAST.items():
         if wanted not in ("auto", name):

@@ -298,14 +298,10 @@ def _npy(array: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _npz(write: Any = np.savez, **arrays: Any) -> bytes:
+def _npz(**arrays: Any) -> bytes:
     buffer = io.BytesIO()
-    write(buffer, **arrays)
+    np.savez(buffer, **arrays)
     return buffer.getvalue()
-
-
-PACKED = _npz(np.savez_compressed, lens=np.arange(5000))
-HUGE = _npz(lens=np.arange(5000)).replace(b"(5000,), }" + 12 * b" ", b"(5000" + 12 * b"0" + b",), }")
 
 
 @pytest.mark.parametrize(
@@ -317,7 +313,6 @@ HUGE = _npz(lens=np.arange(5000)).replace(b"(5000,), }" + 12 * b" ", b"(5000" + 
         ("_ids.npy", _npy(np.array([print, None])), "is not an array file of FleetX"),
         ("_ids.npy", _npy(TOKENS[:12].reshape(3, 4)), r"of shape \(3, 4\), expected whole numbers"),
         ("_idx.npz", _npz(docs=DOCS), "holds docs, expected the array lens"),
-        ("_idx.npz", _npz(lens=LENS[:0]), "adds up to 0 tokens"),
         # whose sum is 13 in 64 bits
         ("_idx.npz", _npz(lens=np.array([2**64 - 1, 14], np.uint64)), "adds up to 13 tokens"),
         ("_idx.npz", _npz(lens=LENS + 1), r"adds up to 17 tokens, but data_ids\.npy holds"),
@@ -326,8 +321,6 @@ HUGE = _npz(lens=np.arange(5000)).replace(b"(5000,), }" + 12 * b" ", b"(5000" + 
             _npz(lens=LENS).replace(LENS.tobytes(), (LENS ^ [1, 1, 0, 0]).astype("i4").tobytes()),
             "Bad CRC-32",
         ),
-        ("_idx.npz", PACKED[:3000] + b"\xff" * 9 + PACKED[3009:], "is not an array file of FleetX's: Error -3"),
-        ("_idx.npz", HUGE, "is not an array file of FleetX's: Unable to allocate 35.5 PiB"),
         ("_idx.npz", _npz(lens=LENS, docs=np.array([0, 3, 1, 4], np.uint64)), "docs does not rise from 0 to the 4 ent"),
         ("_idx.npz", _npz(lens=LENS, docs=np.array([0, 9])), "docs does not rise from 0 to the 4 entries"),
     ],
