@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from common.errors import TokenizerError
 from common.interrupts import holding_signals
+from common.paths import require_package
 from common.tokenizer.base import Ids, PackedIds
 from common.tokenizer.bpe_files import END_OF_TEXT, BPEVocabulary
 
@@ -141,13 +142,9 @@ def _gigatoken(vocabulary: BPEVocabulary, model: Any) -> Encode:
 
     Linear on any input.
     """
-    try:
-        from gigatoken import Tokenizer
-    except ImportError as error:
-        raise TokenizerError(
-            f"gigatoken is not installed ({error}); install it with: pip install gigatoken (the extra 'fast' of"
-            " this project)"
-        ) from None
+    require_package("gigatoken", extra="fast", purpose="the fastest backend")
+    from gigatoken import Tokenizer
+
     # The special token is left out of added_tokens: gigatoken would recognise it in ordinary text.
     fast = Tokenizer.from_json(model.to_str())
 
