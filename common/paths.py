@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.errors import ConfigError, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 """Folder of the project."""
@@ -27,10 +27,10 @@ def install(extra: str) -> str:
     return f"pip install -c constraints.txt -e '.[{extra}]'"
 
 
-def require_package(name: str, *, extra: str, purpose: str) -> None:
-    """Raise ConfigError unless the package is installed.
+def require_package(name: str, *, extra: str, purpose: str, error: type[UserError] = ConfigError) -> None:
+    """Raise ``error`` unless the package is installed.
 
     extra: the extra of this project that installs it. purpose: a clause such as "which writes ONNX".
     """
     if importlib.util.find_spec(name) is None:
-        raise ConfigError(f"the package {name}, {purpose}, is not installed; {install(extra)}")
+        raise error(f"the package {name}, {purpose}, is not installed; {install(extra)}")

@@ -83,7 +83,6 @@ USERS = {
     "threading.Thread": {
         "benchmarks/data.py": "watches memory",
         "common/checkpoint/writer.py": "writes while training continues",
-        "common/dataset/encode.py": "ends a worker with its parent",
         "common/doctor/machine.py": "a name server that may hang",
         "common/launcher/host_channel.py": "the event loop of the connections",
         "common/launcher/terminal.py": "a terminal that may block",

@@ -223,17 +223,15 @@ def files_of(inputs: Sequence[Path], split: str | None) -> list[Path]:
     has_splits = False
     for path in inputs:
         with reading(path, DataError):
-            is_folder = path.is_dir()
-        if not is_folder:
-            found.append(path)
-            continue
-        if (path / _SPLITS).exists():
-            has_splits = True
-            path = _folder_of_split(path, split)
-        if (path / _STATE).exists():
-            found += _saved_files(path)
-            continue
-        with reading(path, DataError):
+            if not path.is_dir():
+                found.append(path)
+                continue
+            if (path / _SPLITS).exists():
+                has_splits = True
+                path = _folder_of_split(path, split)
+            if (path / _STATE).exists():
+                found += _saved_files(path)
+                continue
             tables = sorted(each for each in path.iterdir() if each.suffix == ".parquet" and each.name[0] != ".")
         if not tables:
             raise DataError(

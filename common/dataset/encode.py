@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from common.dataset.documents import Documents, documents_of
 from common.dataset.id_files import parse_ids
 from common.dataset.options import PreprocessOptions
 from common.errors import RunError
+from common.processes.heartbeat import die_with_parent
 from common.tokenizer import Framing, Tokenizer
 from common.tokenizer.text_tokenizer import encode_documents
 
@@ -85,7 +85,7 @@ def encode_blocks(
         # fork would copy the locks of threads of any library that the caller has loaded
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
-        initargs=(options,),
+        initargs=(options, os.getpid()),
     )
     waiting: deque[Future[list[EncodedBlock]]] = deque()
     try:
@@ -109,19 +109,11 @@ def encode_blocks(
 _worker: tuple[Tokenizer, PreprocessOptions] | None = None
 
 
-def _start_worker(options: PreprocessOptions) -> None:
+def _start_worker(options: PreprocessOptions, parent: int) -> None:
     """Load a tokenizer, and end with the parent: a killed one cannot end its pool, whose pipes do not report it."""
     global _worker
-    from multiprocessing import parent_process
-
-    parent = parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        parent.join()
+    if not die_with_parent(parent):
         os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
     limit_tokenizer_threads()
     _worker = options.load_tokenizer(), options
 

@@ -28,7 +28,11 @@ def checked_encoding(name: str) -> str:
 
 def advice(data: bytes) -> str:
     """Return how to read bytes that are not text in UTF-8."""
-    beyond = [char for char in _decoded(data[:_HEAD], _GBK) if char > "\x7f"]
+    try:  # the end may be cut
+        text = codecs.getincrementaldecoder(_GBK)().decode(data[:_HEAD])
+    except UnicodeDecodeError:
+        text = ""
+    beyond = [char for char in text if char > "\x7f"]
     if 2 * sum("\u4e00" <= char <= "\u9fff" or "\u3000" <= char <= "\u303f" for char in beyond) > len(beyond):
         return "the file looks like GBK: add --encoding gbk, or convert it, for example: iconv -f GB18030 -t UTF-8"
     return "give its --encoding, or convert the file, for example: iconv -f GB18030 -t UTF-8"
@@ -43,14 +47,6 @@ def require_no_nul(data: bytes, where: str) -> None:
         " utf-16-be, by the order of its bytes, or convert it to UTF-8 (iconv); else copy it again, since it was not"
         " written whole, or remove them: tr -d '\\000'"
     )
-
-
-def _decoded(data: bytes, codec: str) -> str:
-    """Return the text of bytes whose end may be cut, empty unless they are of this encoding."""
-    try:
-        return codecs.getincrementaldecoder(codec)().decode(data)
-    except UnicodeDecodeError:
-        return ""
 
 
 class Recoded:

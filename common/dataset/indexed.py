@@ -15,7 +15,6 @@ What Megatron-LM wrote until 2023 with --dataset-impl lazy or cached is read too
                  | int64 dimension_offsets[n + 1] | int64 data_offsets[n + 1] in tokens
                  | int64 sizes[d] | int64 document_index[m]
 
-fairseq, where it comes from, leaves out m and the document index: each sequence is a document.
 Source: Megatron-LM v2.0, megatron/data/indexed_dataset.py.
 """
 
@@ -33,7 +32,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from common.dataset.token_files import (
     CHUNK,
@@ -63,7 +61,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
 }
 CODES: dict[np.dtype[Any], int] = {dtype: code for code, dtype in DTYPES.items()}
 OLD_MAGIC = b"TNTIDX\x00\x00"
-OLD_HEADER = struct.Struct("<8sQQQQQ")
+OLD_HEADER = struct.Struct("<8sQQQQQQ")
 _COPIED_AT_ONCE = 16 << 20
 _ENDING = re.compile(r"(_text)?((_document|_sentence)s?)?$")
 
@@ -93,8 +91,6 @@ class IndexedDataset(TokenFiles):
     Raises DataError when a file is missing, is not of this format, or the two files contradict each
     other.
     """
-
-    document_index: Column | npt.NDArray[Any]
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = strip_extension(prefix)
@@ -128,11 +124,6 @@ class IndexedDataset(TokenFiles):
     def __len__(self) -> int:
         """Return the number of sequences: documents, or sentences in a ``_sentence`` pair."""
         return len(self.sizes)
-
-    def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
-        """Return the tokens of one sequence, a view of shape (sizes[sequence],)."""
-        start = self._place(sequence)
-        return self.tokens[start : start + int(self.sizes[sequence : sequence + 1][0])]
 
     def tokens_before(self, document: int) -> int:
         self._check_documents(max(0, document - 1), document + 2)
@@ -186,20 +177,17 @@ class IndexedDataset(TokenFiles):
             number = os.dup(opened.fileno())
             file = open(number, "rb", closefd=False)  # noqa: SIM115
             weakref.finalize(file, os.close, number)
-        size, start = path.stat().st_size, os.pread(number, OLD_HEADER.size + 8, 0)
+        size, start = path.stat().st_size, os.pread(number, OLD_HEADER.size, 0)
         is_old = start.startswith(OLD_MAGIC)
-        if not is_old and (not start.startswith(MAGIC[: len(start)]) or not start):
+        header = OLD_HEADER.size if is_old else HEADER.size
+        if len(start) < header or not (is_old or start.startswith(MAGIC)):
             raise DataError(
-                f"{path}: starts with {start[:9]!r}, expected {MAGIC!r}; this is not an index of"
-                " Megatron's .bin/.idx format"
+                f"{path}: is not a whole index of Megatron's .bin/.idx format, which begins with {MAGIC!r}: it has"
+                f" {size} bytes, and begins with {start[:9]!r}; copy or preprocess it again"
             )
-        header = OLD_HEADER.size + 8 if is_old else HEADER.size
-        if len(start) < header:
-            raise DataError(f"{path}: ends after {size} bytes, inside its header; copy or preprocess it again")
         start, width = start[:header], 1
         if is_old:
-            _, version, code, width, n, dimensions = OLD_HEADER.unpack(start[:-8])
-            m = int.from_bytes(start[-8:], "little")
+            _, version, code, width, n, dimensions, m = OLD_HEADER.unpack(start)
         else:
             _, version, code, n, m = HEADER.unpack(start)
         if version != VERSION or code not in DTYPES or (is_old and (width, dimensions) != (DTYPES[code].itemsize, n)):
@@ -212,20 +200,16 @@ class IndexedDataset(TokenFiles):
         if n == 0:
             raise DataError(f"{path}: holds no sequences; preprocess a corpus that has text")
         self.dtype, self.unit = DTYPES[code], width
-        at, arrays = header, 8 * (3 * n + 2) if is_old else 12 * n
-        if is_old and size == header - 8 + arrays:  # fairseq's index ends here
-            at, self.document_index = header - 8, np.arange(n + 1)
-        elif size == header + arrays + 8 * m:
-            self.document_index = Column(file, "<i8", m, header + arrays)
-        else:
-            expected = header + arrays + 8 * m
+        boundaries = header + (8 * (3 * n + 2) if is_old else 12 * n)
+        if size != (expected := boundaries + 8 * m):
             word = "ends early" if size < expected else "is too long"
             raise DataError(
                 f"{path}: {word}: {size} bytes found, {expected} expected for the {n} sequences"
                 f" and {m} document boundaries in its header; copy or preprocess it again"
             )
-        self.sizes = Column(file, "<i8" if is_old else "<i4", n, at + 16 * (n + 1) if is_old else at)
-        self.offsets = Column(file, "<i8", n, at + (8 * (n + 1) if is_old else 4 * n))
+        self.sizes = Column(file, "<i8" if is_old else "<i4", n, header + 16 * (n + 1) if is_old else header)
+        self.offsets = Column(file, "<i8", n, header + (8 * (n + 1) if is_old else 4 * n))
+        self.document_index = Column(file, "<i8", m, boundaries)
         return start
 
 

@@ -238,13 +238,8 @@ def read_header(path: Path) -> Header:
     """Return the header. Raises DataError unless the file is a MindRecord with integer arrays ``input_ids``."""
     with open_input(path, DataError) as file, reading(path, DataError):
         text = _header_of(file)
-    if text is None:
-        raise DataError(
-            f"{path}: is not a MindRecord file, or an encrypted one: it does not begin with a"
-            " length and a JSON header; write it without encryption"
-        )
     try:
-        raw = parse_json(text)
+        raw = parse_json(text or b"")
         schema, pages = raw["schema"][0], raw["page"] or []
         columns, fields = schema["schema"], tuple(schema["blob_fields"])
         kinds = {name: column["type"] for name, column in columns.items()}
@@ -261,7 +256,8 @@ def read_header(path: Path) -> Header:
         )
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         raise DataError(
-            f"{path}: has a header that is not a MindRecord's ({type(error).__name__}: {error}); {_RENEW}"
+            f"{path}: is not a MindRecord file, or an encrypted one: its header is not a MindRecord's"
+            f" ({type(error).__name__}: {error}); copy it again, or write it without encryption"
         ) from None
     if raw.get("version") != VERSION:
         raise DataError(

@@ -36,7 +36,7 @@ from common.dataset.samples import GPTDataset
 from common.dataset.tables import check_table
 from common.dataset.token_files import TokenWriter, with_extension
 from common.errors import ConfigError, DataError
-from common.paths import install
+from common.paths import require_package
 from common.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -290,16 +290,9 @@ def preprocess_mindrecord(
     Raises ConfigError too if MindSpore, which writes the files, is not installed.
     """
     os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of absent devices
-    try:
-        writer = import_module("mindformers_gpt2.mindrecord")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "mindspore":
-            raise
-        raise ConfigError(
-            "--format mindrecord is written by MindSpore, which is not installed; install it with:"
-            f" {install('mindspore')}, or leave the option out: both backends train from"
-            " .bin/.idx pairs too"
-        ) from None
+    purpose = "which writes --format mindrecord (without the option, both backends train from the .bin/.idx pair)"
+    require_package("mindspore", extra="mindspore", purpose=purpose)
+    writer = import_module("mindformers_gpt2.mindrecord")
     prefix, shards = options.output_prefix, options.num_splits or 1
     seq_length = options.seq_length or DEFAULT_SEQ_LENGTH
     writer.check_mindrecord(prefix, shards)

@@ -5,9 +5,8 @@ Formats: Apache Parquet, and the streaming and file formats of Arrow IPC. Huggin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ Texts = list[tuple[str, ...]]
 
 def check_table(path: Path, keys: tuple[str, ...]) -> None:
     """Raise DataError unless the file is whole and has a column of strings for each key."""
-    with _opened(path, keys):
+    with _opened(path, keys, 1):
         pass
 
 
@@ -41,8 +40,8 @@ def read_table(
     """
     texts: Texts = []
     first = held = told = 0
-    with _opened(path, keys) as batches:
-        for batch, start, stop in batches(keys, block_bytes):
+    with _opened(path, keys, block_bytes) as batches:
+        for batch, start, stop in batches:
             columns, rows = batch.select(list(keys)), batch.num_rows
             step = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * rows // (columns.nbytes or 1)))
             for row in range(0, rows, step):
@@ -73,16 +72,14 @@ def _texts_of(batch: Any, path: Path, first: int, document_bytes: int) -> Texts:
                 f"{path}: row {first} (from 0): the text in column {key!r} is not UTF-8; write the column as text again"
             ) from None
         for row, text in enumerate(texts, first):
-            if text is not None and 4 * len(text) <= document_bytes:
-                continue  # the usual case, without a message
-            where = f"{path}: row {row} (from 0)"
             if text is None:
                 raise DataError(
-                    f"{where}: the value in column {key!r} is null, expected a string; fix or remove this row"
+                    f"{path}: row {row} (from 0): the value in column {key!r} is null, expected a string; fix or remove"
+                    " this row"
                 )
             if 4 * len(text) > document_bytes < len(text.encode()):
                 raise DataError(
-                    f"{where}: the text in column {key!r} has more than"
+                    f"{path}: row {row} (from 0): the text in column {key!r} has more than"
                     f" {document_bytes / 2**20:g} MiB, but must fit in memory whole; divide it, or"
                     " allow more: --max-document-mib N"
                 )
@@ -112,9 +109,9 @@ def _check_columns(path: Path, schema: Any, keys: tuple[str, ...]) -> None:
 
 
 @contextmanager
-def _opened(path: Path, keys: tuple[str, ...]) -> Iterator[Callable[..., Iterator[tuple[Any, int, int]]]]:
-    """Yield a function of columns and of the bytes of a block. It reads record batches of a file that has the columns
-    ``keys``, each with the bytes of the file between which it lies.
+def _opened(path: Path, keys: tuple[str, ...], block_bytes: int) -> Iterator[Iterator[tuple[Any, int, int]]]:
+    """Yield the record batches of a file that has the columns ``keys``, each with the bytes of the file between which
+    it lies. block_bytes: about the bytes of a batch of parquet.
 
     Within the block, errors of pyarrow become DataError.
     """
@@ -130,7 +127,7 @@ def _opened(path: Path, keys: tuple[str, ...]) -> Iterator[Callable[..., Iterato
                 # a buffer: otherwise a whole column of a row group is read at once
                 options = {"buffer_size": _BUFFER_BYTES, "pre_buffer": False}
                 file = stack.enter_context(parquet.ParquetFile(path, **options))
-                schema, batches = file.schema_arrow, partial(_of_parquet, file, path.stat().st_size)
+                schema, batches = file.schema_arrow, _of_parquet(file, path.stat().st_size, keys, block_bytes)
             else:  # Arrow's stream, which its file format holds between a mark and a footer
                 is_file = magic == ARROW_FILE_MAGIC
                 end = ARROW_FILE_MAGIC[:6] if is_file else _END_OF_STREAM
@@ -139,7 +136,7 @@ def _opened(path: Path, keys: tuple[str, ...]) -> Iterator[Callable[..., Iterato
                     raise EOFError("the mark at the end of the stream is missing")
                 source.seek(len(magic) if is_file else 0)
                 reader = stack.enter_context(pa.ipc.open_stream(source))
-                schema, batches = reader.schema, partial(_of_arrow, reader, source)
+                schema, batches = reader.schema, _of_arrow(reader, source)
             _check_columns(path, schema, keys)
             yield batches
     except (pa.ArrowException, OSError, EOFError) as error:
@@ -162,7 +159,7 @@ def _of_parquet(file: Any, size: int, keys: tuple[str, ...], block_bytes: int) -
             first = last
 
 
-def _of_arrow(reader: Any, source: Any, keys: tuple[str, ...], block_bytes: int) -> Iterator[tuple[Any, int, int]]:
+def _of_arrow(reader: Any, source: Any) -> Iterator[tuple[Any, int, int]]:
     start = source.tell()
     for batch in reader:
         stop = source.tell()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -155,18 +155,13 @@ def prefetch_arrays(makers: Iterable[Callable[[], Made]]) -> Iterator[Made]:
     Ending early waits for nothing: the garbage collector may do so in a thread that Python starts,
     whose lock a wait for another thread would need.
     """
-    pool = ThreadPoolExecutor(1)
-    coming: Future[Made] | None = None
+    pool, arrays = ThreadPoolExecutor(1), (make() for make in makers)
+    coming = [pool.submit(next, arrays, None)]
     try:
-        for make in makers:
-            if coming is None:
-                coming = pool.submit(make)
-                continue
-            array, coming = coming.result(), pool.submit(make)
+        while (array := coming.pop().result()) is not None:
+            coming.append(pool.submit(next, arrays, None))
             yield array
             del array  # before the one after the next is begun: two are in memory
-        if coming is not None:
-            yield coming.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

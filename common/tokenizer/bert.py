@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import TokenizerError
-from common.paths import install
+from common.paths import require_package
 from common.tokenizer.base import Ids, PackedIds, TextStream, TokenIds
 from common.tokenizer.folder import Folder, read_vocabulary_text
 from common.tokenizer.marks import framing_of, read_marks
@@ -226,13 +226,9 @@ def word_cutter() -> Callable[[str], list[str]]:
     Source: GPT2-Chinese, tokenizations/tokenization_bert_word_level.py, which uses thulac instead.
     Raises TokenizerError if the library is not installed.
     """
-    try:
-        import rjieba
-    except ImportError as error:
-        raise TokenizerError(
-            f"BertWordLevel cuts Chinese into words with rjieba, which is not installed ({error}); install it"
-            f" with: {install('chinese')}, or take the type BertWordPieceLowerCase"
-        ) from None
+    purpose = "which cuts Chinese into words for BertWordLevel (BertWordPieceLowerCase needs no words)"
+    require_package("rjieba", extra="chinese", purpose=purpose, error=TokenizerError)
+    import rjieba
     from tokenizers.normalizers import BertNormalizer
 
     clean = BertNormalizer(clean_text=True, handle_chinese_chars=False, strip_accents=False, lowercase=False)

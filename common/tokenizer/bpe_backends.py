@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from common.errors import TokenizerError
 from common.interrupts import holding_signals
+from common.paths import require_package
 from common.tokenizer.base import Ids, PackedIds
 from common.tokenizer.bpe_files import END_OF_TEXT, BPEVocabulary
 
@@ -52,15 +53,6 @@ def pack(rows: Sequence[Sequence[int]] | Sequence[Ids]) -> PackedIds:
         return PackedIds(ids=np.concatenate(rows), offsets=offsets)
     ids = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(offsets[-1]))
     return PackedIds(ids=ids, offsets=offsets)
-
-
-def _exact_model(vocabulary: BPEVocabulary) -> Any:
-    """Return a tokenizer of Hugging Face's library, which is exact for any merge list."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    model = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=list(vocabulary.merges)))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    return model
 
 
 def _encode_exactly(model: Any, texts: list[str]) -> PackedIds:
@@ -150,13 +142,9 @@ def _gigatoken(vocabulary: BPEVocabulary, model: Any) -> Encode:
 
     Linear on any input.
     """
-    try:
-        from gigatoken import Tokenizer
-    except ImportError as error:
-        raise TokenizerError(
-            f"gigatoken is not installed ({error}); install it with: pip install gigatoken (the extra 'fast' of"
-            " this project)"
-        ) from None
+    require_package("gigatoken", extra="fast", purpose="the fastest backend")
+    from gigatoken import Tokenizer
+
     # The special token is left out of added_tokens: gigatoken would recognise it in ordinary text.
     fast = Tokenizer.from_json(model.to_str())
 
@@ -210,9 +198,12 @@ def choose_backend(vocabulary: BPEVocabulary, wanted: str) -> tuple[str, Encode]
     wanted: its name, or "auto" for the fastest one that is installed and exact.
     Raises TokenizerError for an unknown name, or when ``wanted`` is missing or fails its check.
     """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
     if wanted not in BACKENDS:
         raise TokenizerError(f"tokenizer backend {wanted!r} is not known; choose one of: {', '.join(BACKENDS)}")
-    model = _exact_model(vocabulary)
+    model = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=list(vocabulary.merges)))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     exact = partial(_encode_exactly, model)
     for name, build in _FAST.items():
         if wanted not in ("auto", name):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from common.errors import TokenizerError
-from common.paths import install
+from common.paths import require_package
 from common.structured_files import MAX_JSON_BYTES, read_bytes
 from common.tokenizer.base import PackedIds, TokenIds
 from common.tokenizer.bpe_backends import pack
@@ -25,7 +24,9 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     def __init__(self, file: Path, kind: str) -> None:
-        sentencepiece = import_sentencepiece(f"{file}: a SentencePiece model")
+        require_package("sentencepiece", extra="chinese", purpose=f"which reads {file}", error=TokenizerError)
+        import sentencepiece
+
         raw = read_bytes(file, limit=MAX_JSON_BYTES, error=TokenizerError)
         self._processor = processor = sentencepiece.SentencePieceProcessor()
         try:
@@ -79,14 +80,3 @@ class SentencePieceTokenizer(Tokenizer):
         return "".join(
             self._processor.decode(list(run)) if known else "".join(map(self.piece, run)) for known, run in runs
         )
-
-
-def import_sentencepiece(purpose: str) -> Any:
-    """Return the library. Raises TokenizerError if it is not installed. purpose: begins the message."""
-    try:
-        import sentencepiece
-    except ImportError as error:
-        raise TokenizerError(
-            f"{purpose} needs sentencepiece, which is not installed ({error}); install it with: {install('chinese')}"
-        ) from None
-    return sentencepiece

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 
-from common.errors import ConfigError
+from common.errors import ConfigError, TokenizerError
+from common.paths import require_package
 from common.structured_files import parse_json
 from common.tokenizer.bert import ALONE, CONTINUES, SPACES, bert_steps, word_cutter
 from common.tokenizer.bpe_files import END_OF_TEXT
-from common.tokenizer.sentencepiece_model import import_sentencepiece
 
 FIRST = ("[SEP]", "[CLS]", "[MASK]", "[PAD]", "[UNK]")
 """Special tokens in the order of GPT2-Chinese's make_vocab.py."""
@@ -130,7 +130,9 @@ def _train_sentencepiece(texts: Texts, size: int, *, kind: str) -> dict[str, byt
 
     SentencePiece's default NFKC would turn Chinese punctuation into half-width signs, and line ends into spaces.
     """
-    sentencepiece = import_sentencepiece("training a SentencePiece model")
+    require_package("sentencepiece", extra="chinese", purpose="which trains such a model", error=TokenizerError)
+    import sentencepiece
+
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

@@ -20,7 +20,7 @@ import pytest
 
 from common.cluster.rank_table_files import read_table
 from common.conversion.convert import convert
-from common.dataset.corpus import open_corpus
+from common.dataset.corpus import files_of, open_corpus
 from common.dataset.documents import read_texts
 from common.dataset.fleetx import FleetXDataset
 from common.dataset.indexed import IndexedDataset
@@ -204,6 +204,7 @@ def test_safetensors_whose_length_looks_like_gzip(tmp_path: Path) -> None:
     [
         ("stat", lambda folder: IndexedDataset(folder / "tokens")),
         ("stat", lambda folder: MindRecordFile(folder / "rows.mindrecord")),
+        ("exists", lambda folder: files_of([folder], None)),
         ("is_file", lambda folder: convert(folder, folder / "out", target_format="hf")),
     ],
 )
@@ -211,7 +212,6 @@ def test_a_folder_that_cannot_be_entered(tmp_path, monkeypatch, method, read) ->
     def refuse(path: Path, **_: Any) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    (tmp_path / "weights").mkdir()
     monkeypatch.setattr(Path, method, refuse)
     with pytest.raises(UserError, match="Permission denied; allow this user to read it"):
-        read(tmp_path / "weights")
+        read(tmp_path)

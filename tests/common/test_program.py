@@ -234,12 +234,12 @@ def test_ctrl_c_waits_while_a_tokenizer_in_rust_is_loaded(monkeypatch) -> None:
     """Such a library imports numpy in its first call, and panics where that fails."""
     loaded = []
 
-    def load(_: object) -> None:
+    def load(**_: object) -> None:
         signal.raise_signal(signal.SIGINT)
         loaded.append(True)
         raise ValueError
 
-    monkeypatch.setattr(bpe_backends, "_exact_model", load)
+    monkeypatch.setattr("tokenizers.models.BPE", load)
     with pytest.raises(KeyboardInterrupt):
-        bpe_backends.choose_backend(object(), "auto")
+        bpe_backends.choose_backend(type("_", (), {"ids": {}, "merges": ()}), "auto")
     assert loaded

@@ -17,6 +17,7 @@ from common.dataset.indexed import IndexedDataset, IndexedWriter
 from common.dataset.options import PreprocessOptions
 from common.dataset.preprocess import preprocess
 from common.dataset.samples import GPTDataset
+from tests.common.dataset.conftest import sequences_of
 from tests.fuzz.faults import FAULTS, NUMBERS, TREE_FAULTS, VALUES, Fault, changed_tree, spoil, to_json
 from tests.reference import MERGES, write_vocabulary
 
@@ -98,13 +99,11 @@ def test_a_pair_with_a_fault(judge, whole, suffix, fault) -> None:
         with judge(str(folder), "split "):
             data = IndexedDataset(folder / "pair")
             for split, shuffle in (("train", True), ("valid", False)):
-                samples = GPTDataset(
-                    data, split=split, seq_length=4, seed=1, split_weights=(0.6, 0.4, 0),
-                    shuffle=shuffle,
-                )  # fmt: skip
+                weights = (0.6, 0.4, 0)
+                samples = GPTDataset(data, split=split, seq_length=4, seed=1, split_weights=weights, shuffle=shuffle)
                 some = np.arange(min(samples.samples_per_epoch, 1000))
                 assert samples.read(some).shape[1] == 5
-            found = [data[n].tolist() for n in range(len(data))]
+            found = [part.tolist() for part in sequences_of(data)]
             assert (found, data.document_index[:].tolist()) == read_pair(folder / "pair")
 
 

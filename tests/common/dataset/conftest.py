@@ -41,6 +41,10 @@ def offsets_of(data: TokenFiles) -> list[int]:
     return [data.tokens_before(n) for n in range(data.document_count + 1)]
 
 
+def sequences_of(data: IndexedDataset) -> list[np.ndarray]:
+    return np.split(data.tokens, np.cumsum(data.sizes[:])[:-1])
+
+
 def windows_of(data: Path | TokenFiles, seq_length: int, **changes: Any) -> GPTDataset:
     return GPTDataset(data, seq_length=seq_length, **{**WHOLE, **changes})
 
@@ -105,8 +109,7 @@ def read_back(options_for: Callable[..., PreprocessOptions]) -> Callable[..., li
     def run(inputs: Path | Sequence[Path], **options: Any) -> list[str]:
         files = (inputs,) if isinstance(inputs, Path) else inputs
         (prefix,) = preprocess(options_for(*files, **options)).prefixes
-        data = IndexedDataset(prefix)
-        texts = [data[n].astype(np.int32) for n in range(len(data))]
+        texts = [ids.astype(np.int32) for ids in sequences_of(IndexedDataset(prefix))]
         return [bytes(ids[ids < 256].tolist()).decode() + "¶" * int((ids == 256).sum()) for ids in texts]
 
     return run

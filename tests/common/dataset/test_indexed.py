@@ -22,7 +22,7 @@ from common.dataset.metadata import read_metadata
 from common.dataset.preprocess import Progress, preprocess
 from common.dataset.samples import GPTDataset
 from common.errors import DataError, StorageError
-from tests.common.dataset.conftest import WHOLE, files_of, offsets_of
+from tests.common.dataset.conftest import WHOLE, files_of, offsets_of, sequences_of
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_bytes_equal_megatrons_and_each_reads_the_other(megatron, tmp_path, docu
     ours = IndexedDataset(tmp_path / "theirs")
     theirs = megatron.IndexedDataset(str(tmp_path / "ours"))
     sequences = [sequence for document in documents for sequence in document]
-    assert [part.tolist() for part in (ours[n] for n in range(len(ours)))] == sequences
+    assert [part.tolist() for part in sequences_of(ours)] == sequences
     assert [theirs[n].tolist() for n in range(len(theirs))] == sequences
     assert ours.document_index[:].tolist() == theirs.document_indices.tolist()
 
@@ -126,9 +126,8 @@ def test_every_row_is_a_document_as_in_megatron(megatron, tmp_path, options_for,
     assert read_metadata(Path(f"{of_fleetx.prefix}.meta.json")).tokens == pair.token_count
 
 
-@pytest.mark.parametrize("writer", ["Megatron-LM", "fairseq"])
-def test_the_older_index_of_lazy_and_cached_is_read(tmp_path, writer) -> None:
-    """DeepSpeed still has the class that wrote it. fairseq's has neither documents nor their number."""
+def test_the_older_index_of_lazy_and_cached_is_read(tmp_path) -> None:
+    """DeepSpeed still has the class that wrote it."""
     torch = pytest.importorskip("torch", reason="the builder takes tensors, and torch is not installed")
     deepspeed = pytest.importorskip(
         "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset", reason="DeepSpeed is not installed"
@@ -139,17 +138,14 @@ def test_the_older_index_of_lazy_and_cached_is_read(tmp_path, writer) -> None:
             builder.add_item(torch.tensor(sequence))
         builder.end_document()
     builder.finalize(str(tmp_path / "old.idx"))
-    if writer == "fairseq":
-        raw = (tmp_path / "old.idx").read_bytes()
-        (tmp_path / "old.idx").write_bytes(raw[:48] + raw[56 : 56 + 8 * 11])
     data = IndexedDataset(tmp_path / "old")
-    assert [data[n].tolist() for n in range(len(data))] == [[5, 6, 7], [8], [9, 70000]]
-    assert offsets_of(data) == ([0, 4, 4, 6] if writer == "Megatron-LM" else [0, 3, 4, 6])
+    assert [part.tolist() for part in sequences_of(data)] == [[5, 6, 7], [8], [9, 70000]]
+    assert offsets_of(data) == [0, 4, 4, 6]
     whole = (tmp_path / "old.idx").read_bytes()
     for wrong, message in (
         (whole[:-8], "ends early"),
         (whole + b"x" * 16, "is too long"),
-        (whole[:44], "inside its header"),
+        (whole[:44], "is not a whole index"),
         (whole[:24] + struct.pack("<Q", 8) + whole[32:], "8 bytes a token and 3 dimensions for 3"),
     ):
         (tmp_path / "old.idx").write_bytes(wrong)
@@ -195,7 +191,7 @@ def test_missing_names_the_alternatives(write_pair, tmp_path, asked, message) ->
 @pytest.mark.parametrize(
     ("extension", "at", "data", "message"),
     [
-        (".idx", 0, b"XX", "starts with"),
+        (".idx", 0, b"XX", "is not a whole index .*begins with b'XXIDIDX"),
         (".idx", 9, struct.pack("<Q", 2), "format version 2, dtype code 8; expected version 1"),
         (".idx", 17, b"\x07", "dtype code 7"),
         (".idx", 18, struct.pack("<Q", 0), "holds no sequences"),
@@ -203,7 +199,7 @@ def test_missing_names_the_alternatives(write_pair, tmp_path, asked, message) ->
         (".idx", HEADER.size, struct.pack("<i", 4), "sequence 1 of 7 tokens is at byte 6"),
         (".idx", HEADER.size + 36, struct.pack("<q", 1), "must run from 0"),
         (".idx", HEADER.size + 44, struct.pack("<q", 9), "document 2 begins before"),
-        (".idx", HEADER.size - 1, None, "inside its header"),
+        (".idx", HEADER.size - 1, None, "is not a whole index"),
         (".idx", HEADER.size + 20, None, "ends early"),
         (".bin", 23, None, "smaller.*23 bytes found, 24 expected"),
         (".bin", 24, b"..", "larger.*26 bytes found, 24 expected"),
@@ -302,14 +298,10 @@ def _npy(array: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _npz(write: Any = np.savez, **arrays: Any) -> bytes:
+def _npz(**arrays: Any) -> bytes:
     buffer = io.BytesIO()
-    write(buffer, **arrays)
+    np.savez(buffer, **arrays)
     return buffer.getvalue()
-
-
-PACKED = _npz(np.savez_compressed, lens=np.arange(5000))
-HUGE = _npz(lens=np.arange(5000)).replace(b"(5000,), }" + 12 * b" ", b"(5000" + 12 * b"0" + b",), }")
 
 
 @pytest.mark.parametrize(
@@ -321,7 +313,6 @@ HUGE = _npz(lens=np.arange(5000)).replace(b"(5000,), }" + 12 * b" ", b"(5000" + 
         ("_ids.npy", _npy(np.array([print, None])), "is not an array file of FleetX"),
         ("_ids.npy", _npy(TOKENS[:12].reshape(3, 4)), r"of shape \(3, 4\), expected whole numbers"),
         ("_idx.npz", _npz(docs=DOCS), "holds docs, expected the array lens"),
-        ("_idx.npz", _npz(lens=LENS[:0]), "lens is empty"),
         # whose sum is 13 in 64 bits
         ("_idx.npz", _npz(lens=np.array([2**64 - 1, 14], np.uint64)), "adds up to 13 tokens"),
         ("_idx.npz", _npz(lens=LENS + 1), r"adds up to 17 tokens, but data_ids\.npy holds"),
@@ -330,8 +321,6 @@ HUGE = _npz(lens=np.arange(5000)).replace(b"(5000,), }" + 12 * b" ", b"(5000" + 
             _npz(lens=LENS).replace(LENS.tobytes(), (LENS ^ [1, 1, 0, 0]).astype("i4").tobytes()),
             "Bad CRC-32",
         ),
-        ("_idx.npz", PACKED[:3000] + b"\xff" * 9 + PACKED[3009:], "is not an array file of FleetX's: Error -3"),
-        ("_idx.npz", HUGE, "is not an array file of FleetX's: Unable to allocate 35.5 PiB"),
         ("_idx.npz", _npz(lens=LENS, docs=np.array([0, 3, 1, 4], np.uint64)), "docs does not rise from 0 to the 4 ent"),
         ("_idx.npz", _npz(lens=LENS, docs=np.array([0, 9])), "docs does not rise from 0 to the 4 entries"),
     ],

@@ -255,8 +255,8 @@ VIEW = (
             lambda path: os.truncate(path, path.stat().st_size - 300),
             r"cut short: \d+ bytes found, its pages end at \d+",
         ),
-        (lambda path: path.write_text("Once upon a time there"), "is not a MindRecord file"),
-        (_swap(b'"schema":[', b'"scheme":['), "a header that is not a MindRecord's .KeyError"),
+        (lambda path: path.write_text("Once upon a time there"), "is not a MindRecord file, or an encrypted one"),
+        (_swap(b'"schema":[', b'"scheme":['), "its header is not a MindRecord's .KeyError"),
         (_swap(b'"3.0"', b'"2.0"'), "format version 2.0, expected 3.0"),
         (_edit_index("DROP TABLE INDEXES", VIEW), ".it has views"),
         (

@@ -20,7 +20,7 @@ from common.dataset.metadata import read_metadata
 from common.dataset.options import PreprocessOptions
 from common.dataset.preprocess import preprocess
 from common.errors import ConfigError, DataError
-from tests.common.dataset.conftest import files_of
+from tests.common.dataset.conftest import files_of, sequences_of
 
 
 def test_text_in_its_four_rules(tmp_path, read_back) -> None:
@@ -277,11 +277,11 @@ def test_pieces_equal_those_of_gpt2_chinese(tmp_path, bert, pieces, least) -> No
 def test_pieces_are_read_as_the_documents_that_they_were(tmp_path, bert) -> None:
     source, folder = write_array(tmp_path / "train.json", CHINESE * 4), tmp_path / "pieces"
     run_bert(folder, bert, source, format="pieces", num_pieces=12)
-    pair = IndexedDataset(run_bert(tmp_path / "a", bert, source))
+    pair = sequences_of(IndexedDataset(run_bert(tmp_path / "a", bert, source)))
     again = run_bert(tmp_path / "b", bert, folder, input_format="ids", block_bytes=64)
-    back = IndexedDataset(again)
+    back = sequences_of(IndexedDataset(again))
     assert len(pair) == len(back) == 6 * 4
-    assert all(np.array_equal(pair[n], back[n]) for n in range(len(pair)))
+    assert all(map(np.array_equal, pair, back))
     assert back[0][0] == BERT_TOKENS.index("[MASK]") and back[0][-1] == BERT_TOKENS.index("[CLS]")
 
 

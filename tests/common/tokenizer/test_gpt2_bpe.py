@@ -177,7 +177,7 @@ def test_a_backend_that_is_missing_or_unknown(small, monkeypatch) -> None:
     with pytest.raises(TokenizerError, match="'rust' is not known; choose one of: auto, gigatoken, tiktoken, tok"):
         small.build("rust")
     monkeypatch.setitem(sys.modules, "gigatoken", None)
-    with pytest.raises(TokenizerError, match=r"gigatoken is not installed.*pip install gigatoken"):
+    with pytest.raises(TokenizerError, match=r"gigatoken, the fastest backend, is not installed; pip install .*\[fast"):
         small.build("gigatoken")
 
 
