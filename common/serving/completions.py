@@ -12,11 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from common.config.schema import PredictConfig
 from common.errors import ConfigError, GPT2Error
-from common.generation.generate import Continuation, GrowingText, grow
+from common.generation.generate import Continuation, grow, new_sequences
 from common.generation.logit_rules import LogitRules, sequence_biases
 from common.generation.prompts import Prompt, sliding_window
 from common.generation.sampling import Logits, ScoredToken, score_token, token_text
@@ -90,24 +88,11 @@ class CompletionService:
         except ConfigError as error:
             message = str(error).removeprefix("predict.")
             raise Refusal(400, message, param="logit_bias") from None
-        ends, unknown = self.tokenizer.ends, self.tokenizer.unknown_id
-        rules = LogitRules(settings, ends=ends, unknown=unknown, biases=biases)
+        rules = LogitRules(settings, ends=self.tokenizer.ends, biases=biases)
         completion = Completion(self, request, prompts, loop, rules)
         seed = secrets.randbits(63) if request.seed == -1 else request.seed % 2**64
-        completion.jobs = [
-            CompletionJob(
-                Continuation(
-                    prompt=prompt,
-                    index=index,
-                    number=number,
-                    generator=np.random.default_rng((seed, index, number)),
-                    growing=GrowingText(self.tokenizer.stream(prompt.ids), settings.stop),
-                ),
-                completion,
-            )
-            for index, prompt in enumerate(prompts)
-            for number in range(request.n)
-        ]
+        sequences = new_sequences(prompts, request.n, seed, settings.stop, self.tokenizer.stream)
+        completion.jobs = [CompletionJob(sequence, completion) for sequence in sequences]
         return completion
 
     def _prompt(self, given: str | list[int], request: CompletionRequest) -> Prompt:
