@@ -8,8 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -70,10 +70,16 @@ class Descendants:
 
         cores: those to pin it to; empty for none. options: as of ``Popen``.
         """
-        with _pinned(cores):
+        before = os.sched_getaffinity(0)
+        with suppress(OSError):  # a core is no longer available: unpinned is better than not started
+            os.sched_setaffinity(0, cores or before)  # inherited, so that its first threads are pinned too
+        try:
             process = subprocess.Popen(  # noqa: S603 - no shell
                 command, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True, **options
             )
+        finally:
+            with suppress(OSError):
+                os.sched_setaffinity(0, before)
         self._started.append(process)
         assert self._guard.stdin is not None
         with suppress(OSError):  # the guard was killed
@@ -194,8 +200,7 @@ def cores_of_ranks(ranks: int) -> list[tuple[int, ...]]:
     Neighbours share caches and memory, so cores are ordered by package, core and thread. They are then split into runs
     of equal length, the first ones longer by a core if the number does not divide.
     """
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    return share(in_order(allowed), ranks)
+    return share(in_order(os.sched_getaffinity(0)), ranks)
 
 
 def in_order(cores: Collection[int], system: Path = _SYSTEM) -> list[int]:
@@ -221,21 +226,6 @@ def share(cores: list[int], ranks: int) -> list[tuple[int, ...]]:
     length, longer = divmod(len(cores), ranks)
     starts = [rank * length + min(rank, longer) for rank in range(ranks + 1)]
     return [tuple(cores[start:end]) for start, end in pairwise(starts)]
-
-
-@contextmanager
-def _pinned(cores: Sequence[int]) -> Iterator[None]:
-    """Let processes started within this context inherit these cores before they start threads."""
-    if not cores:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    with suppress(OSError):  # a core is no longer available: unpinned is better than not started
-        os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def _processes() -> dict[int, tuple[int, str]]:
