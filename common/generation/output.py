@@ -100,8 +100,7 @@ def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: Run
     if output and output.exists() and not output.is_file():
         raise ConfigError(f"predict.output_file={output}: is not a regular file; give the name of a file")
     if settings.prompt_file and output:
-        given = [Path(settings.prompt_file)]
-        refuse_to_overwrite(given, [output], "give another predict.output_file")
+        refuse_to_overwrite([Path(settings.prompt_file)], [output], "give another predict.output_file")
     for remark in _remarks(settings):
         LOG.warning(remark)
     window = sliding_window(config)

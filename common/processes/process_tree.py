@@ -164,8 +164,8 @@ def last_line(text: str) -> str:
     return (text.strip().splitlines() or [""])[-1].strip()
 
 
-def watch(pid: int, ended: Callable[[int], None]) -> None:
-    """Call ``ended`` with the exit code (-n for signal n) when a child ends.
+def watch(pid: int, ended: Callable[..., None]) -> None:
+    """Call ``ended(code=...)`` with the exit code (-n for signal n) when a child ends.
 
     The child stays a zombie, so that its number is not reused.
     """
@@ -176,7 +176,7 @@ def watch(pid: int, ended: Callable[[int], None]) -> None:
             if result := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT):
                 has_exited = result.si_code == os.CLD_EXITED
                 code = result.si_status if has_exited else -result.si_status
-        ended(code)
+        ended(code=code)
 
     threading.Thread(target=wait, name=f"wait for {pid}", daemon=True).start()
 
