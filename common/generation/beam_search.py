@@ -91,8 +91,7 @@ class _Search:
                 if chosen:
                     counts = np.bincount(chosen, minlength=scores.shape[1]).astype(np.float32)
                     scores -= np.float32(self.settings.diversity_rate) * counts
-                group.advance(scores, rows)
-                chosen += group.chosen
+                chosen += group.advance(scores, rows)
 
     def is_stopped(self, tokens: list[int]) -> bool:
         if not self.settings.stop:
@@ -130,8 +129,7 @@ class _Group:
 
     running: tokens of the running beams, best first. scores: sums of their log-probabilities. scored: records of their
     tokens, where predict.logprobs asks for them. finished: score, tokens and records of the sequences that ended, best
-    first, at most one for each beam.
-    chosen: the tokens that the beams have chosen at the newest place. parents: the decoder's row that each continues.
+    first, at most one for each beam. parents: the decoder's row that each beam continues.
     """
 
     def __init__(self, search: _Search, size: int, row: int) -> None:
@@ -142,7 +140,6 @@ class _Group:
         self.scored: list[list[ScoredToken]] = [[] for _ in range(size)]
         self.parents = list(range(row, row + size))
         self.finished: list[tuple[float, list[int], list[ScoredToken]]] = []
-        self.chosen: list[int] = []
         self.length = 0
         self.is_done = False
 
@@ -159,8 +156,8 @@ class _Group:
             row[:] = self._search.rules.apply(row, self._search.prompt.ids, tokens)
         return scores
 
-    def advance(self, scores: Logits, logits: Logits) -> None:
-        """Choose the next tokens by their scores (beams, vocab_size).
+    def advance(self, scores: Logits, logits: Logits) -> list[int]:
+        """Choose and return the next tokens by their scores (beams, vocab_size).
 
         logits: of the model, of the same shape.
         """
@@ -183,16 +180,15 @@ class _Group:
                 self.finished.append((float(sums[place]) / divisor, tokens[number], scored[number]))
         self.finished = sorted(self.finished, key=lambda each: -each[0])[:size]
         order = sorted(range(len(best)), key=lambda number: ended[number])[:size]  # stable
-        self.chosen = [tokens[number][-1] for number in order]
         going = [number for number in order if not ended[number]]
-        if not going or self._is_decided(float(sums[best[going[0]]])):
-            self.is_done = True
-            return
-        # stop strings may end so many beams that an ended one fills the place of a running one
-        self.scores = np.array([_NEVER if ended[number] else sums[best[number]] for number in order], np.float32)
-        self.running = [tokens[number] for number in order]
-        self.scored = [scored[number] for number in order]
-        self.parents = [self._row + places[number][0] for number in order]
+        self.is_done = not going or self._is_decided(float(sums[best[going[0]]]))
+        if not self.is_done:
+            # stop strings may end so many beams that an ended one fills the place of a running one
+            self.scores = np.array([_NEVER if ended[number] else sums[best[number]] for number in order], np.float32)
+            self.running = [tokens[number] for number in order]
+            self.scored = [scored[number] for number in order]
+            self.parents = [self._row + places[number][0] for number in order]
+        return [tokens[number][-1] for number in order]
 
     def _is_decided(self, best_running: float) -> bool:
         """Return whether no running beam is expected to beat the worst finished one."""
