@@ -113,9 +113,8 @@ class Descendants:
         self.undead = self.wait(self._limit, kill=True)
         for process in self._started:
             process.poll()
-        for pid, (parent, state) in _processes().items():
-            is_new = parent == os.getpid() and pid not in self._before
-            if is_new and state == psutil.STATUS_ZOMBIE:
+        for pid, (parent, _state) in _processes().items():
+            if parent == os.getpid() and pid not in self._before:
                 with suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
         prctl(_PR_SET_CHILD_SUBREAPER, 0)

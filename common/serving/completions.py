@@ -89,11 +89,9 @@ class CompletionService:
             message = str(error).removeprefix("predict.")
             raise Refusal(400, message, param="logit_bias") from None
         rules = LogitRules(settings, ends=self.tokenizer.ends, biases=biases)
-        completion = Completion(self, request, prompts, loop, rules)
         seed = secrets.randbits(63) if request.seed == -1 else request.seed % 2**64
         sequences = new_sequences(prompts, request.n, seed, settings.stop, self.tokenizer.stream)
-        completion.jobs = [CompletionJob(sequence, completion) for sequence in sequences]
-        return completion
+        return Completion(self, request, prompts, loop, rules, sequences)
 
     def _prompt(self, given: str | list[int], request: CompletionRequest) -> Prompt:
         """Encode a prompt. Raises Refusal if it is empty, too long, or has unknown ids."""
@@ -148,11 +146,12 @@ class Completion:
         prompts: list[Prompt],
         loop: asyncio.AbstractEventLoop,
         rules: LogitRules,
+        sequences: list[Continuation],
     ) -> None:
         self.service, self.request, self.rules = service, request, rules
         self.prompt_texts = [prompt.text for prompt in prompts]
         self.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-        self.jobs: list[CompletionJob] = []
+        self.jobs = [CompletionJob(sequence, self) for sequence in sequences]
         self._loop = loop
         self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         self._head = {
