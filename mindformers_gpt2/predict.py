@@ -101,7 +101,7 @@ class Slots:
     nothing.
     """
 
-    takes_prompts = False
+    admit = None
 
     def __init__(self, decode: Callable[..., Any], model: ResolvedModel, dtype: ms.Type, count: int) -> None:
         """Create slots. decode: as ``GPT2.decode``. dtype: of the caches."""
@@ -109,9 +109,6 @@ class Slots:
         self._decode = decode
         self._keys, self._values = new_caches(model, count, dtype)
         self._tokens, self._places = np.zeros((count, 1), np.int32), np.zeros(count, np.int32)
-
-    def admit(self, slot: int, ids: Sequence[int], reuse: int, observe: Callable[[int, Logits], None] | None) -> Logits:
-        raise NotImplementedError("prompts go in by steps")
 
     def step(self, slots: Sequence[int], tokens: Sequence[int], places: Sequence[int]) -> Logits:
         rows = list(slots)

@@ -100,8 +100,6 @@ class Slots:
     Each row writes at its own column, and a mask hides later columns from it.
     """
 
-    takes_prompts = True
-
     def __init__(self, model: GPT2, device: TorchDevice, count: int) -> None:
         self.count = count
         self._layers = Layers(model, device)

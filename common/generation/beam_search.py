@@ -6,13 +6,12 @@ that avoid each other's tokens follow Vijayakumar et al. 2016, as PaddleFleetX h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from common.errors import RunError
-from common.generation.generate import Continuation, Decoder, GrowingText
+from common.generation.generate import Continuation, Decoder, GrowingText, Stream, without_text
 from common.generation.logit_rules import LogitRules
 from common.generation.prompts import Prompt
 from common.generation.sampling import NOTHING_LEFT, Logits, ScoredToken, ranked_ids, score_token
@@ -28,18 +27,17 @@ def search_beams(
     rules: LogitRules,
     *,
     vocab_size: int | None = None,
-    read: Callable[[Prompt], GrowingText] | None = None,
+    stream: Stream = without_text,
 ) -> Iterator[Continuation]:
     """Yield the num_sequences best continuations of each prompt, the best one first.
 
-    vocab_size: ids from this one upwards are not chosen. read: as in ``generate``. Raises RunError when logits are not
-    finite, and when rules leave too few sequences.
+    vocab_size: ids from this one upwards are not chosen. Raises RunError when logits are not finite, and when rules
+    leave too few sequences.
     """
-    assert read is not None or not rules.settings.stop
     beams = rules.settings.num_beams
     at_once = max(1, decoder.rows // beams)
     for first in range(0, len(prompts), at_once):
-        batch = [_Search(prompt, rules, read, row * beams) for row, prompt in enumerate(prompts[first:][:at_once])]
+        batch = [_Search(prompt, rules, stream, row * beams) for row, prompt in enumerate(prompts[first:][:at_once])]
         groups = [group for search in batch for group in search.groups]
         rows = [search.prompt.ids for search in batch for _ in range(beams)]
         logits = decoder.start(rows, max(search.prompt.new_tokens for search in batch))
@@ -63,12 +61,10 @@ def search_beams(
 class _Search:
     """The search for continuations of one prompt: one group of beams, or several."""
 
-    def __init__(
-        self, prompt: Prompt, rules: LogitRules, read: Callable[[Prompt], GrowingText] | None, row: int
-    ) -> None:
+    def __init__(self, prompt: Prompt, rules: LogitRules, stream: Stream, row: int) -> None:
         """Begin a search. row: the decoder's row of the first beam."""
         self.prompt, self.rules, self.settings = prompt, rules, rules.settings
-        self._read = read
+        self._stream = stream
         self._size = self.settings.num_beams // self.settings.num_beam_groups
         self.groups = [
             _Group(self, self._size, row + number * self._size) for number in range(self.settings.num_beam_groups)
@@ -95,51 +91,45 @@ class _Search:
                 if chosen:
                     counts = np.bincount(chosen, minlength=scores.shape[1]).astype(np.float32)
                     scores -= np.float32(self.settings.diversity_rate) * counts
-                group.advance(scores, rows)
-                chosen += group.chosen
+                chosen += group.advance(scores, rows)
 
     def is_stopped(self, tokens: list[int]) -> bool:
         if not self.settings.stop:
             return False
-        assert self._read is not None
-        text = self._read(self.prompt)
+        text = GrowingText(self._stream(self.prompt.ids), self.settings.stop)
         text.advance(tokens)
         return text.is_stopped
 
     def results(self, index: int) -> Iterator[Continuation]:
         finished = [each for group in self.groups for each in group.finished]
-        finished.sort(key=lambda each: -each.score)
-        for number, each in enumerate(finished[: self.settings.num_sequences]):
-            if each.score == -np.inf:
+        finished.sort(key=lambda each: -each[0])
+        for number, (score, tokens, scored) in enumerate(finished[: self.settings.num_sequences]):
+            if score == -np.inf:
                 raise RunError(NOTHING_LEFT)
-            ended = bool(each.tokens) and each.tokens[-1] in self.end_ids
-            stopped = not ended and self.is_stopped(each.tokens)
+            ended = bool(tokens) and tokens[-1] in self.end_ids
+            kept = tokens[:-1] if ended else tokens
+            growing = GrowingText(self._stream(self.prompt.ids), self.settings.stop)
+            growing.advance(kept)
             yield Continuation(
                 prompt=self.prompt,
                 index=index,
                 number=number,
                 generator=np.random.default_rng((0, index, number)),
-                end=each.tokens[-1] if ended else None,
-                tokens=each.tokens[:-1] if ended else each.tokens,
-                finish_reason="end_of_text" if ended else "stop_string" if stopped else "length",
-                growing=self._read(self.prompt) if self._read else None,
-                scored=each.scored[:-1] if ended else each.scored,
-                score=each.score,
+                end=tokens[-1] if ended else None,
+                tokens=kept,
+                finish_reason="end_of_text" if ended else "stop_string" if growing.is_stopped else "length",
+                growing=growing,
+                scored=scored[: len(kept)],
+                score=score,
             )
-
-
-class _Finished(NamedTuple):
-    score: float
-    tokens: list[int]
-    scored: list[ScoredToken]
 
 
 class _Group:
     """Beams that compete with each other.
 
     running: tokens of the running beams, best first. scores: sums of their log-probabilities. scored: records of their
-    tokens, where predict.logprobs asks for them. finished: sequences that ended, best first, at most one for each beam.
-    chosen: the tokens that the beams have chosen at the newest place. parents: the decoder's row that each continues.
+    tokens, where predict.logprobs asks for them. finished: score, tokens and records of the sequences that ended, best
+    first, at most one for each beam. parents: the decoder's row that each beam continues.
     """
 
     def __init__(self, search: _Search, size: int, row: int) -> None:
@@ -149,8 +139,7 @@ class _Group:
         self.running: list[list[int]] = [[] for _ in range(size)]
         self.scored: list[list[ScoredToken]] = [[] for _ in range(size)]
         self.parents = list(range(row, row + size))
-        self.finished: list[_Finished] = []
-        self.chosen: list[int] = []
+        self.finished: list[tuple[float, list[int], list[ScoredToken]]] = []
         self.length = 0
         self.is_done = False
 
@@ -167,8 +156,8 @@ class _Group:
             row[:] = self._search.rules.apply(row, self._search.prompt.ids, tokens)
         return scores
 
-    def advance(self, scores: Logits, logits: Logits) -> None:
-        """Choose the next tokens by their scores (beams, vocab_size).
+    def advance(self, scores: Logits, logits: Logits) -> list[int]:
+        """Choose and return the next tokens by their scores (beams, vocab_size).
 
         logits: of the model, of the same shape.
         """
@@ -188,19 +177,18 @@ class _Group:
         divisor = float(self.length) ** settings.length_penalty
         for number, place in enumerate(best[:size]):
             if ended[number] and not full:
-                self.finished.append(_Finished(float(sums[place]) / divisor, tokens[number], scored[number]))
-        self.finished = sorted(self.finished, key=lambda each: -each.score)[:size]
+                self.finished.append((float(sums[place]) / divisor, tokens[number], scored[number]))
+        self.finished = sorted(self.finished, key=lambda each: -each[0])[:size]
         order = sorted(range(len(best)), key=lambda number: ended[number])[:size]  # stable
-        self.chosen = [tokens[number][-1] for number in order]
         going = [number for number in order if not ended[number]]
-        if not going or self._is_decided(float(sums[best[going[0]]])):
-            self.is_done = True
-            return
-        # stop strings may end so many beams that an ended one fills the place of a running one
-        self.scores = np.array([_NEVER if ended[number] else sums[best[number]] for number in order], np.float32)
-        self.running = [tokens[number] for number in order]
-        self.scored = [scored[number] for number in order]
-        self.parents = [self._row + places[number][0] for number in order]
+        self.is_done = not going or self._is_decided(float(sums[best[going[0]]]))
+        if not self.is_done:
+            # stop strings may end so many beams that an ended one fills the place of a running one
+            self.scores = np.array([_NEVER if ended[number] else sums[best[number]] for number in order], np.float32)
+            self.running = [tokens[number] for number in order]
+            self.scored = [scored[number] for number in order]
+            self.parents = [self._row + places[number][0] for number in order]
+        return [tokens[number][-1] for number in order]
 
     def _is_decided(self, best_running: float) -> bool:
         """Return whether no running beam is expected to beat the worst finished one."""
@@ -211,4 +199,4 @@ class _Group:
             return True
         longest = settings.early_stopping == "never" and settings.length_penalty > 0
         length = float(self._search.prompt.new_tokens if longest else self.length)
-        return bool(best_running / length**settings.length_penalty <= self.finished[-1].score)
+        return bool(best_running / length**settings.length_penalty <= self.finished[-1][0])

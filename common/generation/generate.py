@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from common.generation.prompts import Prompt
 from common.generation.sampling import Logits, ScoredToken, choose_token, score_token
 from common.processes.heartbeat import beat
 from common.tokenizer.base import TextStream
+
+Stream: TypeAlias = Callable[[Sequence[int]], TextStream]
+"""Returns a decoder of what follows such ids."""
 
 
 class GrowingText:
@@ -94,7 +97,7 @@ class Continuation:
     finish_reason: Literal["length", "end_of_text", "stop_string"] | None = None
     end: int | None = None
     """The token that ended it, if one did."""
-    growing: GrowingText | None = field(default=None, repr=False)
+    growing: GrowingText = field(repr=False)
     """Its text, which ends before a stop string; the tokens include the stop string."""
     scored: list[ScoredToken] = field(default_factory=list, repr=False)
     """A record of each token, where predict.logprobs asks for them."""
@@ -104,11 +107,10 @@ class Continuation:
     @property
     def text(self) -> str:
         """The part of its text that can no longer change, as far as its tokens have been read."""
-        return self.growing.text if self.growing else ""
+        return self.growing.text
 
     def read(self) -> str:
         """Read the new tokens and return ``text``, the whole text once the sequence is finished."""
-        assert self.growing is not None
         self.growing.advance(self.tokens, final=self.finish_reason is not None)
         return self.text
 
@@ -134,6 +136,32 @@ def rows_at_once(settings: PredictConfig, prompts: int) -> int:
     return min(settings.batch_size, prompts * settings.num_sequences)
 
 
+def without_text(ids: Sequence[int]) -> TextStream:
+    """Decode nothing: the ``Stream`` of callers that want only tokens, and have no stop strings."""
+    return lambda tokens, final=False: ""
+
+
+def new_sequences(
+    prompts: Sequence[Prompt], count: int, seed: int, stop: Sequence[str], stream: Stream
+) -> list[Continuation]:
+    """Return ``count`` empty continuations of each prompt, in order.
+
+    Each draws from a generator of its own, keyed by seed, prompt and number, so that its text does not depend on its
+    batch.
+    """
+    return [
+        Continuation(
+            prompt=prompt,
+            index=index,
+            number=number,
+            generator=np.random.default_rng((seed, index, number)),
+            growing=GrowingText(stream(prompt.ids), stop),
+        )
+        for index, prompt in enumerate(prompts)
+        for number in range(count)
+    ]
+
+
 def generate(
     decoder: Decoder,
     prompts: Sequence[Prompt],
@@ -144,29 +172,17 @@ def generate(
     window: int | None = None,
     stepwise: bool = False,
     done: Container[tuple[int, int]] = (),
-    read: Callable[[Prompt], GrowingText] | None = None,
+    stream: Stream = without_text,
 ) -> Iterator[Continuation]:
     """Yield the finished continuations, num_sequences of each prompt, in order.
 
-    Each draws from a generator of its own, keyed by seed, prompt and number, so that its text does not depend on its
-    batch. vocab_size: ids from this one upwards are not chosen. window: once a sequence is longer, its last window - 1
-    tokens are computed again for each new token; None if no sequence is. stepwise: while a sequence is the only one at
-    work, also yield it unfinished after each token. done: index and number of those that are left out. read: makes the
-    text of a continuation, which stop strings need.
+    seed: as in ``new_sequences``. vocab_size: ids from this one upwards are not chosen. window: once a sequence is
+    longer, its last window - 1 tokens are computed again for each new token; None if no sequence is. stepwise: while a
+    sequence is the only one at work, also yield it unfinished after each token. done: index and number of those that
+    are left out.
     """
-    assert read is not None or not rules.settings.stop
-    waiting = [
-        Continuation(
-            prompt=prompt,
-            index=index,
-            number=number,
-            generator=np.random.default_rng((seed, index, number)),
-            growing=read(prompt) if read else None,
-        )
-        for index, prompt in enumerate(prompts)
-        for number in range(rules.settings.num_sequences)
-        if (index, number) not in done
-    ]
+    every = new_sequences(prompts, rules.settings.num_sequences, seed, rules.settings.stop, stream)
+    waiting = [each for each in every if (each.index, each.number) not in done]
     for first in range(0, len(waiting), decoder.rows):
         batch = waiting[first : first + decoder.rows]
         at_work = batch
@@ -201,7 +217,7 @@ def grow(sequence: Continuation, logits: Logits, rules: LogitRules) -> None:
     tokens.append(token)
     if settings.logprobs is not None:
         sequence.scored.append(score_token(logits, token, settings.logprobs))
-    if settings.stop and sequence.growing:
+    if settings.stop:
         sequence.growing.advance(tokens)
         if sequence.growing.is_stopped:
             sequence.finish_reason = "stop_string"

@@ -27,16 +27,10 @@ class LogitRules:
     presence and frequency penalties, min_new_tokens.
     """
 
-    def __init__(
-        self, settings: PredictConfig, *, ends: Sequence[int], unknown: int | None = None, biases: Biases | None = None
-    ) -> None:
-        """settings: also those of the choice. ends: ids that end a sequence. unknown: an id that is never chosen.
-        biases: see ``sequence_biases``.
-        """
+    def __init__(self, settings: PredictConfig, *, ends: Sequence[int], biases: Biases | None = None) -> None:
+        """settings: also those of the choice. ends: ids that end a sequence. biases: see ``sequence_biases``."""
         self.settings, self.ends = settings, ends
-        biases = dict(biases or {})
-        if unknown is not None:
-            biases[(unknown,)] = -np.inf
+        biases = biases or {}
         single = {sequence[0]: value for sequence, value in biases.items() if len(sequence) == 1}
         self._ids = np.array(list(single), np.int64)
         self._values = np.array(list(single.values()), np.float32)
@@ -84,11 +78,13 @@ class LogitRules:
 
 
 def sequence_biases(settings: PredictConfig, tokenizer: Tokenizer) -> dict[tuple[int, ...], float]:
-    """Return predict.logit_bias and predict.bad_words by ids.
+    """Return predict.logit_bias and predict.bad_words by ids. The unknown token is never chosen.
 
     Raises ConfigError for an id outside the vocabulary and for text without tokens or with unknown ones.
     """
     words = bad_words_ids(settings, tokenizer)
+    if tokenizer.unknown_id is not None:
+        words.append((tokenizer.unknown_id,))
     return logit_biases(settings, tokenizer) | dict.fromkeys(words, -np.inf)
 
 

@@ -23,7 +23,7 @@ from common.config.schema import PredictConfig
 from common.errors import ConfigError, RunError
 from common.files import atomic_write, refuse_to_overwrite
 from common.generation.beam_search import search_beams
-from common.generation.generate import Continuation, Decoder, GrowingText, generate
+from common.generation.generate import Continuation, Decoder, generate
 from common.generation.logit_rules import LogitRules, sequence_biases
 from common.generation.prompts import Prompt, sliding_window
 from common.generation.sampling import token_text
@@ -100,8 +100,7 @@ def write_continuations(decoder: Decoder, prompts: Sequence[Prompt], config: Run
     if output and output.exists() and not output.is_file():
         raise ConfigError(f"predict.output_file={output}: is not a regular file; give the name of a file")
     if settings.prompt_file and output:
-        given = [Path(settings.prompt_file)]
-        refuse_to_overwrite(given, [output], "give another predict.output_file")
+        refuse_to_overwrite([Path(settings.prompt_file)], [output], "give another predict.output_file")
     for remark in _remarks(settings):
         LOG.warning(remark)
     window = sliding_window(config)
@@ -254,18 +253,14 @@ def continuations(
     """
     settings = config.predict
     biases = sequence_biases(settings, tokenizer)
-    rules = LogitRules(settings, ends=tokenizer.ends, unknown=tokenizer.unknown_id, biases=biases)
-
-    def read(prompt: Prompt) -> GrowingText:
-        return GrowingText(tokenizer.stream(prompt.ids), settings.stop)
-
+    rules = LogitRules(settings, ends=tokenizer.ends, biases=biases)
     if settings.method == "beam_search":
         if decoder.rows < settings.num_beams:
             raise ConfigError(
                 f"predict.num_beams={settings.num_beams}: this export takes {decoder.rows} rows at"
                 " once; lower it, or leave export.batch_size out when you export"
             )
-        return search_beams(decoder, prompts, rules, vocab_size=tokenizer.vocab_size, read=read)
+        return search_beams(decoder, prompts, rules, vocab_size=tokenizer.vocab_size, stream=tokenizer.stream)
     return generate(
         decoder,
         prompts,
@@ -275,5 +270,5 @@ def continuations(
         window=sliding_window(config),
         done=done,
         stepwise=stepwise,
-        read=read,
+        stream=tokenizer.stream,
     )

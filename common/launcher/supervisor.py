@@ -309,7 +309,7 @@ class _Supervisor:
                 text = f"{process.name} could not be started: {error.strerror or error}"
                 self._fail(Failure(text=f"{text}: {process.spec.command[0]}", code=1))
                 break
-            watch(pid, partial(self._note_exit, process))
+            watch(pid, partial(self._channel.put, "exit", process=process))
         self._terminal.say(
             f"started {self._names()}; logs: {self._logs()}; to stop and save: Ctrl-C, or kill {os.getpid()}"
         )
@@ -332,9 +332,6 @@ class _Supervisor:
         return self._job.log_folder / pattern / self._shown.log.path.name
 
     # ---- events ----
-
-    def _note_exit(self, process: RankProcess, code: int) -> None:
-        self._channel.put("exit", process=process, code=code)
 
     def _take(self, event: Message | None) -> None:
         if event is None:

@@ -100,7 +100,10 @@ def translate(argv: Sequence[str], environ: Mapping[str, str]) -> ModelArtsJob:
         elif name in _FLAGS:
             _translate_flag(job, name, _needed(argument, given, rest))
         elif inside:
-            value = _value_of_unknown(given, rest)
+            value = "" if given is None else f"={given}"
+            # the next word is its value, unless it is a flag or an override
+            if given is None and rest and not re.match(r"--|\w+(\.\w+)*=", rest[0]):
+                value = f" {rest.popleft()}"
             job.remarks.append(
                 f"--{match[1]}{value} is not an argument of this program; ignored, as it may be the platform's"
             )
@@ -190,6 +193,7 @@ _FLAGS = {*_KEYS, *_OUTPUT, *_CHECKPOINT, *_NOTED, *_SWITCHES, "predict_data", "
 
 def _translate_flag(job: ModelArtsJob, name: str, value: str) -> None:
     """Map a flag of r0.3 or of the platform to a key; some map to one of several, by the run mode."""
+    switched = {"true": True, "1": True, "false": False, "0": False}.get(value.lower())
     if name == "epochs":  # a file's steps or tokens would contradict it
         job.argv[:0] = ["train.max_steps=null", "train.max_tokens=null"]
     if name in _KEYS:
@@ -207,8 +211,15 @@ def _translate_flag(job: ModelArtsJob, name: str, value: str) -> None:
         job.argv.append(f"predict.{'prompt_file' if is_file else 'prompt'}={value}")
     elif name in _NOTED:
         job.remarks.append(f"--{name}={value} is logged and has no effect: {_NOTED[name]}")
-    else:
-        _switch(job, name, value)
+    elif switched is None:  # r0.3 took every True of --options for False
+        raise ConfigError(f"--{name}={value}: expected True or False")
+    elif name == "profile":  # steps of r0.3's defaults
+        off = ["profile.start=null", "profile.stop=null", "profile.memory=false"]
+        job.argv += ["profile.start=1", "profile.stop=10"] if switched else off
+    elif name == "sink_mode" and not switched:
+        job.argv.append("train.sink_size=1")
+    elif name == "use_parallel":
+        job.one_process = not switched
 
 
 def _output(job: ModelArtsJob, name: str, value: str) -> None:
@@ -223,20 +234,6 @@ def _output(job: ModelArtsJob, name: str, value: str) -> None:
         )
     else:
         job.output_url = value
-
-
-def _switch(job: ModelArtsJob, name: str, value: str) -> None:
-    """Parse a boolean, and reject other values; r0.3 took every ``True`` of --options for False."""
-    if value.lower() not in ("true", "false", "1", "0"):
-        raise ConfigError(f"--{name}={value}: expected True or False")
-    wanted = value.lower() in ("true", "1")
-    if name == "profile":  # steps of r0.3's defaults
-        off = ["profile.start=null", "profile.stop=null", "profile.memory=false"]
-        job.argv += ["profile.start=1", "profile.stop=10"] if wanted else off
-    elif name == "sink_mode" and not wanted:
-        job.argv.append("train.sink_size=1")
-    elif name == "use_parallel":
-        job.one_process = not wanted
 
 
 # ---- values ----
@@ -259,15 +256,6 @@ def _options(given: str | None, rest: deque[str]) -> list[str]:
     if not values or not all("=" in value for value in values):
         raise ConfigError(f"--options {' '.join(values)}: expected section.key=value overrides after it")
     return values
-
-
-def _value_of_unknown(given: str | None, rest: deque[str]) -> str:
-    """Return the value of an unknown flag: the next argument, unless it is a flag or an override."""
-    if given is not None:
-        return f"={given}"
-    if rest and not rest[0].startswith("--") and not re.match(r"\w+(\.\w+)*=", rest[0]):
-        return f" {rest.popleft()}"
-    return ""
 
 
 def _needed(argument: str, given: str | None, rest: deque[str]) -> str:

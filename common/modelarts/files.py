@@ -134,12 +134,8 @@ def find_checkpoint_url(url: str) -> str | None:
 
 def local_folder(url: str, environ: Mapping[str, str]) -> Path:
     """Return where a job keeps its copy of a URL: on ModelArts' large disk /cache, else among temporary files."""
-    cache = Path("/cache")
-    base = (
-        cache
-        if in_modelarts(environ) and os.access(cache, os.W_OK)
-        else Path(environ.get("TMPDIR") or tempfile.gettempdir())
-    )
+    has_cache = in_modelarts(environ) and os.access("/cache", os.W_OK)
+    base = Path("/cache" if has_cache else environ.get("TMPDIR") or tempfile.gettempdir())
     job = environ.get("MA_VJ_NAME") or environ.get("JOB_ID") or ""
     name = hashlib.sha256(f"{job}\n{url}".encode()).hexdigest()[:16]
     return base / f"gpt2_files_{os.getuid()}" / name / (base_name(url) or "files")

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -70,10 +70,16 @@ class Descendants:
 
         cores: those to pin it to; empty for none. options: as of ``Popen``.
         """
-        with _pinned(cores):
+        before = os.sched_getaffinity(0)
+        with suppress(OSError):  # a core is no longer available: unpinned is better than not started
+            os.sched_setaffinity(0, cores or before)  # inherited, so that its first threads are pinned too
+        try:
             process = subprocess.Popen(  # noqa: S603 - no shell
                 command, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True, **options
             )
+        finally:
+            with suppress(OSError):
+                os.sched_setaffinity(0, before)
         self._started.append(process)
         assert self._guard.stdin is not None
         with suppress(OSError):  # the guard was killed
@@ -107,9 +113,8 @@ class Descendants:
         self.undead = self.wait(self._limit, kill=True)
         for process in self._started:
             process.poll()
-        for pid, (parent, state) in _processes().items():
-            is_new = parent == os.getpid() and pid not in self._before
-            if is_new and state == psutil.STATUS_ZOMBIE:
+        for pid, (parent, _state) in _processes().items():
+            if parent == os.getpid() and pid not in self._before:
                 with suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
         prctl(_PR_SET_CHILD_SUBREAPER, 0)
@@ -158,8 +163,8 @@ def last_line(text: str) -> str:
     return (text.strip().splitlines() or [""])[-1].strip()
 
 
-def watch(pid: int, ended: Callable[[int], None]) -> None:
-    """Call ``ended`` with the exit code (-n for signal n) when a child ends.
+def watch(pid: int, ended: Callable[..., None]) -> None:
+    """Call ``ended(code=...)`` with the exit code (-n for signal n) when a child ends.
 
     The child stays a zombie, so that its number is not reused.
     """
@@ -170,7 +175,7 @@ def watch(pid: int, ended: Callable[[int], None]) -> None:
             if result := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT):
                 has_exited = result.si_code == os.CLD_EXITED
                 code = result.si_status if has_exited else -result.si_status
-        ended(code)
+        ended(code=code)
 
     threading.Thread(target=wait, name=f"wait for {pid}", daemon=True).start()
 
@@ -194,8 +199,7 @@ def cores_of_ranks(ranks: int) -> list[tuple[int, ...]]:
     Neighbours share caches and memory, so cores are ordered by package, core and thread. They are then split into runs
     of equal length, the first ones longer by a core if the number does not divide.
     """
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    return share(in_order(allowed), ranks)
+    return share(in_order(os.sched_getaffinity(0)), ranks)
 
 
 def in_order(cores: Collection[int], system: Path = _SYSTEM) -> list[int]:
@@ -221,21 +225,6 @@ def share(cores: list[int], ranks: int) -> list[tuple[int, ...]]:
     length, longer = divmod(len(cores), ranks)
     starts = [rank * length + min(rank, longer) for rank in range(ranks + 1)]
     return [tuple(cores[start:end]) for start, end in pairwise(starts)]
-
-
-@contextmanager
-def _pinned(cores: Sequence[int]) -> Iterator[None]:
-    """Let processes started within this context inherit these cores before they start threads."""
-    if not cores:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    with suppress(OSError):  # a core is no longer available: unpinned is better than not started
-        os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def _processes() -> dict[int, tuple[int, str]]:

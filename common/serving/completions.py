@@ -12,11 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from common.config.schema import PredictConfig
 from common.errors import ConfigError, GPT2Error
-from common.generation.generate import Continuation, GrowingText, grow
+from common.generation.generate import Continuation, grow, new_sequences
 from common.generation.logit_rules import LogitRules, sequence_biases
 from common.generation.prompts import Prompt, sliding_window
 from common.generation.sampling import Logits, ScoredToken, score_token, token_text
@@ -90,25 +88,10 @@ class CompletionService:
         except ConfigError as error:
             message = str(error).removeprefix("predict.")
             raise Refusal(400, message, param="logit_bias") from None
-        ends, unknown = self.tokenizer.ends, self.tokenizer.unknown_id
-        rules = LogitRules(settings, ends=ends, unknown=unknown, biases=biases)
-        completion = Completion(self, request, prompts, loop, rules)
+        rules = LogitRules(settings, ends=self.tokenizer.ends, biases=biases)
         seed = secrets.randbits(63) if request.seed == -1 else request.seed % 2**64
-        completion.jobs = [
-            CompletionJob(
-                Continuation(
-                    prompt=prompt,
-                    index=index,
-                    number=number,
-                    generator=np.random.default_rng((seed, index, number)),
-                    growing=GrowingText(self.tokenizer.stream(prompt.ids), settings.stop),
-                ),
-                completion,
-            )
-            for index, prompt in enumerate(prompts)
-            for number in range(request.n)
-        ]
-        return completion
+        sequences = new_sequences(prompts, request.n, seed, settings.stop, self.tokenizer.stream)
+        return Completion(self, request, prompts, loop, rules, sequences)
 
     def _prompt(self, given: str | list[int], request: CompletionRequest) -> Prompt:
         """Encode a prompt. Raises Refusal if it is empty, too long, or has unknown ids."""
@@ -163,11 +146,12 @@ class Completion:
         prompts: list[Prompt],
         loop: asyncio.AbstractEventLoop,
         rules: LogitRules,
+        sequences: list[Continuation],
     ) -> None:
         self.service, self.request, self.rules = service, request, rules
         self.prompt_texts = [prompt.text for prompt in prompts]
         self.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-        self.jobs: list[CompletionJob] = []
+        self.jobs = [CompletionJob(sequence, self) for sequence in sequences]
         self._loop = loop
         self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         self._head = {

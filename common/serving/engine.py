@@ -31,13 +31,11 @@ class Slots(Protocol):
     @property
     def count(self) -> int: ...
     @property
-    def takes_prompts(self) -> bool:
-        """Whether ``admit`` works; otherwise ``step`` adds prompts, a token at a time."""
+    def admit(self) -> Callable[[int, Sequence[int], int, Observer | None], Logits] | None:
+        """Put ids into a slot, which already holds the first ``reuse`` of them: ``admit(slot, ids, reuse, observe)``.
 
-    def admit(self, slot: int, ids: Sequence[int], reuse: int, observe: Observer | None) -> Logits:
-        """Put ``ids`` into a slot, which already holds the first ``reuse`` of them.
-
-        Returns the logits (vocab_size,) of the next token. observe: gets the logits after each new token.
+        Returns the logits (vocab_size,) of the next token. observe: gets the logits after each new token. None where
+        ``step`` adds prompts, a token at a time.
         """
 
     def step(self, slots: Sequence[int], tokens: Sequence[int], places: Sequence[int]) -> Logits:
@@ -215,7 +213,7 @@ class Engine:
         slot = self._slots[number]
         assert slot.job is not None
         slot.used = self._turn
-        if self._model.takes_prompts:
+        if self._model.admit is not None:
             context = slot.job.context()
             logits = self._model.admit(number, context, reuse, slot.job.observe)
             slot.held = context
@@ -239,7 +237,7 @@ class Engine:
         for slot, context, token, row in zip(at_work, contexts, tokens, logits, strict=True):
             assert slot.job is not None
             slot.held.append(token)
-            if not self._model.takes_prompts and slot.job.observe is not None:
+            if self._model.admit is None and slot.job.observe is not None:
                 slot.job.observe(len(slot.held) - 1, row[None])
             if len(slot.held) == len(context):
                 self._advance(slot, row)

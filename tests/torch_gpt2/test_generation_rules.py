@@ -2,7 +2,6 @@
 transformers on the same weights; groups of beams against a plain loop.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.generation.generate import Continuation, GrowingText
-from common.generation.prompts import Prompt
+from common.generation.generate import Continuation
 from common.tokenizer.hugging_face import HuggingFaceTokenizer
 from tests.reference import hugging_face_model
 from tests.torch_gpt2.test_predict import continued, continued_by_transformers
@@ -87,10 +85,6 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> tuple[HuggingFaceTok
     return own, PreTrainedTokenizerFast(tokenizer_file=str(file))
 
 
-def reader(tokenizer: HuggingFaceTokenizer, *stop: str) -> Callable[[Prompt], GrowingText]:
-    return lambda prompt: GrowingText(tokenizer.stream(prompt.ids), stop)
-
-
 @pytest.mark.parametrize("beams", [1, 3])
 def test_stop_strings_end_where_transformers_do(
     model: GPT2, net: Any, tokenizers: tuple[HuggingFaceTokenizer, Any], beams: int
@@ -103,16 +97,15 @@ def test_stop_strings_end_where_transformers_do(
     strategy = strategy_of(beams)
     for case in range(12):
         row = [int(random.integers(1, VOCABULARY))]
-        text = own.decode(ours(model, [row], read=reader(own), **strategy)[0].tokens)
+        text = own.decode(ours(model, [row], stream=own.stream, **strategy)[0].tokens)
         at = int(random.integers(2, len(text) - 3))  # not in the prompt's character, too
         stop = text[at : at + int(random.integers(1, 4))]
         if "\ufffd" in stop:  # no token says this
             continue
-        found = ours(model, [row], read=reader(own, stop), stop=stop, **strategy)[0]
+        found = ours(model, [row], stream=own.stream, stop=stop, **strategy)[0]
         expected = theirs(net, row, num_beams=beams, stop_strings=[stop], tokenizer=other)
         end = [0] if found.finish_reason == "end_of_text" else []
         assert found.tokens + end == expected, (case, stop)
-        assert found.growing is not None
         found.growing.advance(found.tokens, final=True)
         whole = own.decode(found.tokens)
         stops = found.finish_reason == "stop_string"

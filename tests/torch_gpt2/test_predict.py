@@ -72,7 +72,7 @@ def continued(
     **settings: Any,
 ) -> list[Continuation]:
     """batch: sequences at once; all, if None. settings: of PredictConfig, and more arguments of ``generate``."""
-    given = {"read", "vocab_size", "window"} & settings.keys()
+    given = {"stream", "vocab_size", "window"} & settings.keys()
     words, biases = {name: settings.pop(name) for name in given}, settings.pop("biases", None)
     config = PredictConfig.model_validate(settings)
     rules = LogitRules(config, ends=ends, biases=biases)

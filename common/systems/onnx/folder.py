@@ -135,8 +135,6 @@ class OnnxSlots:
     step, which end at the same column. The caches of the others are kept beside it.
     """
 
-    takes_prompts = True
-
     def __init__(self, model: OnnxModel, count: int) -> None:
         """Make empty slots. Raises ConfigError for a graph without a cache."""
         if not model.has_cache:

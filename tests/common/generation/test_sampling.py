@@ -63,7 +63,7 @@ def test_ties_at_the_last_of_top_k_are_kept_and_a_forbidden_token_has_no_probabi
     assert token_weights(logits, settings(top_k=2))[0].tolist() == [1, 2, 3]
     assert np.flatnonzero(expected).tolist() == [1, 2, 3]
     assert 4 not in token_weights(logits, settings(top_p=0.999))[0]
-    allowed = LogitRules(settings(), ends=(), unknown=1).apply(logits, [], [])
+    allowed = LogitRules(settings(), ends=(), biases={(1,): -np.inf}).apply(logits, [], [])
     hot = settings(temperature=9.0)
     draws = {choose_token(allowed, hot, np.random.default_rng(seed)) for seed in range(200)}
     assert draws == {0, 2, 3}
@@ -222,9 +222,9 @@ def test_words_become_ids_as_they_are_written_and_behind_a_space() -> None:
     inf = np.inf
     assert sequence_biases(config, WORDS) == {
         (2, 4): -inf, (5,): -inf, (7,): 4.0, (0,): -inf, (1,): -inf, (3, 4): -inf, (4,): -inf,
-        (6, 5): -inf, (5, 6): -inf, (5, 8): -inf, (6, 8): -inf,
+        (6, 5): -inf, (5, 6): -inf, (5, 8): -inf, (6, 8): -inf, (9,): -inf,
     }  # fmt: skip
-    assert sequence_biases(settings(logit_bias={"5": -3, "x": 1.0}), WORDS) == {(5,): -2.0}
+    assert sequence_biases(settings(logit_bias={"5": -3, "x": 1.0}), WORDS) == {(5,): -2.0, (9,): -inf}
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_an_end_among_bad_words_is_chosen_as_by_transformers() -> None:
     for prompt in ([1, 2], [1, 5]):
         expected = theirs(torch.tensor([prompt]), torch.zeros(1, 10))[0].numpy()
         expected[WORDS.unknown_id] = -np.inf
-        rules = LogitRules(settings(), ends=WORDS.ends, unknown=WORDS.unknown_id, biases=biases)
+        rules = LogitRules(settings(), ends=WORDS.ends, biases=biases)
         assert np.array_equal(rules.apply(logits, prompt, []), expected)
 
 

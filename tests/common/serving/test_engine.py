@@ -27,14 +27,13 @@ def next_token(ids: Sequence[int]) -> int:
 class Model:
     """Slots of lists. ``calls``: what was asked for, in order."""
 
-    def __init__(self, count: int, takes_prompts: bool = True) -> None:
-        self.count, self.takes_prompts = count, takes_prompts
+    def __init__(self, count: int) -> None:
+        self.count = count
         self.held: list[list[int]] = [[] for _ in range(count)]
         self.calls: list[tuple[Any, ...]] = []
 
     def admit(self, slot: int, ids: Sequence[int], reuse: int, observe: Observer | None) -> Logits:
-        assert self.takes_prompts and self.held[slot][:reuse] == list(ids[:reuse])
-        assert 0 <= reuse < len(ids)
+        assert self.held[slot][:reuse] == list(ids[:reuse]) and 0 <= reuse < len(ids)
         self.calls.append(("admit", slot, len(ids), reuse))
         self.held[slot] = list(ids)
         if observe is not None:
@@ -55,6 +54,9 @@ class Model:
     @staticmethod
     def _logits(ids: Sequence[int]) -> Logits:
         return np.eye(VOCABULARY, dtype=np.float32)[next_token(ids)]
+
+
+BySteps = type("BySteps", (Model,), {"admit": None})
 
 
 class Job(Greedy):
@@ -84,9 +86,9 @@ def finish(engine: Engine | Model, *requests: list[Job]) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("takes_prompts", [True, False])
+@pytest.mark.parametrize("model", [Model, BySteps])
 @pytest.mark.parametrize("window", [None, 12])
-def test_each_sequence_is_what_it_is_in_a_batch_of_one(takes_prompts: bool, window: int | None) -> None:
+def test_each_sequence_is_what_it_is_in_a_batch_of_one(model: type[Model], window: int | None) -> None:
     """Forty jobs of prompts that share beginnings, in three slots; some outgrow the window."""
     random = np.random.default_rng(0)
     common = random.integers(0, VOCABULARY, 40).tolist()
@@ -94,7 +96,7 @@ def test_each_sequence_is_what_it_is_in_a_batch_of_one(takes_prompts: bool, wind
         Job([*common[: random.integers(0, 40)], number % VOCABULARY], random.integers(1, 30), window)
         for number in range(40)
     ]
-    engine = finish(Model(3, takes_prompts), *(jobs[first : first + 8] for first in range(0, 40, 8)))
+    engine = finish(model(3), *(jobs[first : first + 8] for first in range(0, 40, 8)))
     assert [job.tokens for job in jobs] == [job.expected() for job in jobs]
     assert engine.running == engine.waiting == 0 and engine.counts["sequences"] == 40
     assert (engine.counts["reused_prompt_tokens"] > 100) == (window is None)
@@ -140,17 +142,13 @@ def test_a_prompt_is_taken_over_from_whoever_holds_it() -> None:
     assert [call[3] for call in model.calls if call[0] == "admit"] == [len(prompt), 0]
 
 
-@pytest.mark.parametrize("takes_prompts", [True, False])
-def test_an_observer_sees_the_logits_after_every_token(takes_prompts: bool) -> None:
+@pytest.mark.parametrize("model", [Model, BySteps])
+def test_an_observer_sees_the_logits_after_every_token(model: type[Model]) -> None:
     """Even of a prompt whose keys are there already."""
     prompt = list(range(30))
-    engine, job = finish(Model(2, takes_prompts), [Job(prompt, 1)]), Job(prompt, 3)
+    engine, job = finish(model(2), [Job(prompt, 1)]), Job(prompt, 3)
     seen: dict[int, int] = {}
-
-    def observe(first: int, logits: Logits) -> None:
-        seen.update({first + n: int(row.argmax()) for n, row in enumerate(logits)})
-
-    job.observe = observe
+    job.observe = lambda first, logits: seen.update(enumerate(logits.argmax(-1).tolist(), first))
     finish(engine, [job])
     assert [seen[place] for place in range(30)] == [next_token(prompt[: place + 1]) for place in range(30)]
 
