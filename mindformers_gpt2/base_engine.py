@@ -11,8 +11,8 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, ops
 
-from common.checkpoint.snapshot import EngineState, TrainState, make_snapshot, owned_pieces, part_of
-from common.checkpoint.writer import Snapshot
+from common.checkpoint.snapshot import EngineState, TrainState, make_snapshot, owned_pieces
+from common.checkpoint.writer import Part, Snapshot
 from common.dataset.sampler import Batch, Tokens
 from common.parallel.run import Run
 from common.parallel.sharding import initial_values
@@ -178,7 +178,7 @@ class BaseEngine(engine.Engine):
             ),
             versions={"backend": "mindspore", "mindspore": ms.__version__},
             extra=self.manifest_extra,
-            part=part_of(self.world, pieces) if self.is_sharded else None,
+            part=Part(rank=rank, ranks=self.world.size, rectangles=pieces) if self.is_sharded else None,
         )
         if config.checkpoint.ckpt_prefix is None:
             return snapshot

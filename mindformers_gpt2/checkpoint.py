@@ -6,21 +6,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import mindspore as ms
-import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
-from numpy.typing import NDArray
 
 from common.checkpoint.snapshot import padded_rows
 from common.errors import ConfigError
 from common.parallel.run import Run
 from common.training.opened_checkpoint import Checkpoint
 from common.training.recording import LAST_NORM, VARIABLE, RecorderBase
-from common.weights.pieces import TensorSlice, shape_of
+from common.weights.pieces import Array, TensorSlice, shape_of
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.model import GPT2, LayerNorm, build_model
 from mindformers_gpt2.optimizer import Optimizer
 
-Array = NDArray[np.float32]
 Pieces = Mapping[str, TensorSlice]
 
 

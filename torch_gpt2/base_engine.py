@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.checkpoint.snapshot import EngineState, TrainState, make_snapshot, owned_pieces, part_of
-from common.checkpoint.writer import Snapshot
+from common.checkpoint.snapshot import EngineState, TrainState, make_snapshot, owned_pieces
+from common.checkpoint.writer import Part, Snapshot
 from common.cluster.environment import ALONE, Process
 from common.dataset.sampler import Tokens
 from common.errors import CheckpointError
@@ -149,6 +149,6 @@ class BaseEngine(engine.Engine):
             ),
             versions={"backend": "torch", "torch": torch.__version__, **self.versions},
             extra=self.manifest_extra,
-            part=part_of(self.world, owned) if is_sharded else None,
+            part=Part(rank=self.world.rank, ranks=self.world.size, rectangles=owned) if is_sharded else None,
         )
         return replace(snapshot, ready=self.device.mark())

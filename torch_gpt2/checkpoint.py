@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from common.checkpoint.snapshot import padded_rows
 from common.log import LOG
 from common.training.recording import LAST_NORM, RecorderBase
-from common.weights.pieces import TensorSlice, shape_of
+from common.weights.pieces import Array, TensorSlice, shape_of
 from torch_gpt2.model import GPT2
 from torch_gpt2.optimizer import local_shard
 
-Array = NDArray[np.float32]
 Pieces = Mapping[str, TensorSlice]
 Copy = Callable[[str, Tensor], Array]
 """Takes a tensor and its name; returns it as float32 on the host."""
@@ -99,9 +96,7 @@ def fill_moments(
     tensors: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     values: Iterable[tuple[str, str, Array]],
-    *,
     steps: int | None,
-    steps_on_device: bool,
 ) -> None:
     """Fill the optimizer's state. steps: updates made; None for an optimizer without a counter."""
     for name, part, array in values:
@@ -110,8 +105,7 @@ def fill_moments(
         moments[part] = torch.zeros_like(tensor)
         local_shard(moments[part]).copy_(torch.from_numpy(array))
         if steps is not None:
-            on = tensor.device if steps_on_device else "cpu"
-            moments["step"] = torch.tensor(float(steps), dtype=torch.float32, device=on)
+            moments["step"] = torch.tensor(float(steps), dtype=torch.float32, device=tensor.device)
 
 
 def _cut(tensor: Tensor, piece: TensorSlice) -> Tensor:

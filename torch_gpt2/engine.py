@@ -178,8 +178,7 @@ class Engine(BaseEngine):
             self.master.tensors,
             self.optimizer,
             reader.moments(self.config, optimizer_steps, self.pieces),
-            steps=optimizer_steps if self.config.optimizer.rule.counts_updates else None,
-            steps_on_device=True,
+            optimizer_steps if self.config.optimizer.rule.counts_updates else None,
         )
 
     def _train_step(self, batch: Batch, limits: Limits) -> list[StepResult]:

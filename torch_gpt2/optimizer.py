@@ -84,7 +84,7 @@ class MasterWeights:
                 continue
             self.tensors[name] = parameter.detach().float()
             if reduction == torch.float32:
-                sum_in_float32(parameter)
+                parameter.grad_dtype = torch.float32  # autograd would round each sum
 
     def take_gradients(self) -> dict[str, Tensor]:
         """The gradients of the float32 tensors by name, this rank's part of them, once all micro batches are done."""
@@ -103,13 +103,6 @@ class MasterWeights:
                     [local_shard(self.model[name].detach()) for name in copied],
                     [local_shard(self.tensors[name].detach()) for name in copied],
                 )
-
-
-def sum_in_float32(parameter: Tensor) -> None:
-    """Let autograd keep and sum the gradient of a leaf in float32, whatever type the leaf has. It
-    would otherwise round each sum.
-    """
-    parameter.grad_dtype = torch.float32
 
 
 def _is_split(tensor: Tensor) -> TypeGuard[DTensor]:

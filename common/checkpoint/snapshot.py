@@ -21,7 +21,6 @@ from common.config.resolved import ResolvedModel
 from common.config.schema import QuantizationConfig
 from common.errors import CheckpointError
 from common.parallel.run import Run
-from common.parallel.world import WorldBase
 from common.quantization import trained_scheme
 from common.tensor_files.safetensors_file import Tensors
 from common.weights.names import EMBEDDING
@@ -114,11 +113,6 @@ def owned_pieces(
         (first, end), *columns = table
         owned[EMBEDDING] = ((min(first, model.vocab_size), min(end, model.vocab_size)), *columns)
     return owned
-
-
-def part_of(world: WorldBase, owned: Mapping[str, TensorSlice]) -> Part:
-    """Return a rank's part of a snapshot, given the pieces that it writes."""
-    return Part(rank=world.rank, ranks=world.size, rectangles=owned)
 
 
 def padded_rows(values: Array, rows: int) -> Array:

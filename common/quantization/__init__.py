@@ -24,9 +24,7 @@ from common.errors import CheckpointError, ConfigError
 from common.log import LOG
 from common.tensor_files.arrays import TensorKind
 from common.weights.names import EMBEDDING, POSITIONS, decays
-from common.weights.pieces import WEIGHT_SCALE, LayerScheme, Scheme, input_scale_name
-
-Array = NDArray[np.float32]
+from common.weights.pieces import WEIGHT_SCALE, Array, LayerScheme, Scheme, input_scale_name
 
 LINEARS = (
     "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.c_proj", "mlp.c_fc", "mlp.c_proj",

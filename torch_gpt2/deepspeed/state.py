@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from common.checkpoint.snapshot import padded_rows
@@ -22,14 +21,12 @@ from common.parallel.run import Run
 from common.parallel.sharding import initial_values, slices_of_rank
 from common.parallel.updates import clip_factor
 from common.training.opened_checkpoint import Checkpoint
-from common.weights.pieces import TensorSlice, shape_of
+from common.weights.pieces import Array, TensorSlice, shape_of
 from torch_gpt2.deepspeed.private_api import link_moments
 from torch_gpt2.device import DTYPES
-from torch_gpt2.optimizer import MasterWeights, scale_gradients, sum_in_float32
+from torch_gpt2.optimizer import MasterWeights, scale_gradients
 from torch_gpt2.parallel.layout import GradientSync
 from torch_gpt2.parallel.world import World
-
-Array = NDArray[np.float32]
 
 
 class DeepSpeedState(ABC):
@@ -186,7 +183,7 @@ class ZeroState(DeepSpeedState):
         super().__init__(parameters, layout, world)
         if layout.precision.reduction == "float32":
             for parameter in parameters.values():
-                sum_in_float32(parameter)
+                parameter.grad_dtype = torch.float32  # autograd would round each sum
 
     def begin_step(self, scale: float) -> None:
         if self.config.loss_scale.mode != "none":

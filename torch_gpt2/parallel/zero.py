@@ -17,7 +17,6 @@ from common.parallel.run import Run
 from common.parallel.topology import GroupKind
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.model import GPT2
-from torch_gpt2.optimizer import sum_in_float32
 from torch_gpt2.parallel.world import World
 
 
@@ -45,7 +44,7 @@ def shard_model(model: GPT2, config: Run, mesh: DeviceMesh) -> None:
             # the parameters outside the blocks are there now, among them the token table with its two uses
             for parameter in gathered.parameters():
                 if not isinstance(parameter, DTensor):  # parameters of the blocks are still split
-                    sum_in_float32(parameter)
+                    parameter.grad_dtype = torch.float32
 
         model.register_forward_pre_hook(sum_tied_gradients_in_float32)
 
