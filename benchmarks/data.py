@@ -15,14 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 import numpy as np
 import psutil
 
 from benchmarks.measure import Row, compared, initial_weights
 from common.errors import RunError
+from common.paths import ROOT
 
 # Peer of preprocessing: one process, one document after the other, ids written as uint16.
 BASELINE = """
@@ -153,9 +151,9 @@ def measure(source: Path, folder: Path, wanted: str, repeats: int) -> Row:
         subprocess.run(["sync", "-f", str(folder / "copy")], check=True)
         copied.append(time.perf_counter() - start)
         shutil.rmtree(folder / "copy")
-        words = [__file__, str(source), str(folder / "target"), wanted]
+        child = [sys.executable, "-m", __name__, str(source), str(folder / "target"), wanted]
         start = time.perf_counter()
-        answer = subprocess.run([sys.executable, *words], check=True, stdout=subprocess.PIPE, text=True).stdout
+        answer = subprocess.run(child, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
         seconds.append(time.perf_counter() - start)
         peaks.append(int(answer))
         shutil.rmtree(folder / "target")

@@ -20,12 +20,10 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 from benchmarks.measure import Answer, Row, answer_turns, compared, initial_weights, table, take_turns
 from common.device import peak_resident_bytes
 from common.errors import RunError
+from common.paths import ROOT
 
 CONFIG = ROOT / "configs" / "gpt2" / "run_gpt2_124m.yaml"
 PROMPT_TOKENS = 32
@@ -211,7 +209,7 @@ def work(task: Task) -> None:
 
 def turns_of(tasks: Sequence[Task], repeats: int) -> dict[str, list[Answer]]:
     """Return each system's turns. Raises RunError where tokens differ that must be equal."""
-    first, later = take_turns({task.system: [__file__, json.dumps(asdict(task))] for task in tasks}, repeats)
+    first, later = take_turns({task.system: ["-m", __name__, json.dumps(asdict(task))] for task in tasks}, repeats)
     exact = [first[task.system]["tokens"] for task in tasks if task.system in EXACT and task.strategy == "greedy"]
     if any(tokens != exact[0] for tokens in exact):
         raise RunError(f"batch {tasks[0].rows}: tokens of float32 differ; speeds mean nothing")

@@ -16,6 +16,7 @@ from typing import Any
 
 from common.errors import RunError
 from common.parallel.run import Run
+from common.paths import ROOT
 from common.systems.weights import Weight, Weights
 from common.weights.names import initial_rows, parameter_shapes
 
@@ -52,7 +53,7 @@ def take_turns(commands: dict[str, list[str]], repeats: int) -> tuple[dict[str, 
     with ExitStack() as stack:
         children: dict[str, subprocess.Popen[str]] = {}
         for name, command in commands.items():
-            child = subprocess.Popen([sys.executable, *command], stdin=PIPE, stdout=PIPE, text=True)
+            child = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True)
             children[name] = stack.enter_context(child)
             stack.callback(child.kill)
         turns = [{name: _turn(name, child) for name, child in children.items()} for _ in range(1 + WARM_UP + repeats)]

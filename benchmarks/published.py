@@ -45,7 +45,6 @@ from common.resolve.derive import written_ranks
 from common.run_config import load_config
 
 ROWS = Path(__file__).with_suffix(".csv")
-TYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 KEYS = {
     "layers": "model.num_layers",
     "hidden": "model.hidden_size",
@@ -86,15 +85,10 @@ class Figure:
         if self.is_memory:
             return value * (GIB if unit == "GiB" else 1e9)
         windows, length, devices = int(row["global"]), int(row["seq"]), self.config.topology.world_size
-        match unit:
-            case "s/step":
-                return value
-            case "samples/s":
-                return windows / value
-            case "tokens/s":
-                return windows * length / value
-            case "tokens/s/device":
-                return windows * length / value / devices
+        times = {"s/step": value, "samples/s": windows / value, "tokens/s": windows * length / value}
+        times["tokens/s/device"] = times["tokens/s"] / devices
+        if unit in times:
+            return times[unit]
         assert unit == "TFLOP/s/device", unit
         layers, hidden, vocabulary = (int(row[name]) for name in ("layers", "hidden", "vocab"))
         # arXiv 2104.04473, formula 3, which counts recomputation; Megatron-Core's table does not
@@ -147,7 +141,7 @@ def plan_row(row: dict[str, str]) -> Figure:
     given: dict[str, Any] = {name: float(row[name]) * GIGA for name in ("link", "network") if row[name]}
     given |= {"server_devices": int(row["server"])} if row["server"] else {}
     device = replace(require_accelerator(row["accelerator"]), **given)
-    words = [f"{key}={TYPES.get(row[name], row[name])}" for name, key in KEYS.items() if row[name]]
+    words = [f"{key}={row[name]}" for name, key in KEYS.items() if row[name]]
     words += ["parallel.pipeline_schedule=interleaved_1f1b"] if row["v"] else []
     words += [f"train.compile={str(row['graph'] == 'compiled').lower()}", *row["more"].split()]
     written = load_config(ROOT / "configs/gpt2" / f"run_gpt2_{row['config'] or '175b'}.yaml", words)

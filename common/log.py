@@ -52,14 +52,13 @@ def progress_bar(*, total: int, initial: int = 0, unit: str = "step", descriptio
     """Return a tqdm bar on standard error, silent unless that is a terminal."""
     from tqdm import tqdm
 
-    is_seen, scaled = sys.stderr.isatty(), unit == "B"
     return tqdm(
         total=total,
         initial=initial,
         unit=unit,
-        unit_scale=scaled,
+        unit_scale=unit == "B",
         desc=description,
-        disable=not is_seen,
+        disable=not sys.stderr.isatty(),
         dynamic_ncols=True,
         leave=False,
     )

@@ -128,8 +128,7 @@ def config_schema() -> str:
         *sections, key = name.split(".")
         target = schema
         for section in sections:
-            node = target["properties"][section]
-            target = schema["$defs"][(node.get("$ref") or node["allOf"][0]["$ref"]).rpartition("/")[2]]
+            target = schema["$defs"][target["properties"][section]["$ref"].rpartition("/")[2]]
         choices: dict[str, Any] = {"enum": [*alias.values, None]} if alias.values else {"type": ["integer", "null"]}
         target["properties"][key] = {"description": alias.meaning, **choices}
     model = schema["properties"]["model"]

@@ -20,7 +20,6 @@ change the study's own numbers. In the script of a Slurm job, cells are started 
 if __name__ == "__main__":
     import as_script  # noqa: F401
 
-
 from common.log import start_log
 from common.program import command
 from common.study.command import StudyRequest, run_study

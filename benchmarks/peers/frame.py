@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import tempfile
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks.measure import initial_weights
 from common.backends import make_run
 from common.checkpoint.snapshot import TrainState
-from common.cluster.environment import ALONE, Process, find_process, torch_variables
+from common.cluster.environment import Process, find_process, torch_variables
 from common.command_line import parse_arguments
 from common.dataset.sampler import Batch, Tokens
 from common.errors import ConfigError, GPT2Error, report
@@ -54,15 +53,9 @@ class Peer(engine.Engine):
     steps_per_run = 1
 
     def __init__(
-        self,
-        config: Run,
-        device: TorchDevice,
-        process: Process = ALONE,
-        world: World | None = None,
-        manifest_extra: Mapping[str, Any] | None = None,
+        self, config: Run, device: TorchDevice, process: Process, world: World, manifest_extra: Mapping[str, Any]
     ) -> None:
-        self.config, self.device, self.process = config, device, process
-        self.world = world or World()
+        self.config, self.device, self.process, self.world = config, device, process, world
         self.step = 0
         os.environ.update(torch_variables(process))
         self.model: nn.Module = hugging_face_model(config).to(device.torch_device).train()
@@ -88,7 +81,9 @@ class Peer(engine.Engine):
 
     @abstractmethod
     def train_step(self, parts: list[dict[str, Tensor]]) -> tuple[float, float]:
-        """Make one optimizer step of micro batches; return their mean loss and the gradients' norm before clipping."""
+        """Make one optimizer step of micro batches, each the model's arguments. Returns their mean loss, and the
+        gradients' norm before clipping.
+        """
 
     def begin(self, start: Start) -> TrainState:
         if start.resume is not None or start.weights is not None:
@@ -107,18 +102,14 @@ class Peer(engine.Engine):
             self.step += 1
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            loss, norm = self.train_step(self.micro_batches(batch.tokens))
+            micro, parts = self.config.train.micro_batch_size, []
+            for start in range(0, len(batch.tokens), micro):
+                ids, targets = inputs_and_targets(batch.tokens[start : start + micro], self.device)
+                parts.append({"input_ids": ids, "labels": targets, "shift_labels": targets})
+            loss, norm = self.train_step(parts)
             mean = self.world.sum(loss)[0] / self.world.size
             results.append(StepResult(loss=mean, grad_norm=norm, learning_rate=rate, loss_scale=1.0, skipped=False))
         return results
-
-    def micro_batches(self, tokens: Tokens) -> list[dict[str, Tensor]]:
-        """Return the arguments of the model for each micro batch."""
-        micro, parts = self.config.train.micro_batch_size, []
-        for start in range(0, len(tokens), micro):
-            ids, targets = inputs_and_targets(tokens[start : start + micro], self.device)
-            parts.append({"input_ids": ids, "labels": targets, "shift_labels": targets})
-        return parts
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
@@ -197,9 +188,7 @@ def main(peer: type[Peer], words: list[str] | None = None) -> int:
     """Run a peer as run_gpt2.py runs the toolkit, and return the exit code."""
     start_heartbeat()
     try:
-        arguments = parse_arguments(
-            sys.argv[1:] if words is None else words, program=f"benchmarks/peers/{peer.name}.py"
-        )
+        arguments = parse_arguments(words, program=f"benchmarks/peers/{peer.name}.py")
         process = find_process(os.environ)
         start_log(rank=process.rank)
         written = load_config(arguments.config, arguments.overrides)

@@ -75,24 +75,22 @@ def known_errors() -> tuple[KnownError, ...]:
     """Return all known errors in the order of the file, which is read when it is first needed."""
     tree = read_yaml_mapping(Path(__file__).with_name("error_codes.yaml"))
     before = {True: _AFTER, False: r"\b"}
-    return tuple(
-        KnownError(
+    errors = []
+    for name, entry in tree["errors"].items():
+        codes = tuple(entry.get("codes", ()))
+        patterns = [(code, re.compile(f"{before[code.isdigit()]}{code}(?![A-Za-z0-9])")) for code in codes]
+        patterns += [("", re.compile(message)) for message in entry.get("match", ())]
+        error = KnownError(
             name=name,
             kind=Kind[entry["kind"].upper()],
-            codes=tuple(entry.get("codes", ())),
-            patterns=[
-                *(
-                    (code, re.compile(f"{before[code.isdigit()]}{code}(?![A-Za-z0-9])"))
-                    for code in entry.get("codes", ())
-                ),
-                *(("", re.compile(message)) for message in entry.get("match", ())),
-            ],
+            codes=codes,
+            patterns=patterns,
             meaning={"en": entry["en"], "zh": entry["zh"]},
             steps=tree["guides"][entry["guide"]],
             sources=tuple(entry["source"]),
         )
-        for name, entry in tree["errors"].items()
-    )
+        errors.append(error)
+    return tuple(errors)
 
 
 @dataclass(frozen=True, kw_only=True)
