@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from common.config.aliases import Sources
 from common.config.load import flatten
 from common.config.values import takes_momentum
 from common.dialects.megatron import (
@@ -41,7 +42,7 @@ def read_deepspeed_file(path: str, where: str, flags: ForeignKeys, ours: Transla
         tree = read_json_mapping(Path(path))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    places: dict[tuple[str | int, ...], str] = {(key,): f"{path} ({where})" for key in tree}
+    places: Sources = {(key,): f"{path} ({where})" for key in tree}
     said = {key: value for key, value in flatten(tree) if value != "auto"}  # that is what the flags say
     theirs = ForeignKeys("DeepSpeed", said, places, DEEPSPEED_DEFAULTS)
     table = dict(DEEPSPEED)
