@@ -256,7 +256,7 @@ TABLE: Table = {
     **each(ByHand(switch=True), " ".join(OF_LOADING)),
     "eval_iters": ByHand("validation.max_batches"),
     "full_validation": ByHand("validation", switch=True),
-    "wandb_project": ByHand("logging.project"),
+    "wandb_project": MapTo("logging.project", str),
     "profile": ByHand("profile.start", switch=True),
     "profile_step_start": ByHand("profile.start"),
     "profile_step_end": ByHand("profile.stop"),

@@ -84,8 +84,7 @@ def _precision(theirs: ForeignKeys, ours: Translation) -> None:
     if scale := theirs.take_number("loss_scale"):
         ours.put("loss_scale.mode", "static", theirs, "loss_scale")
         ours.put("loss_scale.initial", float(scale), theirs, "loss_scale")
-        if not theirs.is_left_out("initial_loss_scale"):
-            ours.leave_out(theirs, "initial_loss_scale", STATIC)
+        ours.leave_out(theirs, "initial_loss_scale", STATIC)
 
 
 def _recompute(theirs: ForeignKeys, ours: Translation) -> None:
@@ -108,8 +107,8 @@ def _lengths(theirs: ForeignKeys, ours: Translation) -> None:
         if len(ramp) != 3 or min(ramp) < 1:
             theirs.refuse(flag, value, "expected three counts: the first size, the increment, samples")
         ours.put("train.rampup_batch_size", ramp, theirs, flag)
-    length = theirs.peek_count("seq_length") or theirs.peek_count("encoder_seq_length")
     flag = "step_batch_size_schedule"
+    length = theirs.peek_count("seq_length") or theirs.peek_count("encoder_seq_length")
     if (schedule := theirs.take(flag)) is not None:
         steps = _steps(theirs, flag, schedule, length or 1)
         ours.put("train.rampup_batch_size", steps, theirs, flag)
@@ -162,10 +161,8 @@ def _data(theirs: ForeignKeys, ours: Translation) -> None:
             ours.put("data.train", listed(paths), theirs, flag)
             if flag == "train_data_path" and "valid_data_path" not in theirs.names:
                 ours.put("data.split", "1,0,0", theirs, flag)
-    flag = "wandb_project"
-    if (project := theirs.take(flag)) is not None:
-        ours.put("logging.trackers", ["wandb"], theirs, flag)
-        ours.put("logging.project", str(project), theirs, flag)
+    if not theirs.is_left_out("wandb_project"):
+        ours.put("logging.trackers", ["wandb"], theirs, "wandb_project")
 
 
 def _folders(theirs: ForeignKeys, ours: Translation) -> None:
@@ -175,8 +172,7 @@ def _folders(theirs: ForeignKeys, ours: Translation) -> None:
     if save is not None:
         ours.put("output_dir", str(save), theirs, "save")
     if load is None:
-        if is_finetuning:
-            ours.note("finetune", _NOTHING_LOADED)
+        ours.note_given(theirs, "finetune", _NOTHING_LOADED)
     elif is_finetuning and load == save:
         theirs.refuse("load", load, "with --finetune give another folder than that of --save")
     elif is_finetuning:
@@ -186,15 +182,13 @@ def _folders(theirs: ForeignKeys, ours: Translation) -> None:
         ours.put("checkpoint.resume", str(load), theirs, "load")
     else:
         ours.note("load", "checkpoint.resume=auto resumes from the newest checkpoint of --save")
-    table: dict[str, Rule] = {}
-    for flag, instead in OF_LOADING.items():
-        if load is None:
-            table[flag] = Ignored(_NOTHING_LOADED)
-        elif is_finetuning and instead == HELD:
-            table[flag] = Ignored("--finetune loads only weights")
-        else:
-            table[flag] = Fixed((), instead)
-    apply(table, theirs, ours)
+    rules: dict[str, Rule] = {flag: Fixed((), instead) for flag, instead in OF_LOADING.items()}
+    if load is None:
+        rules = dict.fromkeys(OF_LOADING, Ignored(_NOTHING_LOADED))
+    elif is_finetuning:
+        unused = (flag for flag, instead in OF_LOADING.items() if instead == HELD)
+        rules |= dict.fromkeys(unused, Ignored("--finetune loads only weights"))
+    apply(rules, theirs, ours)
 
 
 def _layout(theirs: ForeignKeys, ours: Translation) -> None:
