@@ -74,9 +74,7 @@ def _cases(
 
 def _logits(model: ExportedModel, ids: NDArray[np.int64], bounds: Sequence[int]) -> NDArray[np.float32]:
     """Return the logits of all tokens. Those between two of ``bounds`` are computed at once."""
-    parts = []
-    for first, last in pairwise(bounds):
-        parts.append(model.run(ids[:, first:last], np.ones((len(ids), last), np.int64)))
+    parts = [model.run(ids[:, first:last], np.ones((len(ids), last), np.int64)) for first, last in pairwise(bounds)]
     return np.concatenate(parts, 1)
 
 
