@@ -29,8 +29,6 @@ from common.parallel.batch import pad_vocabulary
 from common.structured_files import read_json_mapping
 from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
 
-_OF_DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-
 
 def read_deepspeed_file(path: str, where: str, flags: ForeignKeys, ours: Translation) -> None:
     """Set keys of ours to the values of the file. where: the flag that names it. Raises ConfigError
@@ -46,11 +44,11 @@ def read_deepspeed_file(path: str, where: str, flags: ForeignKeys, ours: Transla
     said = {key: value for key, value in flatten(tree) if value != "auto"}  # that is what the flags say
     theirs = ForeignKeys("DeepSpeed", said, places, DEEPSPEED_DEFAULTS)
     table = dict(DEEPSPEED)
-    scale = theirs.peek("fp16.loss_scale")
+    of_scale = [name for name in DEEPSPEED if name.startswith("fp16.")]
     if not theirs.peek("fp16.enabled", False):
-        table |= {name: Ignored("fp16 is off") for name in DEEPSPEED if name.startswith("fp16.")}
-    elif scale:
-        table |= {f"fp16.{name}": Ignored("the scale is static") for name in _OF_DYNAMIC}
+        table |= dict.fromkeys(of_scale, Ignored("fp16 is off"))
+    elif theirs.peek("fp16.loss_scale"):
+        table |= dict.fromkeys(of_scale, Ignored("the scale is static"))
         table["fp16.loss_scale"] = MapTo("loss_scale.initial", number)
         ours.set("loss_scale.mode", "static", theirs.where("fp16"), "fp16.loss_scale")
     apply(table, theirs, ours)

@@ -5,24 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from common.config.hints import schema_keys
+from common.config.schema import COMPILED, MINDSPORE
 from common.device import sees_ascend
 from common.dialects.mindformers import BASE, CALLBACKS, DEFAULTS, MARKS, OF_TYPES, TABLE, TARGETS, WRITTEN
 from common.dialects.rules import Defaults, Ignored, MapTo, Rule
 from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
 
-_COMPILED = (
-    "parallel.vocab_emb_dp", "parallel.gradient_aggregation_group", "parallel.full_batch",
-    "parallel.search_mode", "parallel.enable_alltoall", "parallel.strategy_ckpt_config",
-    "parallel.parallel_optimizer_config", "parallel.micro_batch_interleave_num",
-    "train.recompute_slice_activation", "train.mp_comm_recompute",
-)  # fmt: skip
+_COMPILED = [key for key, field in schema_keys().items() if field.json_schema_extra == COMPILED.json_schema_extra]
 """Keys of graphs that MindSpore's compiler splits. Results do not depend on them."""
 _UNUSED_ON_TORCH = {
-    **dict.fromkeys(
-        (f"context.{name}" for name in ("mode", "enable_graph_kernel", "graph_kernel_flags",
-         "max_call_depth", "save_graphs", "save_graphs_path")),
-        "torch has no such graph",
-    ),
+    **{key: "torch has no such graph" for key, field in schema_keys().items()
+       if key.startswith("context.") and field.json_schema_extra == MINDSPORE.json_schema_extra},
     "train.sink_size": "torch has no data sink",
     "checkpoint.ckpt_prefix": "torch writes no .ckpt",
 }  # fmt: skip
