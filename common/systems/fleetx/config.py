@@ -71,11 +71,9 @@ def _defaults(tree: Mapping[str, Any]) -> Defaults:
 
 
 def _layout(theirs: ForeignKeys, ours: Translation) -> None:
-    degree_key, stage_key, copies_key = (
-        "Distributed.sharding.sharding_degree", "Distributed.sharding.sharding_stage",
-        "Distributed.dp_degree"
-    )  # fmt: skip
-    degree, stage, copies = (theirs.take_count(degree_key), theirs.take_count(stage_key), theirs.take_count(copies_key))
+    degree_key, stage_key = (f"Distributed.sharding.sharding_{name}" for name in ("degree", "stage"))
+    copies_key = "Distributed.dp_degree"
+    degree, stage, copies = map(theirs.take_count, (degree_key, stage_key, copies_key))
     if degree > 1:
         ours.put("parallel.zero_stage", stage, theirs, stage_key)
         # without dp_degree, FleetX makes copies of the ranks that sharding leaves

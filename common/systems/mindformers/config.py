@@ -178,16 +178,11 @@ def _callbacks(theirs: ForeignKeys, ours: Translation) -> None:
         rest = dict(callback) if isinstance(callback, dict) else {"type": callback}
         kind, at = rest.pop("type", None), f"callbacks.{place}"
         if not isinstance(kind, str) or kind not in _CALLBACKS:
-            theirs.refuse(
-                at,
-                kind,
-                "this callback is not known; expected MFLossMonitor, CheckpointMointor, SummaryMonitor or ObsMonitor",
-            )
-        if rest.get("save_checkpoint_seconds"):
-            theirs.refuse(
-                f"{at}.save_checkpoint_seconds", rest["save_checkpoint_seconds"],
-                "checkpoint.interval counts steps; give save_checkpoint_steps",
-            )  # fmt: skip
+            known = "expected MFLossMonitor, CheckpointMointor, SummaryMonitor or ObsMonitor"
+            theirs.refuse(at, kind, f"this callback is not known; {known}")
+        if seconds := rest.get("save_checkpoint_seconds"):
+            instead = "checkpoint.interval counts steps; give save_checkpoint_steps"
+            theirs.refuse(f"{at}.save_checkpoint_seconds", seconds, instead)
         for name in _CALLBACKS[kind]:
             rule, default = CALLBACKS[name]
             value = rest.pop(name, None)
