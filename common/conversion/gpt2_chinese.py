@@ -36,8 +36,6 @@ from common.tokenizer import require_files
 
 _MODES = {"gpt2_chinese": "train", "gpt2_chinese_generate": "predict", "gpt2_chinese_eval": "eval"}
 """Run mode of the commands of a key of COMMAND_LINES."""
-MAX_WAIT = 6 * 3600.0
-"""Seconds that a rank waits for the rank that makes the data."""
 
 
 def run_command(main: Callable[..., int], program: str, words: Sequence[str]) -> int:
@@ -222,7 +220,7 @@ def _once(stamp: Path, made_of: dict[str, Any], options: PreprocessOptions, inpu
 
 
 @contextmanager
-def one_at_a_time(folder: Path, limit: float = MAX_WAIT) -> Iterator[None]:
+def one_at_a_time(folder: Path, limit: float = 6 * 3600.0) -> Iterator[None]:
     """Wait until no other process is in this block for the same folder, at most ``limit`` seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:

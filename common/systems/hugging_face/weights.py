@@ -198,13 +198,10 @@ def open_without_config(file: Path, layers: int) -> Weights:
     return weights_from(file, name_map, tensors, model, format="hf", path=file, ignored=ignored)
 
 
-_SHARD_BYTES = 5 * 10**9
-
-
 def write_hugging_face(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
     """Write into an empty folder; returns the CRC-32 of each file of weights. OSError is left to the caller."""
     tensors = export_names(NAME_MAPS[0], weights.tensors, weights.model, dtype)
-    sums = stream_shards(folder, tensors, limit=_SHARD_BYTES)
+    sums = stream_shards(folder, tensors, limit=5 * 10**9)
     write_config(folder, weights, next(iter(tensors.values())).dtype)
     return sums
 

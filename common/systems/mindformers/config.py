@@ -37,8 +37,6 @@ _CALLBACKS = {
 """Keys of ``CALLBACKS`` that each kind of callback has."""
 _MASKS = {"attention_mask", "input_mask"}
 """Columns with a 0 for the padding of a row."""
-_MAX_SUNK = 100
-"""Largest train.sink_size."""
 
 
 def _defaults(tree: Mapping[str, Any]) -> Defaults:
@@ -114,7 +112,7 @@ def _length(theirs: ForeignKeys, ours: Translation) -> None:
     size, mode = theirs.take(key), theirs.take("runner_config.sink_mode", True)
     if size is not None and (type(size) is not int or (size < 1 and size != -1)):
         theirs.refuse(key, size, "expected a whole number above 0, or -1")
-    if size is not None and mode and 1 <= size <= _MAX_SUNK:
+    if size is not None and mode and 1 <= size <= 100:  # as train.sink_size
         ours.put("train.sink_size", size, theirs, key)
     elif size is not None:
         ours.note(key, "train.sink_size stays 1; losses do not depend on it")
