@@ -18,7 +18,7 @@ from common.files import atomic_write
 from common.structured_files import read_json_mapping
 from common.study.verdict import OTHER_KERNELS
 from common.tensor_files.safetensors_file import open_safetensors
-from common.training.recording import BACKWARD, FORWARD, GRADIENTS, LAST_NORM, PARTS, TOKENS, WEIGHTS, activation_names
+from common.training.recording import BACKWARD, FORWARD, GRADIENTS, LAST_NORM, TOKENS, WEIGHTS, activation_names
 from common.weights.names import EMBEDDING, POSITIONS
 from common.weights.pieces import ShardedReader
 
@@ -159,13 +159,10 @@ def order(layers: int) -> Iterator[tuple[str, str]]:
 
 def parameters_of(activation: str) -> list[str]:
     """Return the parameters from which a recorded activation is computed directly."""
-    part = activation.rpartition(".")[2]
-    inner = {"attn": ("q_proj", "k_proj", "v_proj", "c_proj"), "mlp": ("c_fc", "c_proj")}.get(part)
-    if inner is not None:
-        return [f"{activation}.{name}.{kind}" for name in inner for kind in ("weight", "bias")]
-    if part in PARTS or activation == LAST_NORM:
-        return [f"{activation}.{kind}" for kind in ("weight", "bias")]
-    return []
+    inner = {"attn": (".q_proj", ".k_proj", ".v_proj", ".c_proj"), "mlp": (".c_fc", ".c_proj")}
+    inner |= dict.fromkeys(("ln_1", "ln_2", LAST_NORM), ("",))
+    modules = inner.get(activation.rpartition(".")[2], ())
+    return [f"{activation}{name}.{kind}" for name in modules for kind in ("weight", "bias")]
 
 
 def _row(section: str, name: str, one: StepReader, other: StepReader, tolerance: float) -> Row:

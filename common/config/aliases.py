@@ -13,10 +13,9 @@ from common.dialects.mindformers import PARTS, TABLE, TARGETS
 from common.dialects.rules import ByHand, Fixed, MapTo, Table, words
 from common.errors import ConfigError
 from common.structured_files import require_mapping
+from common.yaml_files import KeyPath
 
-Path_ = tuple[str | int, ...]
-Sources = dict[Path_, str]
-
+Sources = dict[KeyPath, str]
 
 _ALONE = words("""
     micro_batch_interleave_num parallel.loss_repeated_mean
@@ -27,7 +26,7 @@ _TAKEN: Table = {
 }
 
 
-def rename(path: Path_, value: Any, where: str) -> tuple[Path_, Any] | None:
+def rename(path: KeyPath, value: Any, where: str) -> tuple[KeyPath, Any] | None:
     """Return our path and value for a MindFormers key, and any other key unchanged.
 
     Returns None for a key whose only supported value is the default, and raises ConfigError for any other value of it.
@@ -175,7 +174,7 @@ def merge_aliases(tree: dict[str, Any], sources: Sources) -> None:
                 sources[ours] = sources[path]
 
 
-def _places(sources: Sources, *paths: Path_) -> str:
+def _places(sources: Sources, *paths: KeyPath) -> str:
     found = dict.fromkeys(sources[path] for path in paths if path in sources)
     return f"{' and '.join(found)}: " if found else ""
 
@@ -184,11 +183,11 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _section(tree: Any, path: Path_) -> dict[Any, Any] | None:
+def _section(tree: Any, path: KeyPath) -> dict[Any, Any] | None:
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree if isinstance(tree, dict) else None
 
 
-def _dotted(path: Path_) -> str:
+def _dotted(path: KeyPath) -> str:
     return ".".join(map(str, path))

@@ -12,11 +12,12 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from common.config.aliases import ALIASES, Path_, Sources
+from common.config.aliases import ALIASES, Sources
 from common.config.schema import RunConfig
 from common.dialects import fleetx, gpt2_chinese, hugging_face, megatron, mindformers, oneflow
 from common.dialects.others import ABSENT, HERE
 from common.dialects.rules import ByHand, Fixed, MapTo, Table
+from common.yaml_files import KeyPath
 
 TABLES: tuple[Table, ...] = (
     mindformers.TABLE, {key: rule for key, (rule, _) in mindformers.CALLBACKS.items()},
@@ -33,9 +34,9 @@ def explain_all(faults: Sequence[Any], sources: Sources) -> list[str]:
 
     A key of several types has a fault for each.
     """
-    by_key: dict[Path_, list[Any]] = {}
+    by_key: dict[KeyPath, list[Any]] = {}
     for fault in faults:
-        path: Path_ = tuple(fault["loc"])
+        path: KeyPath = tuple(fault["loc"])
         if fault["type"] not in ("extra_forbidden", "missing"):  # pydantic appends the types of the key
             known = (n for n in range(len(path), 0, -1) if ".".join(map(str, path[:n])) in schema_keys())
             length = next(known, len(path))
@@ -44,7 +45,7 @@ def explain_all(faults: Sequence[Any], sources: Sources) -> list[str]:
     return list(dict.fromkeys(_explained(path, found, sources) for path, found in by_key.items()))
 
 
-def _explained(path: Path_, faults: Sequence[Any], sources: Sources) -> str:
+def _explained(path: KeyPath, faults: Sequence[Any], sources: Sources) -> str:
     fault, dotted = faults[0], ".".join(map(str, path))
     where = next((sources[path[:n]] for n in range(len(path), 0, -1) if path[:n] in sources), None)
     prefix = f"{where}: {dotted}" if where else dotted

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from common.config.aliases import Path_, Sources, merge_aliases, rename, rename_keys
+from common.config.aliases import Sources, merge_aliases, rename, rename_keys
 from common.config.hints import explain_all, schema_keys, types_of
 from common.config.schema import RunConfig, expand_model, expand_tokenizer
 from common.config.values import expand_precision
@@ -26,7 +26,7 @@ from common.structured_files import MAX_DEPTH, MalformedError, read_text
 from common.yaml_files import MAX_YAML_BYTES, IsText, KeyPath, dump_yaml, parse_yaml, read_yaml_mapping
 
 # Text that stands for a mapping, so that ``precision.softmax=...`` refines ``precision: bf16`` instead of replacing it.
-_SHORTHANDS: dict[Path_, Callable[[Any], Any]] = {
+_SHORTHANDS: dict[KeyPath, Callable[[Any], Any]] = {
     ("precision",): expand_precision,
     ("data", "tokenizer"): expand_tokenizer,
     ("model",): expand_model,
@@ -35,9 +35,9 @@ _SHORTHANDS: dict[Path_, Callable[[Any], Any]] = {
 _LENGTHS = {"train": ("max_steps", "max_epochs", "max_tokens"), "validation": ("max_samples", "max_batches")}
 """Keys that set the length of a run and of a validation; each has one of them."""
 
-_PROSE: set[Path_] = {("predict", "prompt"), ("predict", "stop"), ("predict", "bad_words")}
+_PROSE: set[KeyPath] = {("predict", "prompt"), ("predict", "stop"), ("predict", "bad_words")}
 """Keys that take a text or a list. A text may begin with a bracket, such as [CLS]."""
-_FILES: set[Path_] = {("data", "train"), ("data", "validation"), ("data", "tokenizer")}
+_FILES: set[KeyPath] = {("data", "train"), ("data", "validation"), ("data", "tokenizer")}
 """Keys that take the name of a file or a folder, or a list or a mapping."""
 _ITEM = r'(?:"(?:[^"\\]|\\.)*"|\'[^\']*\'|-?\d+|\[[-\d\s,]*\])'
 _LIST = re.compile(rf"\s*\[\s*(?:{_ITEM}\s*(?:,\s*{_ITEM}\s*)*)?\]\s*", re.S)
@@ -233,7 +233,7 @@ def _absent(path: Path) -> str:
     )
 
 
-def _merge(target: dict[str, Any], other: Mapping[str, Any], path: Path_ = ()) -> None:
+def _merge(target: dict[str, Any], other: Mapping[str, Any], path: KeyPath = ()) -> None:
     for key, value in other.items():
         here = (*path, str(key))
         old = _expanded(here, target.get(str(key)))
@@ -244,7 +244,7 @@ def _merge(target: dict[str, Any], other: Mapping[str, Any], path: Path_ = ()) -
             target[str(key)] = copy.deepcopy(value)  # one file may be the base of several
 
 
-def _expanded(path: Path_, value: Any) -> Any:
+def _expanded(path: KeyPath, value: Any) -> Any:
     """Return a copy of the mapping that a shorthand stands for, and any other value unchanged."""
     if isinstance(value, str) and path in _SHORTHANDS:
         try:
@@ -261,7 +261,7 @@ def _override(tree: dict[str, Any], sources: Sources, word: str) -> None:
     dotted, equals, text = word.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", dotted):
         raise ConfigError(f"command line: {word!r}: expected section.key=value")
-    path: Path_ = tuple(dotted.split("."))
+    path: KeyPath = tuple(dotted.split("."))
     value = read_value(text, path, f"command line: {dotted}")
     renamed = rename(path, value, "command line")
     if renamed is None:
@@ -276,7 +276,7 @@ def _override(tree: dict[str, Any], sources: Sources, word: str) -> None:
     sources[path] = "command line"
 
 
-def read_value(text: str, path: Path_, where: str) -> Any:
+def read_value(text: str, path: KeyPath, where: str) -> Any:
     """Return the value of a key from the command line. Raises ConfigError.
 
     It is read as YAML where the key takes more than text, and the text can be a number, boolean, null, list or mapping.
@@ -290,7 +290,7 @@ def read_value(text: str, path: Path_, where: str) -> Any:
         raise ConfigError(f"{where}: {text[:60]!r} is not valid YAML: {error.problem}") from None
 
 
-def _takes_text(path: Path_, text: str) -> bool:
+def _takes_text(path: KeyPath, text: str) -> bool:
     """Tell whether a value of a key is text as it is written, such as a prompt of ``42``, ``null``
     or ``[CLS]``, or a folder ``2024``. Of other keys, ``null``, ``~`` and nothing are null.
     """

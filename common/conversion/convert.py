@@ -32,11 +32,6 @@ from common.tokenizer import load_tokenizer
 REPORT = "conversion.json"
 _USUAL_HEADS = {768: (12,), 1024: (16,), 1280: (20,), 1600: (25,), 8192: (64, 32)}
 """Width -> number of heads, for OpenAI's models and MindFormers' 52B model, whose heads are 256 wide."""
-_HEAD_WIDTHS = (64, 80, 96, 128)
-"""Head widths of all other models."""
-_NARROW = 256
-_NARROW_HEAD_WIDTHS = (16, 32, 64)
-"""Head widths of models narrower than _NARROW."""
 
 
 def _require_source(path: Path) -> None:
@@ -256,7 +251,7 @@ def warn_of_heads(path: Path, model: ResolvedModel) -> None:
     Any number of heads that divides the width fits the shapes, so a wrong number cannot be detected otherwise.
     """
     width, heads = model.hidden_size, model.num_heads
-    sizes = _NARROW_HEAD_WIDTHS if width < _NARROW else _HEAD_WIDTHS
+    sizes = (16, 32, 64) if width < 256 else (64, 80, 96, 128)  # widths of a head
     usual = _USUAL_HEADS.get(width) or tuple(width // size for size in sizes if width % size == 0)
     if usual and heads not in usual:
         LOG.warning(

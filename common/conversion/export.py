@@ -74,9 +74,7 @@ def _cases(
 
 def _logits(model: ExportedModel, ids: NDArray[np.int64], bounds: Sequence[int]) -> NDArray[np.float32]:
     """Return the logits of all tokens. Those between two of ``bounds`` are computed at once."""
-    parts = []
-    for first, last in pairwise(bounds):
-        parts.append(model.run(ids[:, first:last], np.ones((len(ids), last), np.int64)))
+    parts = [model.run(ids[:, first:last], np.ones((len(ids), last), np.int64)) for first, last in pairwise(bounds)]
     return np.concatenate(parts, 1)
 
 
@@ -250,33 +248,26 @@ def generation_config(config: Run) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "do_sample": settings.method == "sampling",
         "max_new_tokens": settings.max_new_tokens,
-        "min_new_tokens": settings.min_new_tokens or None,
+        "min_new_tokens": settings.min_new_tokens,
         "num_return_sequences": settings.num_sequences,
         "repetition_penalty": settings.repetition_penalty,
-        "no_repeat_ngram_size": settings.no_repeat_ngram_size or None,
-        "stop_strings": settings.stop or None,
+        "no_repeat_ngram_size": settings.no_repeat_ngram_size,
+        "stop_strings": settings.stop,
     }
     if settings.bad_words or settings.logit_bias:
         tokenizer, _ = load_given_tokenizer(config)
         words, biases = bad_words_ids(settings, tokenizer), logit_biases(settings, tokenizer)
         fields |= {
-            "bad_words_ids": [list(ids) for ids in words] or None,
-            "sequence_bias": [[list(ids), value] for ids, value in biases.items()] or None,
+            "bad_words_ids": [list(ids) for ids in words],
+            "sequence_bias": [[list(ids), value] for ids, value in biases.items()],
         }
-    if settings.method == "sampling":
-        fields |= {
-            "temperature": settings.temperature,
-            "top_k": settings.top_k,
-            "top_p": settings.top_p,
-            "min_p": settings.min_p or None,
-        }
-    if settings.method == "beam_search":
-        fields |= {
-            "num_beams": settings.num_beams,
-            "length_penalty": settings.length_penalty,
-            "early_stopping": settings.early_stopping,
-        }
+    of_method = {
+        "sampling": ("temperature", "top_k", "top_p", "min_p"),
+        "beam_search": ("num_beams", "length_penalty", "early_stopping"),
+    }
+    fields |= {name: getattr(settings, name) for name in of_method.get(settings.method, ())}
     for name in ("presence_penalty", "frequency_penalty"):
         if value := getattr(settings, name):
             LOG.warning(f"predict.{name}={value} has no name in generation_config.json; left out")
-    return {key: value for key, value in fields.items() if value is not None}
+    off = ("min_new_tokens", "no_repeat_ngram_size", "stop_strings", "bad_words_ids", "sequence_bias", "min_p")
+    return {key: value for key, value in fields.items() if value is not None and (value or key not in off)}

@@ -28,22 +28,14 @@ from common.files import atomic_write, held_lock
 from common.log import LOG, show, start_log
 from common.paths import looked_in
 from common.structured_files import read_json_mapping
-from common.systems.config import COMMAND_LINES, Opened, open_flags
+from common.systems.config import COMMAND_LINES, Opened, find_command_line, open_flags
 from common.systems.dialect import Dialect
 from common.systems.flags import read_flags
 from common.systems.gpt2_chinese import GENERATION, TOKENS
 from common.tokenizer import require_files
 
-_COMMANDS = {
-    "train.py": ("gpt2_chinese", "train"),
-    "train_single.py": ("gpt2_chinese", "train"),
-    "generate.py": ("gpt2_chinese_generate", "predict"),
-    "generate_texts.py": ("gpt2_chinese_generate", "predict"),
-    "eval.py": ("gpt2_chinese_eval", "eval"),
-}
-"""Key of COMMAND_LINES and run mode of each command."""
-MAX_WAIT = 6 * 3600.0
-"""Seconds that a rank waits for the rank that makes the data."""
+_MODES = {"gpt2_chinese": "train", "gpt2_chinese_generate": "predict", "gpt2_chinese_eval": "eval"}
+"""Run mode of the commands of a key of COMMAND_LINES."""
 
 
 def run_command(main: Callable[..., int], program: str, words: Sequence[str]) -> int:
@@ -53,9 +45,10 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
     nothing. --prepare makes the data and starts nothing, so that a refusal comes once, before
     there are ranks. Raises GPT2Error and OSError.
     """
-    system, mode = _COMMANDS[program]
+    system = find_command_line((), program)
+    dialect, mode = COMMAND_LINES[system], _MODES[system]
     if {"--help", "-h"} & set(words):
-        show(_help(program, COMMAND_LINES[system]))
+        show(_help(program, dialect))
         return 0
     theirs, overrides = _split(words)
     given = {word.lstrip("-").partition("=")[0] for word in theirs if word.startswith("--")}
@@ -67,7 +60,6 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
         return 0
     process = find_process(os.environ)
     start_log(rank=process.rank)
-    dialect = COMMAND_LINES[system]
     flags = {**dialect.defaults, **read_flags(theirs, "command line", dialect.table)[0]}
     if "device" in flags:
         devices = str(flags["device"])
@@ -228,7 +220,7 @@ def _once(stamp: Path, made_of: dict[str, Any], options: PreprocessOptions, inpu
 
 
 @contextmanager
-def one_at_a_time(folder: Path, limit: float = MAX_WAIT) -> Iterator[None]:
+def one_at_a_time(folder: Path, limit: float = 6 * 3600.0) -> Iterator[None]:
     """Wait until no other process is in this block for the same folder, at most ``limit`` seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:

@@ -212,10 +212,8 @@ TABLE: Table = {
     "use_torch_fsdp2": MapTo("parallel.zero_stage", Switch(3), "parallel.zero_stage=3"),
     "optimizer_cpu_offload": Fixed((), "where DeepSpeed is installed give engine=deepspeed"
         " deepspeed.offload_optimizer=true instead"),
-    "context_parallel_size": Fixed((1,), "context parallelism is not in this version; leave it"
-        " out"),
-    "expert_model_parallel_size": Fixed((1,), "mixture of experts is not in this version; leave it"
-        " out"),
+    "context_parallel_size": Fixed((1,), f"context parallelism {_NOT_HERE}"),
+    "expert_model_parallel_size": Fixed((1,), f"mixture of experts {_NOT_HERE}"),
     "zero_stage": MapTo("parallel.zero_stage", whole),
     "cpu_optimizer": MapTo("deepspeed.offload_optimizer", Switch(True)),
     **each(Ignored(_LAUNCHED), "deepspeed_mpi deepscale deepscale_config local_rank lazy_mpu_init"),
@@ -256,7 +254,7 @@ TABLE: Table = {
     **each(ByHand(switch=True), " ".join(OF_LOADING)),
     "eval_iters": ByHand("validation.max_batches"),
     "full_validation": ByHand("validation", switch=True),
-    "wandb_project": ByHand("logging.project"),
+    "wandb_project": MapTo("logging.project", str),
     "profile": ByHand("profile.start", switch=True),
     "profile_step_start": ByHand("profile.start"),
     "profile_step_end": ByHand("profile.stop"),

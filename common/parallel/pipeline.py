@@ -39,18 +39,12 @@ def schedule_error(schedule: str, topology: Topology, micro_batches: int) -> str
     ranks = topology.pipeline
     if ranks == 1 or schedule in ("gpipe", "zbv_zero_bubble"):
         return None
-    if schedule == "1f1b":
-        return (
-            f"1f1b needs at least {ranks} micro batches, one per stage, not {micro_batches}"
-            if micro_batches < ranks
-            else None
-        )
     rounds = max(1, micro_batches // ranks)
-    return (
-        f"{schedule} needs micro batches in {rounds} equal rounds, not {micro_batches}"
-        if micro_batches % rounds
-        else None
-    )
+    if schedule == "1f1b":
+        is_wrong, needs = micro_batches < ranks, f"at least {ranks} micro batches, one per stage"
+    else:
+        is_wrong, needs = micro_batches % rounds > 0, f"micro batches in {rounds} equal rounds"
+    return f"{schedule} needs {needs}, not {micro_batches}" if is_wrong else None
 
 
 def order_of_rank(schedule: str, topology: Topology, place: int, micro_batches: int) -> list[Action]:

@@ -102,13 +102,8 @@ class Topology:
 
         Every process must create them in this order, member or not, as frameworks require.
         """
-        found: list[list[int]] = []
-        seen: set[int] = set()
-        for rank in range(self.world_size):
-            if rank not in seen and (group := self.group(kind, rank)):
-                found.append(list(group))
-                seen.update(group)
-        return found
+        found = (self.group(kind, rank) for rank in range(self.world_size))
+        return [[*group] for rank, group in enumerate(found) if group and group[0] == rank]
 
     @property
     def stages(self) -> int:

@@ -95,12 +95,11 @@ class WorldBase(ABC):
             for rank, found in enumerate(gathered):
                 model = models[rank] if models else 0
                 theirs, ours = found[name], gathered[model][name]
-                if repr(theirs) == repr(ours):  # nan differs from itself
-                    continue
-                raise ConfigError(
-                    f"rank {rank} differs from rank {model} in {name}: {theirs} and {ours}; every"
-                    " host must have the same config, the same data, and one shared output_dir"
-                )
+                if repr(theirs) != repr(ours):  # nan differs from itself
+                    raise ConfigError(
+                        f"rank {rank} differs from rank {model} in {name}: {theirs} and {ours}; every"
+                        " host must have the same config, the same data, and one shared output_dir"
+                    )
 
 
 @contextmanager

@@ -43,10 +43,8 @@ def machine_memory(root: Path = Path("/")) -> int:
     """Return the bytes of memory and swap that this machine (or container) allows."""
     amounts: list[int] = [psutil.virtual_memory().total + psutil.swap_memory().total]
     for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
+        with suppress(OSError, ValueError):  # another version of cgroups, or "max"
             amounts.append(int((root / name).read_text(encoding="utf-8")))
-        except (OSError, ValueError):  # another version of cgroups, or "max"
-            continue
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         amounts.append(limit)

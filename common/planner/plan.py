@@ -87,7 +87,7 @@ def describe_plan(
         axes = {"stage": topology.pipeline, "data": topology.data, "tensor": topology.tensor}
         shown = {name: size for name, size in axes.items() if size > 1}
         terms = [f"{name} x {math.prod([*shown.values()][number + 1 :])}" for number, name in enumerate(shown)]
-        groups = (f"{kind} {_ranks(group)}" for kind in _SHOWN[:3] if len(group := topology.group(kind, 0)) > 1)
+        groups = (f"{kind} {_ranks(group)}" for kind in [*GroupKind][:3] if len(group := topology.group(kind, 0)) > 1)
         lines += [
             f"ranks: {' + '.join(terms).removesuffix(' x 1')} (--all lists them)",
             f"groups of rank 0: {'; '.join(groups)}",
@@ -255,9 +255,6 @@ class Likeness:
     """Measured by planned seconds."""
 
 
-_SHOWN = (GroupKind.TENSOR, GroupKind.DATA, GroupKind.PIPELINE, GroupKind.EMBEDDING)
-
-
 def _stage_table(plan: Plan, all_stages: bool) -> list[str]:
     """Return the memory of each place of the pipeline.
 
@@ -295,13 +292,13 @@ def _rank_table(topology: Topology, all_ranks: bool, places: Sequence[RankPlacem
     rows: list[tuple[str, ...]] = []
     for rank in range(topology.world_size):
         at = topology.coordinates(rank)
-        groups = (_ranks(topology.group(kind, rank)) for kind in _SHOWN)
+        groups = (_ranks(topology.group(kind, rank)) for kind in GroupKind)
         where = (places[rank].host, str(places[rank].device_id)) if places else ()
         rows.append((str(rank), str(at.pipeline), str(at.data), str(at.tensor), *where, *groups))
     if len(rows) > _LISTED and not all_ranks:
         rows[_LISTED // 2 : -_LISTED // 2] = [("...",)]
     where = ("host", "device") if places else ()
-    return table(("rank", "stage", "data", "tensor", *where, *(f"{kind} group" for kind in _SHOWN)), rows)
+    return table(("rank", "stage", "data", "tensor", *where, *(f"{kind} group" for kind in GroupKind)), rows)
 
 
 def _ranks(numbers: Sequence[int]) -> str:

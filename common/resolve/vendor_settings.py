@@ -109,11 +109,8 @@ _REPLACED = {
 }
 """Sections of DeepSpeed that correspond to other keys of ours."""
 
-_OF_FLOAT16 = {
-    "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
-    "consecutive_hysteresis", "min_loss_scale",
-}  # fmt: skip
-"""Keys of fp16 without effect where fp16 is off or the scale is static."""
+_OF_FLOAT16 = {*(key for key in DEEPSPEED if key.startswith("fp16.")), "fp16.consecutive_hysteresis"}
+"""Keys without effect where fp16 is off or the scale is static."""
 
 _FREE = {
     "zero_optimization", "steps_per_print", "wall_clock_breakdown", "dump_state",
@@ -232,8 +229,7 @@ def _merged(settings: dict[str, Any], own: Mapping[str, Any], where: str, prefix
             raise ConfigError(
                 f"{where}: {key} is set in this run's config ({_REPLACED[key]}); set it there and remove it here"
             )
-        idle = prefix == "fp16." and key in _OF_FLOAT16 and key not in settings
-        if value == "auto" or idle:
+        if value == "auto" or (name in _OF_FLOAT16 and key not in settings):
             continue
         if key in settings and isinstance(settings[key], dict) and isinstance(value, Mapping):
             merged[key] = _merged(settings[key], value, where, f"{name}.")

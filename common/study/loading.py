@@ -6,18 +6,19 @@ Each fault is a ConfigError that names file, line and key.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from common.config.aliases import ALIASES
+from common.config.aliases import ALIASES, Sources
 from common.config.hints import hint, schema_keys
 from common.config.load import flatten, read_value, read_yaml
 from common.errors import ConfigError
 from common.structured_files import shown
 from common.whole_numbers import MAX_RANKS
+from common.yaml_files import KeyPath
 
 PEERS = ("transformers", "nanogpt_style", "deepspeed")
 """Programs beside this project that a cell may run in its place."""
@@ -125,8 +126,6 @@ RESERVED = {
 }
 """Keys that the study sets itself, and what to give instead."""
 
-Sources = Mapping[tuple[str | int, ...], str]
-"""Path of a key in the YAML -> file and line."""
 Fault = tuple[tuple[Any, ...], str]
 """Path of a key, and what is wrong with it."""
 
@@ -289,7 +288,7 @@ def _condition_faults(definition: Definition) -> Iterator[Fault]:
     """Yield the filters, groups and baselines that name an axis or a label that is not there."""
     same = definition.same_losses or SameLosses.model_validate({"along": []})
     lists = {"only": definition.only, "except": definition.leave_out, "same_losses.except": same.leave_out}
-    listed: dict[tuple[str | int, ...], Condition] = {
+    listed: dict[KeyPath, Condition] = {
         (*name.split("."), number): each for name, found in lists.items() for number, each in enumerate(found)
     }
     listed |= {("baseline",): definition.baseline, ("same_losses", "along"): {axis: [] for axis in same.along}}

@@ -141,16 +141,10 @@ class ConfigFile:
             tree, sources = read_own_config(path, text)
         else:
             tree, sources = read_foreign(path, dialect.base, _sections(dialect), text)
-        return cls(
-            path=path,
-            fill=fill,
-            where=str(path),
-            dialect=dialect,
-            tree=tree,
-            sources=sources,
-            has_parts=not PARTS.isdisjoint(own)
-            or (isinstance(own.get("context"), Mapping) and "device_target" in own["context"]),
-        )
+        context = own.get("context")
+        parts = not PARTS.isdisjoint(own) or (isinstance(context, Mapping) and "device_target" in context)
+        where = str(path)
+        return cls(path=path, fill=fill, where=where, dialect=dialect, tree=tree, sources=sources, has_parts=parts)
 
     @classmethod
     def of_flags(

@@ -66,7 +66,7 @@ class Translation:
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
-    sources: dict[tuple[str | int, ...], str] = field(default_factory=dict)
+    sources: Sources = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     without_effect: dict[str, str] = field(default_factory=dict)
 
@@ -140,13 +140,7 @@ class Translation:
 class ForeignKeys:
     """The keys of another system, which rules read one by one."""
 
-    def __init__(
-        self,
-        system: str,
-        tree: Mapping[str, Any],
-        sources: Mapping[tuple[str | int, ...], str],
-        defaults: Defaults,
-    ) -> None:
+    def __init__(self, system: str, tree: Mapping[str, Any], sources: Sources, defaults: Defaults) -> None:
         self.system, self.defaults, self._sources = system, defaults, sources
         self.left = dict(flatten(tree))
         """Keys that no rule has read yet, and their values."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from common.config.aliases import Sources
 from common.dialects.megatron import OTHER_PROGRAMS
 from common.dialects.rules import ByHand, Fixed, MapTo, Rule, Switch, Table
 from common.errors import ConfigError
@@ -21,16 +22,14 @@ _WRITTEN = "# flags of the command line of "
 """First words of a file of a command line's flags, before the program."""
 
 
-def read_flags(
-    words: Sequence[str], where: str, table: Table
-) -> tuple[dict[str, Any], dict[tuple[str | int, ...], str], dict[str, str]]:
+def read_flags(words: Sequence[str], where: str, table: Table) -> tuple[dict[str, Any], Sources, dict[str, str]]:
     """Return the value and the place of each flag, and a remark on each that a later one replaces. A flag without a
     value is true; several values become a list. As in argparse, the last of two equal flags counts.
 
     where: the file, or "command line". Raises ConfigError for a word without a flag.
     """
     tree: dict[str, Any] = {}
-    sources: dict[tuple[str | int, ...], str] = {}
+    sources: Sources = {}
     replaced: dict[str, str] = {}
     given: list[tuple[str, list[str]]] = []
     for word in words:

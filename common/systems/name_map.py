@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from common.errors import CheckpointError
 from common.parallel.sharding import split_dim
 from common.tensor_files.arrays import FileTensor, TensorKind, copy_array, same_bytes
-from common.weights.names import EMBEDDING, POSITIONS
+from common.weights.names import EMBEDDING
 
-_GLOBAL = (EMBEDDING, POSITIONS, "ln_f")
 LINEAR = ("attn.qkv_proj", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 """Linear layers of a block that has query, key and value in one tensor."""
 
@@ -142,7 +141,7 @@ def _rows_of(ours: str, theirs: str, transposed: bool, fusion: Fusion) -> Iterat
     if ours.endswith(".weight"):
         yield NameRow(ours=(ours,), theirs=theirs)
         return
-    block = "" if ours in _GLOBAL else "h.{layer}."
+    block = "" if ours == "ln_f" else "h.{layer}."
     modules = [block + ours.replace("qkv", part) for part in ("qkv" if "qkv" in ours else " ")]
     weight, bias = (theirs if "|" in theirs else f"{theirs}.weight|bias").split("|")
     yield NameRow(ours=tuple(f"{name}.weight" for name in modules), theirs=weight, transposed=transposed, fusion=fusion)

@@ -31,8 +31,6 @@ _RULES = (
     (r"\.attention\.", ".self_attention."),
 )
 """Prefixes of a name in GPTModel and GPTModelPipe, and an older word for the attention."""
-FIRST_OF_BLOCK = "input_layernorm.weight"
-"""Parameter of every layer that is a block, and of no other layer of a pipeline."""
 
 
 def short_name(name: str, blocks: Sequence[int] = ()) -> str:
@@ -155,7 +153,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             " these files are of several checkpoints; copy one whole"
         )
     pipeline = {place: opened(layers[place]) for place in sorted(layers)}
-    blocks = [number for number in numbers if FIRST_OF_BLOCK in pipeline[number, 0]]
+    # every layer that is a block has this one, and no other layer
+    blocks = [number for number in numbers if "input_layernorm.weight" in pipeline[number, 0]]
     data = _world(first, "dp_world_size", max((rank for rank, _ in optimizers), default=0) + 1)
     if optimizers:
         require_ranks(

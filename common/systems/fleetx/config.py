@@ -17,8 +17,6 @@ from common.errors import ConfigError
 from common.paths import ROOT, looked_in
 from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
 
-_CHECKOUT = "ppfleetx"
-"""Folder of FleetX's files in its repository."""
 _PRESETS = {
     "pretrain_gpt_345M_single_card.yaml": "run_gpt2_345m_fleetx.yaml",
     "pretrain_gpt_345M_mp8_qat.yaml": "run_gpt2_345m_fleetx_qat.yaml",
@@ -47,7 +45,7 @@ _GPT_CN = (
 
 def require_checkout(path: Path) -> None:
     """Raise ConfigError for a file of FleetX's repository that is not there, with the way that works."""
-    if _CHECKOUT not in path.parts or path.exists():
+    if "ppfleetx" not in path.parts or path.exists():  # the folder of its files
         return
     preset = _PRESETS.get(path.name)
     raise ConfigError(
@@ -71,11 +69,9 @@ def _defaults(tree: Mapping[str, Any]) -> Defaults:
 
 
 def _layout(theirs: ForeignKeys, ours: Translation) -> None:
-    degree_key, stage_key, copies_key = (
-        "Distributed.sharding.sharding_degree", "Distributed.sharding.sharding_stage",
-        "Distributed.dp_degree"
-    )  # fmt: skip
-    degree, stage, copies = (theirs.take_count(degree_key), theirs.take_count(stage_key), theirs.take_count(copies_key))
+    degree_key, stage_key = (f"Distributed.sharding.sharding_{name}" for name in ("degree", "stage"))
+    copies_key = "Distributed.dp_degree"
+    degree, stage, copies = map(theirs.take_count, (degree_key, stage_key, copies_key))
     if degree > 1:
         ours.put("parallel.zero_stage", stage, theirs, stage_key)
         # without dp_degree, FleetX makes copies of the ranks that sharding leaves

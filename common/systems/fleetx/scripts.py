@@ -23,7 +23,6 @@ Read: TypeAlias = Callable[[str], "ConfigFile"]
 PROMPT = "Hi, GPT2. Tell me who Jack Ma is."
 """Prompt of FleetX's scripts, for commands without one."""
 _KEY = "Inference.model_dir"
-_FOLDER = "./output"
 """FleetX's key of the export folder."""
 _RECORD = "export.json"
 _PROGRAM: dict[str, Any] = {"model": "from_checkpoint", "optimizer": {"learning_rate": 1.0}}
@@ -75,7 +74,7 @@ def _with_export(read: Read, config: str, overrides: Sequence[str]) -> ConfigFil
     given = [word.partition("=")[2] for word in overrides if word.startswith(f"{_KEY}=")]
     if not given and isinstance(inference, Mapping) and inference.get("model_dir"):
         given = [str(inference["model_dir"])]
-    named = Path(given[-1] if given else _FOLDER)
+    named = Path(given[-1] if given else "./output")
     files = [place / name for place in (named, named / "weights") for name in (SETTINGS_FILE, _RECORD)]
     folder = next((file.parent.resolve() for file in files if file.is_file()), None)
     if folder is None and not named.is_dir():

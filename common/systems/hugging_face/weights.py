@@ -145,7 +145,7 @@ def open_hugging_face(path: Path, model: ResolvedModel | None = None) -> Weights
     stored = open_tensors(file)
     tensors, ignored, name_map = _model_in(stored)
     # transformers does not open the folder of a wrapped model
-    where = path if tensors.keys() <= stored.keys() | {name_map.rows(0)[0].theirs} else file
+    where = path if tensors.keys() <= stored.keys() | {name_map.table} else file
     return weights_from(file, name_map, tensors, model, format="hf", path=where, ignored=ignored)
 
 
@@ -162,7 +162,7 @@ def _model_in(stored: TensorFile) -> tuple[dict[str, FileTensor], dict[str, str]
         ignored[prefix] = "names of wrappers around the model"
         tensors = {name.removeprefix(prefix): stored[name] for name in stored if name not in ignored}
     name_map = match_name_map(stored.path, "hf", NAME_MAPS, tensors)
-    table = name_map.rows(0)[0].theirs
+    table = name_map.table
     mask = "causal mask of an old file"
     for name in [*tensors]:
         if name in (name_map.head, OTHER_HEAD):
@@ -198,13 +198,10 @@ def open_without_config(file: Path, layers: int) -> Weights:
     return weights_from(file, name_map, tensors, model, format="hf", path=file, ignored=ignored)
 
 
-_SHARD_BYTES = 5 * 10**9
-
-
 def write_hugging_face(folder: Path, weights: Weights, dtype: str | None) -> dict[str, int]:
     """Write into an empty folder; returns the CRC-32 of each file of weights. OSError is left to the caller."""
     tensors = export_names(NAME_MAPS[0], weights.tensors, weights.model, dtype)
-    sums = stream_shards(folder, tensors, limit=_SHARD_BYTES)
+    sums = stream_shards(folder, tensors, limit=5 * 10**9)
     write_config(folder, weights, next(iter(tensors.values())).dtype)
     return sums
 
@@ -216,6 +213,6 @@ def write_with_pickle(folder: Path, weights: Weights) -> None:
     """
     name_map = NAME_MAPS[0]
     tensors = export_names(name_map, weights.tensors, weights.model, None)
-    table = name_map.rows(0)[0].theirs
-    write_torch(folder / "pytorch_model.bin", tensors | {name_map.head: tensors[table]})
-    write_config(folder, weights, tensors[table].dtype, weights.model.seq_length)
+    table = tensors[name_map.table]
+    write_torch(folder / "pytorch_model.bin", tensors | {name_map.head: table})
+    write_config(folder, weights, table.dtype, weights.model.seq_length)

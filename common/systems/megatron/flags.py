@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from common.config.aliases import Sources
 from common.config.load import flatten
 from common.config.values import takes_momentum
 from common.dialects.megatron import (
@@ -28,8 +29,6 @@ from common.parallel.batch import pad_vocabulary
 from common.structured_files import read_json_mapping
 from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
 
-_OF_DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-
 
 def read_deepspeed_file(path: str, where: str, flags: ForeignKeys, ours: Translation) -> None:
     """Set keys of ours to the values of the file. where: the flag that names it. Raises ConfigError
@@ -41,15 +40,15 @@ def read_deepspeed_file(path: str, where: str, flags: ForeignKeys, ours: Transla
         tree = read_json_mapping(Path(path))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    places: dict[tuple[str | int, ...], str] = {(key,): f"{path} ({where})" for key in tree}
+    places: Sources = {(key,): f"{path} ({where})" for key in tree}
     said = {key: value for key, value in flatten(tree) if value != "auto"}  # that is what the flags say
     theirs = ForeignKeys("DeepSpeed", said, places, DEEPSPEED_DEFAULTS)
     table = dict(DEEPSPEED)
-    scale = theirs.peek("fp16.loss_scale")
+    of_scale = [name for name in DEEPSPEED if name.startswith("fp16.")]
     if not theirs.peek("fp16.enabled", False):
-        table |= {name: Ignored("fp16 is off") for name in DEEPSPEED if name.startswith("fp16.")}
-    elif scale:
-        table |= {f"fp16.{name}": Ignored("the scale is static") for name in _OF_DYNAMIC}
+        table |= dict.fromkeys(of_scale, Ignored("fp16 is off"))
+    elif theirs.peek("fp16.loss_scale"):
+        table |= dict.fromkeys(of_scale, Ignored("the scale is static"))
         table["fp16.loss_scale"] = MapTo("loss_scale.initial", number)
         ours.set("loss_scale.mode", "static", theirs.where("fp16"), "fp16.loss_scale")
     apply(table, theirs, ours)
@@ -83,8 +82,7 @@ def _precision(theirs: ForeignKeys, ours: Translation) -> None:
     if scale := theirs.take_number("loss_scale"):
         ours.put("loss_scale.mode", "static", theirs, "loss_scale")
         ours.put("loss_scale.initial", float(scale), theirs, "loss_scale")
-        if not theirs.is_left_out("initial_loss_scale"):
-            ours.leave_out(theirs, "initial_loss_scale", STATIC)
+        ours.leave_out(theirs, "initial_loss_scale", STATIC)
 
 
 def _recompute(theirs: ForeignKeys, ours: Translation) -> None:
@@ -107,8 +105,8 @@ def _lengths(theirs: ForeignKeys, ours: Translation) -> None:
         if len(ramp) != 3 or min(ramp) < 1:
             theirs.refuse(flag, value, "expected three counts: the first size, the increment, samples")
         ours.put("train.rampup_batch_size", ramp, theirs, flag)
-    length = theirs.peek_count("seq_length") or theirs.peek_count("encoder_seq_length")
     flag = "step_batch_size_schedule"
+    length = theirs.peek_count("seq_length") or theirs.peek_count("encoder_seq_length")
     if (schedule := theirs.take(flag)) is not None:
         steps = _steps(theirs, flag, schedule, length or 1)
         ours.put("train.rampup_batch_size", steps, theirs, flag)
@@ -161,10 +159,8 @@ def _data(theirs: ForeignKeys, ours: Translation) -> None:
             ours.put("data.train", listed(paths), theirs, flag)
             if flag == "train_data_path" and "valid_data_path" not in theirs.names:
                 ours.put("data.split", "1,0,0", theirs, flag)
-    flag = "wandb_project"
-    if (project := theirs.take(flag)) is not None:
-        ours.put("logging.trackers", ["wandb"], theirs, flag)
-        ours.put("logging.project", str(project), theirs, flag)
+    if not theirs.is_left_out("wandb_project"):
+        ours.put("logging.trackers", ["wandb"], theirs, "wandb_project")
 
 
 def _folders(theirs: ForeignKeys, ours: Translation) -> None:
@@ -174,8 +170,7 @@ def _folders(theirs: ForeignKeys, ours: Translation) -> None:
     if save is not None:
         ours.put("output_dir", str(save), theirs, "save")
     if load is None:
-        if is_finetuning:
-            ours.note("finetune", _NOTHING_LOADED)
+        ours.note_given(theirs, "finetune", _NOTHING_LOADED)
     elif is_finetuning and load == save:
         theirs.refuse("load", load, "with --finetune give another folder than that of --save")
     elif is_finetuning:
@@ -185,15 +180,13 @@ def _folders(theirs: ForeignKeys, ours: Translation) -> None:
         ours.put("checkpoint.resume", str(load), theirs, "load")
     else:
         ours.note("load", "checkpoint.resume=auto resumes from the newest checkpoint of --save")
-    table: dict[str, Rule] = {}
-    for flag, instead in OF_LOADING.items():
-        if load is None:
-            table[flag] = Ignored(_NOTHING_LOADED)
-        elif is_finetuning and instead == HELD:
-            table[flag] = Ignored("--finetune loads only weights")
-        else:
-            table[flag] = Fixed((), instead)
-    apply(table, theirs, ours)
+    rules: dict[str, Rule] = {flag: Fixed((), instead) for flag, instead in OF_LOADING.items()}
+    if load is None:
+        rules = dict.fromkeys(OF_LOADING, Ignored(_NOTHING_LOADED))
+    elif is_finetuning:
+        unused = (flag for flag, instead in OF_LOADING.items() if instead == HELD)
+        rules |= dict.fromkeys(unused, Ignored("--finetune loads only weights"))
+    apply(rules, theirs, ours)
 
 
 def _layout(theirs: ForeignKeys, ours: Translation) -> None:

@@ -135,9 +135,8 @@ def open_megatron(path: Path, format: str) -> Weights:
     ranks, state = join_stages(stored, tensor_ranks), saved[0]
     masters = named(one.copies for one in saved) if all(one.copies for one in saved) else []
     moments = {part: named([one.moments.get(part, ()) for one in saved]) for part in state.moments}
-    notes = {}
-    if masters:
-        notes["model"] = "weights of less precision, of which the optimizer has the float32"
+    why = "weights of less precision, of which the optimizer has the float32"
+    notes = {"model": why} if masters else {}
     table, head = name_map.table, name_map.head or ""
     if all({head, table} <= rank.keys() for rank in masters or ranks):
         for rank in masters or ranks:

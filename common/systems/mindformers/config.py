@@ -5,24 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from common.config.hints import schema_keys
+from common.config.schema import COMPILED, MINDSPORE
 from common.device import sees_ascend
 from common.dialects.mindformers import BASE, CALLBACKS, DEFAULTS, MARKS, OF_TYPES, TABLE, TARGETS, WRITTEN
 from common.dialects.rules import Defaults, Ignored, MapTo, Rule
 from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
 
-_COMPILED = (
-    "parallel.vocab_emb_dp", "parallel.gradient_aggregation_group", "parallel.full_batch",
-    "parallel.search_mode", "parallel.enable_alltoall", "parallel.strategy_ckpt_config",
-    "parallel.parallel_optimizer_config", "parallel.micro_batch_interleave_num",
-    "train.recompute_slice_activation", "train.mp_comm_recompute",
-)  # fmt: skip
+_COMPILED = [key for key, field in schema_keys().items() if field.json_schema_extra == COMPILED.json_schema_extra]
 """Keys of graphs that MindSpore's compiler splits. Results do not depend on them."""
 _UNUSED_ON_TORCH = {
-    **dict.fromkeys(
-        (f"context.{name}" for name in ("mode", "enable_graph_kernel", "graph_kernel_flags",
-         "max_call_depth", "save_graphs", "save_graphs_path")),
-        "torch has no such graph",
-    ),
+    **{key: "torch has no such graph" for key, field in schema_keys().items()
+       if key.startswith("context.") and field.json_schema_extra == MINDSPORE.json_schema_extra},
     "train.sink_size": "torch has no data sink",
     "checkpoint.ckpt_prefix": "torch writes no .ckpt",
 }  # fmt: skip
@@ -43,8 +37,6 @@ _CALLBACKS = {
 """Keys of ``CALLBACKS`` that each kind of callback has."""
 _MASKS = {"attention_mask", "input_mask"}
 """Columns with a 0 for the padding of a row."""
-_MAX_SUNK = 100
-"""Largest train.sink_size."""
 
 
 def _defaults(tree: Mapping[str, Any]) -> Defaults:
@@ -120,7 +112,7 @@ def _length(theirs: ForeignKeys, ours: Translation) -> None:
     size, mode = theirs.take(key), theirs.take("runner_config.sink_mode", True)
     if size is not None and (type(size) is not int or (size < 1 and size != -1)):
         theirs.refuse(key, size, "expected a whole number above 0, or -1")
-    if size is not None and mode and 1 <= size <= _MAX_SUNK:
+    if size is not None and mode and 1 <= size <= 100:  # as train.sink_size
         ours.put("train.sink_size", size, theirs, key)
     elif size is not None:
         ours.note(key, "train.sink_size stays 1; losses do not depend on it")
@@ -184,16 +176,11 @@ def _callbacks(theirs: ForeignKeys, ours: Translation) -> None:
         rest = dict(callback) if isinstance(callback, dict) else {"type": callback}
         kind, at = rest.pop("type", None), f"callbacks.{place}"
         if not isinstance(kind, str) or kind not in _CALLBACKS:
-            theirs.refuse(
-                at,
-                kind,
-                "this callback is not known; expected MFLossMonitor, CheckpointMointor, SummaryMonitor or ObsMonitor",
-            )
-        if rest.get("save_checkpoint_seconds"):
-            theirs.refuse(
-                f"{at}.save_checkpoint_seconds", rest["save_checkpoint_seconds"],
-                "checkpoint.interval counts steps; give save_checkpoint_steps",
-            )  # fmt: skip
+            known = "expected MFLossMonitor, CheckpointMointor, SummaryMonitor or ObsMonitor"
+            theirs.refuse(at, kind, f"this callback is not known; {known}")
+        if seconds := rest.get("save_checkpoint_seconds"):
+            instead = "checkpoint.interval counts steps; give save_checkpoint_steps"
+            theirs.refuse(f"{at}.save_checkpoint_seconds", seconds, instead)
         for name in _CALLBACKS[kind]:
             rule, default = CALLBACKS[name]
             value = rest.pop(name, None)

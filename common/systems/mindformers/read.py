@@ -192,15 +192,12 @@ def open_mindformers(path: Path, model: ResolvedModel | None = None, format: str
     return replace(weights, moments=moments, run=run, ignored={**weights.ignored, **notes})
 
 
-_STEPS = ("global_step", "step_num")
-
-
 def _run_of(file: Path, counters: Mapping[str, float], optimizer: RuleName) -> dict[str, Any]:
     """Return the state of the run, as far as MindSpore's own counters hold it."""
     wrong = [
         f"{name}={value:g}"
         for name, value in counters.items()
-        if not 0 <= value < 2**53 or (name in _STEPS and value % 1)
+        if not 0 <= value < 2**53 or (name in ("global_step", "step_num") and value % 1)
     ]
     if wrong:
         raise CheckpointError(f"{file}: {', '.join(wrong)}, where no run stands; copy it again")
