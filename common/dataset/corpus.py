@@ -265,15 +265,13 @@ def _saved_files(folder: Path) -> list[Path]:
             f"{state}: _indices_data_files: the order of the rows is in a file of its own, which"
             " old versions of datasets wrote; load the dataset there and save it again"
         )
-    entries = saved.get("_data_files")
-    names = [
-        entry.get("filename") if isinstance(entry, dict) else None
-        for entry in (entries if isinstance(entries, list) else [None])
-    ]
-    for name in names:
+    entries, files = saved.get("_data_files"), list[Path]()
+    for entry in entries if isinstance(entries, list) else [None]:
+        name = entry.get("filename") if isinstance(entry, dict) else None
         if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
             raise DataError(
                 f"{state}: _data_files: expected the names of files in this folder, found {name!r}; copy the folder"
                 " again, or save the dataset again with save_to_disk"
             )
-    return [folder / str(name) for name in names]
+        files.append(folder / name)
+    return files

@@ -11,7 +11,6 @@ import signal
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +23,6 @@ from common.errors import RunError
 from common.processes.heartbeat import die_with_parent
 from common.tokenizer import Framing, Tokenizer
 from common.tokenizer.text_tokenizer import encode_documents
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 _Ids = npt.NDArray[np.int32]
 _Sizes = npt.NDArray[np.int64]
@@ -77,7 +73,7 @@ def encode_blocks(
         return
     # Imported here: a run of one worker starts faster without them.
     import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures import Future, ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
 
     pool = ProcessPoolExecutor(

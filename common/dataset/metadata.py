@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, DataError
-from common.files import atomic_write, reading
+from common.files import atomic_write
 from common.structured_files import read_json_mapping
 
 METADATA_EXTENSION = ".meta.json"
@@ -63,9 +63,8 @@ def read_metadata(path: Path) -> Metadata | None:
 
     Raises DataError for a file that ``write_metadata`` would not write.
     """
-    with reading(path, DataError):
-        if not os.path.lexists(path):
-            return None
+    if not os.path.lexists(path):
+        return None
     try:
         raw = read_json_mapping(path, error=DataError)
         if raw.pop("format", None) != _FORMAT or raw.pop("version", None) != _VERSION:
