@@ -24,7 +24,7 @@ from common.weights.pieces import TensorSlice
 from mindformers_gpt2.checkpoint import fill_moments, fill_weights, moments_on_host, weights_on_host
 from mindformers_gpt2.device import MindSporeDevice
 from mindformers_gpt2.model import takes_fused_attention
-from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, Optimizer, global_norm, held_bytes
+from mindformers_gpt2.optimizer import DeviceLossScale, MasterWeights, Optimizer, global_norm
 from mindformers_gpt2.parallel.world import World
 from mindformers_gpt2.quantize import Quantization
 
@@ -116,7 +116,8 @@ class BaseEngine(engine.Engine):
 
     def state_bytes(self) -> int:
         moments = [tensor for part in self.optimizer.state.values() for tensor in part.values()]
-        return held_bytes([*self.master.model.values(), *self.master.tensors.values(), *moments])
+        tensors = [*self.master.model.values(), *self.master.tensors.values(), *moments]
+        return sum({id(tensor): int(tensor.nbytes) for tensor in tensors}.values())
 
     def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
         """Start ``steps_per_run`` steps before the result of the first is read.

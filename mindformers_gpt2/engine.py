@@ -13,7 +13,6 @@ from common.parallel.run import Packing
 from common.parallel.sharding import owns, slices_of_rank
 from common.quantization import frozen_parameters
 from mindformers_gpt2.base_engine import BaseEngine, QueuedStep
-from mindformers_gpt2.checkpoint import Recorder
 from mindformers_gpt2.data import inputs_and_targets
 from mindformers_gpt2.optimizer import (
     DeviceLossScale,
@@ -42,8 +41,7 @@ class Engine(BaseEngine):
         parameters = {parameter.name: parameter for parameter in self.model.get_parameters()}
         self.quantization = Quantization(config, self.model, self.world) if config.quantization else None
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        several = self.world.size > 1
-        self._gradient_sync = GradientSync(config, self.world, shapes) if several else None
+        self._gradient_sync = GradientSync(config, self.world, shapes) if self.world.size > 1 else None
         replicas = self._gradient_sync.data_parallel if self._gradient_sync is not None else None
         self.master = MasterWeights(parameters, replicas if replicas is not None and replicas.splits else None)
         self._frozen = frozen_parameters(config)
@@ -62,16 +60,14 @@ class Engine(BaseEngine):
         self._has_met = False
         model = config.model
         self._drops = any((model.embedding_dropout, model.attention_dropout, model.hidden_dropout))
-        self._pipeline = (
-            Pipeline(self.model, config, self.world, device, self.loss_scale)
-            if self.world.topology.pipeline > 1
-            else None
-        )
-        self._loss_sum = device.compile(self.model.loss_sum) if self._pipeline is None else self._pipeline.evaluate
-        own = LossGradients(self.model, config, self.loss_scale) if self._pipeline is None else None
-        self._gradients = device.compile(own) if own is not None else None
-        self._loss_gradients = own if self._pipeline is None else self._pipeline.loss_gradients
-        self.recorder: Recorder | None = None
+        self._pipeline: Pipeline | None = None
+        if topology.pipeline > 1:
+            self._pipeline = Pipeline(self.model, config, self.world, device, self.loss_scale)
+            self._loss_sum, self._loss_gradients = self._pipeline.evaluate, self._pipeline.loss_gradients
+        else:
+            self._loss_sum = device.compile(self.model.loss_sum)
+            self._loss_gradients = LossGradients(self.model, config, self.loss_scale)
+            self._gradients = device.compile(self._loss_gradients)
         self._add = device.compile(add_gradients)
         self._update = device.compile(self.optimizer)
 
@@ -81,10 +77,7 @@ class Engine(BaseEngine):
     def _train_step(self, tokens: Tokens, limits: Tensor) -> QueuedStep:
         self.step += 1
         if self.quantization is not None:
-            micro = self.config.train.micro_batch_size
-            batch = [tokens[at : at + micro] for at in range(0, len(tokens), micro)]
-            self.quantization.calibrate(partial(self.evaluate, batch))  # it is then trained on
-            self.quantization.begin_step()
+            self.quantization.begin_step(tokens, self.evaluate)
         recorder = self.recorder if self.recorder and self.recorder.step == self.step else None
         if recorder is not None:
             recorder.begin(tokens, [self.model], self.loss_scale.read().value)
@@ -125,7 +118,6 @@ class Engine(BaseEngine):
         watch = self.recorder.watch if self.recorder is not None else lambda _: None
         if self._pipeline is not None:
             return self._pipeline.step(batch, keys, watch)
-        assert self._gradients is not None
         summed: tuple[Tensor, ...] | None = None
         for number, (ids, targets) in enumerate(batch):
             watch(number)
@@ -148,8 +140,7 @@ class Engine(BaseEngine):
         else:
             total = len(tokens) * topology.data * config.model.seq_length
         if self._loss_gradients is not None:
-            predicted = Tensor(max(1.0, total), ms.float32)
-            ops.assign(self._loss_gradients.predicted, predicted)
+            ops.assign(self._loss_gradients.predicted, Tensor(max(1.0, total), ms.float32))
 
 
 def sum_losses(

@@ -8,7 +8,7 @@ mint.optim.AdamW has no CPU kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, assert_never
 
 import mindspore as ms
@@ -331,11 +331,6 @@ class Optimizer(nn.Cell):
         if has_copy and self.shares is None:
             ops.assign(rounded, self.cast(parameter, rounded.dtype))
         return True
-
-
-def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors, each counted once."""
-    return sum({id(tensor): int(tensor.nbytes) for tensor in tensors}.values())
 
 
 def global_norm(*gradients: Tensor) -> Tensor:

@@ -84,10 +84,8 @@ def train(config: Run, inputs: Inputs, process: Process = ALONE) -> None:
     with owned_folder(Path(config.output_dir), active=process.rank == 0), open_world(config, process, device) as world:
         session = agree_on_start(config, data, world, inputs.checkpoint)
         engine = ENGINES[compiled](config, device, world, session.manifest_extra)
-        recorder = open_recorder(Recorder, config, world.topology, world.rank)
-        if isinstance(engine, Engine):
-            engine.recorder = recorder
-        elif recorder is not None:
+        engine.recorder = open_recorder(Recorder, config, world.topology, world.rank)
+        if engine.recorder is not None and isinstance(engine, SemiAutoEngine):
             raise ConfigError(
                 "parallel.parallel_mode: steps that MindSpore's compiler splits cannot be recorded;"
                 " set parallel.parallel_mode=0"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.checkpoint.snapshot import EngineState, TrainState, make_snapshot, owned_pieces
 from common.checkpoint.writer import Part, Snapshot
@@ -24,6 +24,7 @@ from common.training.start import Start
 from common.weights.pieces import TensorSlice
 from torch_gpt2.device import TorchDevice
 from torch_gpt2.model import attention_kernel
+from torch_gpt2.optimizer import global_norm, held_bytes, local_shard
 from torch_gpt2.parallel.layout import GradientSync, seed_offset
 from torch_gpt2.parallel.world import World
 from torch_gpt2.quantize import Quantization
@@ -35,6 +36,10 @@ class BaseEngine(engine.Engine):
     steps_per_run = 1
     versions: Mapping[str, str] = {}
     """Versions of further packages that compute, for the manifest."""
+    parameters: Mapping[str, nn.Parameter]
+    tensors: Mapping[str, Tensor]
+    """The tensors that the optimizer updates: the parameters, or float32 copies."""
+    optimizer: torch.optim.Optimizer
     pieces: dict[str, TensorSlice]
     """Part of each parameter that this rank holds."""
     _gradient_sync: GradientSync
@@ -106,6 +111,27 @@ class BaseEngine(engine.Engine):
     @abstractmethod
     def _optimizer_kernel(self) -> str:
         """Return what updates the weights, for the log."""
+
+    def local_weights(self) -> dict[str, Tensor]:
+        """Return what this rank holds of the weights that the optimizer updates."""
+        return {name: local_shard(tensor.detach()) for name, tensor in self.tensors.items()}
+
+    def norm_of_weights(self) -> float:
+        return global_norm(list(self.local_weights().values())).item()
+
+    def norm_of_moments(self) -> float:
+        states = (self.optimizer.state.get(tensor, {}) for tensor in self.tensors.values())
+        parts = self.config.optimizer.state_parts
+        found = [local_shard(state[part]) for state in states for part in parts if state.get(part) is not None]
+        return global_norm(found).item() if found else 0.0
+
+    def state_bytes(self) -> int:
+        states, groups = self.optimizer.state, self.optimizer.param_groups
+        found = [value for state in states.values() for value in state.values() if torch.is_tensor(value)]
+        # in DeepSpeed's stage 3 the groups are empty between steps
+        copies = [*states, *(each for group in groups for each in group["params"])]
+        weights = [getattr(each, "ds_tensor", each) for each in self.parameters.values()]
+        return held_bytes([*weights, *copies, *found])
 
     def predicted(self, tokens: Tokens) -> int | Tensor:
         """Return the number of tokens of the global batch whose losses count.

@@ -8,7 +8,6 @@ pipeline needs nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.dataset.sampler import Batch, Tokens
+from common.dataset.sampler import Tokens
 from common.parallel.run import UNCOUNTED, Packing, Run
 from torch_gpt2.device import TorchDevice
 
@@ -42,14 +41,6 @@ def split(tokens: Tensor, packing: Packing | None = None) -> tuple[Tensor, Tenso
     if packing is not None and packing.masks_loss:
         targets = targets.masked_fill(packing.uncounted(tokens), UNCOUNTED)
     return ids, targets
-
-
-def pin_batch(batch: Batch, device: TorchDevice) -> Batch:
-    """Return the batch in pinned memory, as ``to_device`` needs it for an accelerator."""
-    if not device.runs_ahead:
-        return batch
-    tokens = torch.from_numpy(np.require(batch.tokens, np.int32, ["C", "W"]))
-    return replace(batch, tokens=device.pin(tokens).numpy())
 
 
 _MIN_HEAD_SIZE = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,17 +24,9 @@ from common.training.opened_checkpoint import Checkpoint
 from common.training.start import Start
 from common.weights.pieces import TensorSlice
 from torch_gpt2.base_engine import BaseEngine
-from torch_gpt2.checkpoint import (
-    Recorder,
-    Staging,
-    copy_at_once,
-    fill_moments,
-    fill_weights,
-    moments_on_host,
-    weights_on_host,
-)
+from torch_gpt2.checkpoint import Staging, copy_at_once, fill_moments, fill_weights, moments_on_host, weights_on_host
 from torch_gpt2.compilation import compile_model, is_compiled
-from torch_gpt2.data import inputs_and_targets, pin_batch, split, to_device
+from torch_gpt2.data import inputs_and_targets, split, to_device
 from torch_gpt2.device import DTYPES, TorchDevice
 from torch_gpt2.model import GPT2, round_linear_layers
 from torch_gpt2.optimizer import (
@@ -44,8 +36,6 @@ from torch_gpt2.optimizer import (
     build_optimizer,
     clip_factor,
     global_norm,
-    held_bytes,
-    local_shard,
     scale_gradients,
     takes_adam_kernel,
 )
@@ -74,9 +64,10 @@ class Engine(BaseEngine):
         self.quantization = Quantization(config, self.parts, self.world) if config.quantization else None
         for part in self.parts:
             convert_linear_layers(part, config)
-        parameters = {name: parameter for part in self.parts for name, parameter in part.named_parameters()}
+        self.parameters = {name: parameter for part in self.parts for name, parameter in part.named_parameters()}
         reduction = "float32" if config.rounds_weights_once else config.precision.reduction
-        self.master = MasterWeights(parameters, DTYPES[reduction])
+        self.master = MasterWeights(self.parameters, DTYPES[reduction])
+        self.tensors = self.master.tensors
         self._frozen = frozen_parameters(config)
         self.optimizer = build_optimizer(
             self.master.tensors, config.optimizer, fused=device.fused_optimizer, frozen=self._frozen
@@ -92,14 +83,13 @@ class Engine(BaseEngine):
         """Function that waits for the result of the last step, if that is not known."""
         self._began: Any = None
         """Moment at which an accelerator began the step under way."""
-        self._staging = Staging() if device.runs_ahead else None
+        self._copy = Staging().copy if device.runs_ahead else copy_at_once
         self._loss_sum = compile_model(self.parts, config) if is_compiled(config, device) else self.model.loss_sum
         self._data_parallel = replicate(self.parts, self._loss_sum, config, self.world, device, self.master.tensors)
         self._gradient_sync = GradientSync(config, self.world)
-        self.pieces = slices_of_rank(config, self.world.topology, self.world.at, parameters)
+        self.pieces = slices_of_rank(config, self.world.topology, self.world.at, self.parameters)
         is_piped = self.world.topology.pipeline > 1
         self._pipeline = Pipeline(self.parts, config, self.world, device) if is_piped else None
-        self.recorder: Recorder | None = None
 
     def run(self, batches: Iterator[Batch], steps: int, limits: Limits = NO_LIMITS) -> list[StepResult]:
         results = []
@@ -112,7 +102,11 @@ class Engine(BaseEngine):
         return [] if result is None else [result()]
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        return pin_batch(batch, self.device)
+        """Return the batch in pinned memory, as ``to_device`` needs it for an accelerator."""
+        if not self.device.runs_ahead:
+            return batch
+        tokens = torch.from_numpy(np.require(batch.tokens, np.int32, ["C", "W"]))
+        return replace(batch, tokens=self.device.pin(tokens).numpy())
 
     def evaluate(self, batches: Iterable[Tokens]) -> tuple[float, int]:
         loss_sum = self._pipeline.evaluate if self._pipeline is not None else self._loss_sum
@@ -126,15 +120,10 @@ class Engine(BaseEngine):
             packing=self.config.packing,
         )
 
-    def local_weights(self) -> dict[str, Tensor]:
-        """Return what this rank holds of the weights that the optimizer updates."""
-        return {name: local_shard(tensor.detach()) for name, tensor in self.master.tensors.items()}
-
     def _on_host(self, owned: dict[str, TensorSlice]) -> tuple[Tensors, Tensors, int]:
-        copy = copy_at_once if self._staging is None else self._staging.copy
         parts, tensors = self.config.optimizer.state_parts, self.master.tensors
-        moments, steps = moments_on_host(tensors, self.optimizer, parts, owned, copy)
-        return weights_on_host(tensors, owned, copy), moments, steps
+        moments, steps = moments_on_host(tensors, self.optimizer, parts, owned, self._copy)
+        return weights_on_host(tensors, owned, self._copy), moments, steps
 
     def _optimizer_kernel(self) -> str:
         name = type(self.optimizer).__name__
@@ -143,24 +132,6 @@ class Engine(BaseEngine):
         if self.adam_kernel:
             return f"{name} by a kernel per tensor (aclnnApplyAdamWV2)"
         return f"{name} over lists of tensors" if self.device.runs_ahead else name
-
-    def norm_of_weights(self) -> float:
-        return global_norm(list(self.local_weights().values())).item()
-
-    def norm_of_moments(self) -> float:
-        parts = self.config.optimizer.state_parts
-        found = [
-            local_shard(state[part])
-            for state in self.optimizer.state.values()
-            for part in parts
-            if state.get(part) is not None
-        ]
-        return global_norm(found).item() if found else 0.0
-
-    def state_bytes(self) -> int:
-        states = self.optimizer.state.values()
-        found = [value for state in states for value in state.values() if torch.is_tensor(value)]
-        return held_bytes([*self.master.model.values(), *self.master.tensors.values(), *found])
 
     def begin(self, start: Start) -> TrainState:
         state = super().begin(start)
@@ -194,10 +165,7 @@ class Engine(BaseEngine):
         scale = self._device_scale.value
         self.optimizer.zero_grad(set_to_none=True)
         if self.quantization is not None:
-            micro = self.config.train.micro_batch_size
-            pieces = [tokens[at : at + micro] for at in range(0, len(tokens), micro)]
-            self.quantization.calibrate(partial(self.evaluate, pieces))  # they are then trained on
-            self.quantization.begin_step()
+            self.quantization.begin_step(tokens, self.evaluate)
         for part in self.parts:
             part.train()
         recorder = self.recorder if self.recorder and self.recorder.step == self.step else None

@@ -61,10 +61,8 @@ def train(
             use_fastest_products(device, world)
         session = agree_on_start(config, data, world, inputs.checkpoint)
         engine = engines[config.engine](config, device, process, world, session.manifest_extra)
-        recorder = open_recorder(Recorder, config, world.topology, world.rank)
-        if isinstance(engine, NativeEngine):
-            engine.recorder = recorder
-        elif recorder is not None:
+        engine.recorder = open_recorder(Recorder, config, world.topology, world.rank)
+        if engine.recorder is not None and not isinstance(engine, NativeEngine):
             raise ConfigError(
                 f"engine={config.engine}: its steps cannot be recorded; set engine=native, which"
                 " has the model and the layouts of both"

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from common.config.schema import EvaluationConfig
 from common.dataset.sampler import Tokens
-from common.errors import ConfigError
+from common.errors import ConfigError, DataError
 from common.evaluation.corpus import EvaluationResult, RowTask, read_evaluation_file
 from common.evaluation.rows import Scorer, score_rows
 from common.evaluation.text import open_lambada, open_text
@@ -87,7 +87,12 @@ def run_task(
             some = rows[: size * CALIBRATION_BATCHES]
             quantization.calibrate(lambda: score_rows(some, score, size, task.unit))
         return task.result(score_rows(rows, score, size, task.unit))
-    parts = task.require_validation()
+    parts = task.validation
+    if not parts:
+        raise DataError(
+            f"there is nothing to evaluate on: {task.no_validation}; give data.validation, or a"
+            " data.split with a validation part"
+        )
     if quantization is not None:
         every = chain.from_iterable(_watched(windows()) for windows in parts.values())
         quantization.calibrate(lambda: measure(islice(every, CALIBRATION_BATCHES)))

@@ -71,15 +71,6 @@ class TrainingData:
         prepared = map(prepare, self.batches(state))
         return prefetch(prepared, self.prefetch) if self.prefetch else nullcontext(prepared)
 
-    def require_validation(self) -> Passes:
-        """Return the validation windows. Raises DataError without any."""
-        if not self.validation:
-            raise DataError(
-                f"there is nothing to evaluate on: {self.no_validation}; give data.validation, or a"
-                " data.split with a validation part"
-            )
-        return self.validation
-
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:

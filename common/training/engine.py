@@ -28,6 +28,7 @@ from common.parallel.updates import learning_rate
 from common.parallel.world import WorldBase
 from common.quantization import ActivationScales, quantized_layers
 from common.training.opened_checkpoint import Checkpoint
+from common.training.recording import RecorderBase
 from common.training.start import Start
 
 
@@ -138,6 +139,8 @@ class Engine(ABC):
 
     steps_per_run: int
     """Preferred number of steps in a call of ``run``: 1, or the sink size of a graph that loops."""
+    recorder: RecorderBase | None = None
+    """Recorder of one step, if the environment asks for one."""
 
     @abstractmethod
     def begin(self, start: Start) -> TrainState:
@@ -214,7 +217,7 @@ class QuantizedModel:
         """
         settings = config.quantization
         assert settings is not None
-        self._world = world
+        self._world, self._micro_batch_size = world, config.train.micro_batch_size
         self.scales = ActivationScales(quantized_layers(settings, config.model.num_layers), settings)
         self._averages = settings.activations == "moving_average_abs_max"
         self.quantizers: dict[str, Any] = {}
@@ -226,8 +229,13 @@ class QuantizedModel:
                 of_weight = group if settings.weights == "abs_max" else of_input
                 layer.quantizer = self.quantizers[name] = make(settings, layer, of_weight, of_input)
 
-    def begin_step(self) -> None:
-        """Forget the maxima of the previous step."""
+    def begin_step(self, tokens: Tokens, evaluate: Callable[[list[Tokens]], object]) -> None:
+        """Measure missing scales on the batch of a step, and forget the maxima."""
+        micro = self._micro_batch_size
+        self.calibrate(lambda: evaluate([tokens[at : at + micro] for at in range(0, len(tokens), micro)]))
+        self._forget()
+
+    def _forget(self) -> None:
         for quantizer in self.quantizers.values():
             quantizer.forget()
 
@@ -256,6 +264,6 @@ class QuantizedModel:
         Meanwhile weights are rounded, but activations are not.
         """
         if self._averages and not self.scales.is_known:
-            self.begin_step()
+            self._forget()
             run()
             self.end_step()

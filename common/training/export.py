@@ -145,6 +145,5 @@ def export_folder(folder: Path) -> Iterator[Path]:
     Nothing is left if a signal ends the process. Raises StorageError if the disk fails; an older one then stays.
     """
     remedy = "an older export is untouched; make room there, or choose another output_dir and say checkpoint.load"
-    filled = whole_folder(folder, what="the export", remedy=remedy)
-    with exiting_at_sigterm(), filled as temporary:
+    with exiting_at_sigterm(), whole_folder(folder, what="the export", remedy=remedy) as temporary:
         yield temporary

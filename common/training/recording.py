@@ -16,7 +16,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -38,8 +38,6 @@ EMBEDDINGS = "embeddings"
 LAST_NORM = "ln_f"
 PARTS = ("ln_1", "attn", "ln_2", "mlp")
 """Parts of a block whose outputs are recorded, in the order of the forward pass."""
-
-R = TypeVar("R", bound="RecorderBase")
 
 
 def record_request(*, step: int, samples: int, folder: Path) -> dict[str, str]:
@@ -200,7 +198,7 @@ class RecorderBase(ABC):
                 yield number, sample - first
 
 
-def open_recorder(recorder: type[R], config: Run, topology: Topology, rank: int) -> R | None:
+def open_recorder(recorder: type[RecorderBase], config: Run, topology: Topology, rank: int) -> RecorderBase | None:
     """Return the recorder that the environment asks for."""
     text = os.environ.get(VARIABLE)
     return recorder(config, topology, rank, **parse_json(text)) if text else None

@@ -45,7 +45,7 @@ from torch_gpt2.deepspeed.private_api import allow_float16, forget_groups, leave
 from torch_gpt2.deepspeed.state import DeepSpeedState, WholeState, ZeroState
 from torch_gpt2.device import DTYPES, TorchDevice, wide_type
 from torch_gpt2.model import GPT2
-from torch_gpt2.optimizer import build_optimizer, global_norm, held_bytes, parameter_groups
+from torch_gpt2.optimizer import build_optimizer, parameter_groups
 from torch_gpt2.parallel.data_parallel import LossModule, sum_over
 from torch_gpt2.parallel.layout import build_parts
 from torch_gpt2.parallel.world import World
@@ -65,13 +65,14 @@ class DeepSpeedEngine(BaseEngine):
         self.versions = {"deepspeed": self._deepspeed.__version__}
         layout = config.whole
         self._model = build_parts(layout, device, self.world)[0]
-        self._parameters = dict(self._model.named_parameters())
+        self.parameters = dict(self._model.named_parameters())
         self._predicted: Tensor | None = None
         """Predictions of a micro batch that count, on average over a step; None if all do."""
         self._waiting: deque[Tensor] = deque()
         """Ids of the next micro batches of a pipeline, if their documents are kept apart."""
         state = ZeroState if config.parallel.zero_stage else WholeState
-        self._state: DeepSpeedState = state(self._parameters, layout, self.world)
+        self._state: DeepSpeedState = state(self.parameters, layout, self.world)
+        self.tensors = self._state.tensors
         self.pieces, self._gradient_sync = self._state.pieces, self._state.sync
         mark_split(self._model, layout, self.world)
         loss_sum = compile_model([self._model], config) if is_compiled(config, device) else self._model.loss_sum
@@ -123,26 +124,9 @@ class DeepSpeedEngine(BaseEngine):
         return {"DeepSpeed's settings": self.settings}
 
     def _optimizer_kernel(self) -> str:
-        inner = getattr(self.optimizer, "optimizer", None)
-        name = type(self.optimizer).__name__
+        outer = self._engine.optimizer
+        inner, name = getattr(outer, "optimizer", None), type(outer).__name__
         return name if inner is None else f"{type(inner).__name__} within {name}"
-
-    def norm_of_weights(self) -> float:
-        return global_norm([tensor.detach() for tensor in self._state.tensors.values()]).item()
-
-    def norm_of_moments(self) -> float:
-        states = (self._state.basic_optimizer.state.get(tensor, {}) for tensor in self._state.tensors.values())
-        parts = self.config.optimizer.state_parts
-        found = [state[part] for state in states for part in parts if state.get(part) is not None]
-        return global_norm(found).item() if found else 0.0
-
-    def state_bytes(self) -> int:
-        states, groups = self._state.basic_optimizer.state, self._state.basic_optimizer.param_groups
-        found = [value for state in states.values() for value in state.values() if torch.is_tensor(value)]
-        # in stage 3 the groups are empty between steps
-        copies = [*states, *(each for group in groups for each in group["params"])]
-        weights = [getattr(each, "ds_tensor", each) for each in self._parameters.values()]
-        return held_bytes([*weights, *copies, *found])
 
     def _fill_weights(self, reader: Checkpoint | None) -> None:
         """Give DeepSpeed the filled parameters, which it may cut up, and the float32 copies."""
@@ -157,10 +141,9 @@ class DeepSpeedEngine(BaseEngine):
             if self.world.topology.tensor > 1 and not self._pipeline:  # the groups of a run without a pipeline
                 module = importlib.import_module("deepspeed.runtime.pipe.topology")
                 optimizer["mpu"] = module.PipelineParallelGrid(topology=ranks_of(self.world.topology))
-            self._engine, self.optimizer, _, _ = self._deepspeed.initialize(
-                model=self._module, config=self.settings, **optimizer
-            )
+            self._engine, *_ = self._deepspeed.initialize(model=self._module, config=self.settings, **optimizer)
         self._state.attach(self._engine, reader)
+        self.optimizer = self._state.basic_optimizer
         if self.config.parallel.zero_stage == 3:  # the loss reads it outside its own module
             self._deepspeed.zero.register_external_parameter(self._module, self._model.wte.weight)
 
@@ -193,7 +176,7 @@ class DeepSpeedEngine(BaseEngine):
         """Return the loss of one step and its norm before clipping. DeepSpeed leaves the weights
         as they are where the norm is not finite.
         """
-        for group in self.optimizer.param_groups:
+        for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
         # DeepSpeed averages over ranks, the native engine sums: so a micro batch overflows at the
         # same scale on any number of ranks

@@ -7,6 +7,7 @@ With ZeRO, DeepSpeed splits them over the data-parallel ranks and gathers them o
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -69,10 +70,8 @@ class DeepSpeedState(ABC):
     def _set_moment(self, name: str, part: str, whole: Tensor) -> None: ...
 
     @abstractmethod
-    def _weight(self, name: str) -> Tensor: ...
-
-    @abstractmethod
-    def _moment(self, name: str, part: str) -> Tensor: ...
+    def _whole(self, name: str, part: str | None) -> Tensor:
+        """Return a part of the optimizer's state, or the weight for None."""
 
     def fill_moments(self, values: Iterable[tuple[str, str, Array]], updates: int) -> None:
         """Fill moments after the optimizer's first step. Before it DeepSpeed has no place for them."""
@@ -87,21 +86,19 @@ class DeepSpeedState(ABC):
 
     def weights(self, owned: Mapping[str, TensorSlice]) -> dict[str, Array]:
         """Return copies of pieces. All ranks must call: DeepSpeed gathers."""
-        return self._copied(owned, {name: (name, None) for name in self.tensors})
+        return self._copied(owned, [None])
 
     def moments(self, owned: Mapping[str, TensorSlice]) -> dict[str, Array]:
         """Return copies of pieces by NAME.PART. All ranks must call."""
-        parts = self.config.optimizer.state_parts
-        return self._copied(owned, {f"{name}.{part}": (name, part) for part in parts for name in self.tensors})
+        return self._copied(owned, self.config.optimizer.state_parts)
 
-    def _copied(
-        self, owned: Mapping[str, TensorSlice], wanted: Mapping[str, tuple[str, str | None]]
-    ) -> dict[str, Array]:
+    def _copied(self, owned: Mapping[str, TensorSlice], parts: Iterable[str | None]) -> dict[str, Array]:
         found = {}
-        for key, (name, part) in wanted.items():
-            whole = self._weight(name) if part is None else self._moment(name, part)
+        for part, name in itertools.product(parts, self.tensors):
+            whole = self._whole(name, part)
             if name in owned:
                 values = whole.to("cpu", torch.float32).view(shape_of(self.pieces[name]))
+                key = name if part is None else f"{name}.{part}"
                 found[key] = np.array(values[: shape_of(owned[name])[0]].numpy())
         return found
 
@@ -166,14 +163,12 @@ class WholeState(DeepSpeedState):
         self.master.write_back()
 
     def _set_moment(self, name: str, part: str, whole: Tensor) -> None:
-        self.basic_optimizer.state[self.tensors[name]][part].copy_(whole)
+        self._whole(name, part).copy_(whole)
 
-    def _weight(self, name: str) -> Tensor:
-        return self.tensors[name].detach()
-
-    def _moment(self, name: str, part: str) -> Tensor:
-        moment: Tensor = self.basic_optimizer.state[self.tensors[name]][part]
-        return moment
+    def _whole(self, name: str, part: str | None) -> Tensor:
+        tensor = self.tensors[name]
+        whole: Tensor = tensor.detach() if part is None else self.basic_optimizer.state[tensor][part]
+        return whole
 
 
 class ZeroState(DeepSpeedState):
@@ -218,10 +213,9 @@ class ZeroState(DeepSpeedState):
     def _there(self, name: str, values: Tensor) -> Tensor:
         return values.to(self.tensors[name].device)
 
-    def _weight(self, name: str) -> Tensor:
-        whole: Tensor = self._utils.safe_get_full_fp32_param(self.tensors[name])
-        return whole
-
-    def _moment(self, name: str, part: str) -> Tensor:
-        whole: Tensor = self._utils.safe_get_full_optimizer_state(self.tensors[name], part)
+    def _whole(self, name: str, part: str | None) -> Tensor:
+        if part is None:
+            whole: Tensor = self._utils.safe_get_full_fp32_param(self.tensors[name])
+        else:
+            whole = self._utils.safe_get_full_optimizer_state(self.tensors[name], part)
         return whole

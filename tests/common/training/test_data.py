@@ -23,6 +23,7 @@ from common.dataset.indexed import IndexedWriter
 from common.dataset.metadata import METADATA_EXTENSION, Metadata, write_metadata
 from common.dataset.token_files import with_extension
 from common.errors import ConfigError, DataError, TokenizerError
+from common.evaluation.task import run_task
 from common.parallel.run import Run
 from common.resolve.derive import length_in_steps, resolve_config
 from common.tokenizer import load_tokenizer
@@ -182,7 +183,7 @@ def test_bytes_of_a_validation_are_those_of_the_text_that_its_windows_predict(to
     changes["train"] = {"max_steps": 1, "micro_batch_size": 1, "global_batch_size": 2}
     config = make_config(told / "told", vocabulary, 262, **changes)
     data, _ = open_all(config)
-    [windows] = data.require_validation().values()
+    [windows] = data.validation.values()
     expected = 0
     for before, token in (pair for batch in windows() for row in batch.tolist() for pair in itertools.pairwise(row)):
         if token != end and not (masks is True and before == end):
@@ -256,11 +257,10 @@ def test_a_run_without_validation_starts_and_says_why(corpus_prefix, split, inte
     data, _ = open_all(config)
     assert not data.validation and reason in str(data.no_validation)
     evaluated, _ = open_all(config, training=False)
-    if can_evaluate:
-        assert list(evaluated.require_validation())
-    else:
+    assert bool(evaluated.validation) is can_evaluate
+    if not can_evaluate:
         with pytest.raises(DataError, match=r"nothing to evaluate on.*give data\.validation"):
-            evaluated.require_validation()
+            run_task(evaluated, config, pytest.fail, pytest.fail)
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +294,7 @@ def test_a_validation_reads_every_window_of_every_part_once(sets, whole, limit, 
     for ranks, micro in ((1, 8), (3, 16)):
         config = blend_config(sets, **changes, validation__micro_batch_size=micro)
         runs = [open_all(config, training=False, rank=rank, ranks=ranks)[0] for rank in range(ranks)]
-        passes = [run.require_validation() for run in runs]
+        passes = [run.validation for run in runs]
         assert all(list(each) == list(windows) for each in passes)
         rows = {name: np.concatenate([batch[:, 0] for each in passes for batch in each[name]()]) for name in windows}
         assert {name: len(row) for name, row in rows.items()} == windows
