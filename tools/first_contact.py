@@ -49,7 +49,7 @@ NO_TIME = "the budget ended; --resume continues"
 LIMIT = 200.0
 """Seconds that a check may take."""
 PYTHON = "3.12"
-CARRIED = (*("pydantic", "isal", "tensorboardX", "uvicorn", "starlette", "torchao", "filelock"),)
+CARRIED = ("pydantic", "isal", "tensorboardX", "uvicorn", "starlette", "torchao", "filelock")
 """Packages that GPU images lack, of requirements.txt and for the server and float8."""
 WORDS = {
     "train": "run_gpt2.py --run_mode train backend={backend} device={device}",
