@@ -97,15 +97,18 @@ def read(arguments: argparse.Namespace) -> ConfigFile:
 
 def run(arguments: argparse.Namespace, job: ModelArtsJob, environ: Mapping[str, str]) -> None:
     """Read and resolve the configuration, and run the mode; ModelArts does more around it."""
-    from common.backends import begin, run_backend, serve_as_scheduler
+    from common.backends import run_backend, serve_as_scheduler
     from common.cluster.environment import ALONE, find_process, in_modelarts, is_scheduler
-    from common.log import LOG
+    from common.log import LOG, start_log
     from common.modelarts.files import urls
     from common.modelarts.job import must_start_ranks, run_job
 
     raise_interrupts()
     process = ALONE if must_start_ranks(environ) else find_process(environ)
-    begin(process, job.remarks)
+    start_log(rank=process.rank)
+    if process.rank == 0:  # what is left out of its arguments
+        for remark in (*job.remarks, *process.remarks):
+            LOG.warning(remark)
     file, mode, overrides = read(arguments), arguments.run_mode, arguments.overrides
     opened = file.open(overrides)
     if process.rank == 0 and opened.remark:

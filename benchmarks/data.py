@@ -44,8 +44,6 @@ with open(out, "wb") as file:
             file.write(np.array([*tokenizer.encode(text).ids, 50256], dtype=np.uint16).tobytes())
 """
 LIBRARIES = ("gigatoken", "tiktoken")
-FORMATS = ("mindspore", "mindformers", "megatron:{}x2")
-"""Formats to convert to, with tensor x pipeline shards."""
 
 
 def preprocessing_rows(corpus: Path, vocab: Path, merges: Path, repeats: int) -> Iterator[Row]:
@@ -117,8 +115,7 @@ def convert_here(source: Path, target: Path, wanted: str) -> None:
     from common.conversion.convert import convert
 
     name, _, shards = wanted.partition(":")
-    tensor, _, pipeline = shards.partition("x")
-    layout: dict[str, Any] = {"model_parallel": int(tensor), "pipeline_stage": int(pipeline or 1)} if shards else {}
+    tensor, pipeline = map(int, (shards or "1x1").split("x"))
     process, done = psutil.Process(), threading.Event()
 
     def held() -> int:
@@ -134,7 +131,7 @@ def convert_here(source: Path, target: Path, wanted: str) -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        convert(source, target, target_format=name, **layout)
+        convert(source, target, target_format=name, model_parallel=tensor, pipeline_stage=pipeline)
     finally:
         done.set()
         watcher.join()
@@ -176,7 +173,7 @@ def conversion_rows(config: Path, folder: Path, repeats: int) -> Iterator[Row]:
         make_source(config, source)
         heads = json.loads((source / "config.json").read_text())["n_head"]
         tensor = 5 if heads % 2 else 2  # 1558M has 25
-        for wanted in (each.format(tensor) for each in FORMATS):
+        for wanted in ("mindspore", "mindformers", f"megatron:{tensor}x2"):  # tensor x pipeline shards
             yield measure(source, Path(name), wanted, repeats)
 
 

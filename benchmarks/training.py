@@ -23,7 +23,6 @@ from common.study.results import Study, read_study
 from common.study.statistics import Summary, compare, noise_of
 from common.study.verdict import judge
 
-STUDIES = {"cpu": "training_step", "cuda": "training_step_cuda"}
 PREDICTED = {
     "124m_b16-bf16-torch-eager": 295_000,
     "124m_b64-bf16-torch-compiled": 515_000,
@@ -97,7 +96,7 @@ def rows(device: str, folder: Path, repeats: int, only: Sequence[str], small: bo
 
     Raises ConfigError for bad arguments, and RunError if a cell has failed or has other losses.
     """
-    name = STUDIES[device]
+    name = "training_step_cuda" if device == "cuda" else "training_step"
     command = [sys.executable, str(ROOT / "tools" / "study.py"), f"repeats={repeats}"]
     command += [word for each in only for word in ("--only", each)] + ["--small"] * small
     command += ["--config", str(ROOT / "benchmarks" / f"{name}.yaml")]

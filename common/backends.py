@@ -7,7 +7,7 @@ imported, so that a missing path is reported within a second.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from common.inference.load import PACKAGES, hardware_of, import_backend, open_de
 from common.inference.run_modes import continue_prompts, of_program, program_to_use, run_program, serve_completions
 from common.inference.source import Source
 from common.interrupts import ending_at_interrupts, receive_interrupts
-from common.log import LOG, start_log
+from common.log import LOG
 from common.parallel.run import Run
 from common.planner.fitting import Fitting, check_memory, gibibytes, is_open, memory_limit, out_of_memory
 from common.resolve.derive import (
@@ -197,14 +197,13 @@ def check_inputs(run_mode: str, config: Run) -> Checkpoint | None:
             return _check_training(run_mode, config)
         if run_mode == "predict":
             given_prompts(config)
-        on_windows = config.evaluation.task in VALIDATION_TASKS
-        if run_mode in ("predict", "serve") or (run_mode == "eval" and not on_windows):
+        if run_mode == "eval" and config.evaluation.task in VALIDATION_TASKS:
+            _check_data(config.data.validation or config.data.train)
+        elif run_mode != "export":
             wish, source = tokenizer_source(config)
             require_files(source, wish.merge_file)
-        if run_mode == "eval" and on_windows:
-            _check_data(config.data.validation or config.data.train)
-        elif run_mode == "eval":
-            find_evaluation_file(config.evaluation)
+            if run_mode == "eval":
+                find_evaluation_file(config.evaluation)
         try:
             return checkpoint_to_use(config)
         except CheckpointError:
@@ -241,14 +240,6 @@ def _check_data(entries: Sequence[str | float] | None) -> None:
         require_data(prefix)
 
 
-def begin(process: Process, remarks: Iterable[str]) -> None:
-    """Start the log of a process, in which rank 0 says what is left out of its arguments."""
-    start_log(rank=process.rank)
-    if process.rank == 0:
-        for remark in (*remarks, *process.remarks):
-            LOG.warning(remark)
-
-
 def run_backend(run_mode: str, config: RunConfig, process: Process) -> None:
     """Run a mode in the backend of a config. An export of weights needs no backend."""
     quieten_frameworks()
@@ -263,8 +254,7 @@ def run_backend(run_mode: str, config: RunConfig, process: Process) -> None:
     run, inputs = make_run(config, run_mode, process)
     if run_mode == "export" and export_format(run) in ("safetensors", *PROGRAMS):
         assert inputs.checkpoint is not None
-        is_program = export_format(run) in PROGRAMS
-        (export_program if is_program else export)(run, inputs.checkpoint)
+        (export if export_format(run) == "safetensors" else export_program)(run, inputs.checkpoint)
         return
     if inputs.program is not None:
         run_program(run_mode, run, inputs.program, inputs.corpus, inputs.tokenizer)

@@ -137,9 +137,6 @@ _WANTED = {"torch": "cuda or device=npu", "mindspore": "npu"}
 
 
 def check_device_id(config: RunConfig, kind: str) -> None:
-    """Reject the number of a device that has no numbers. Raises ConfigError.
-
-    kind: kind of the run's device.
-    """
+    """Reject the number of a device whose kind has no numbers. Raises ConfigError."""
     if kind == "cpu" and config.context.device_id:
         raise ConfigError(f"context.device_id={config.context.device_id}: there is one CPU, number 0; leave it out")

@@ -40,9 +40,9 @@ def owned_folder(folder: Path, *, active: bool = True) -> Iterator[None]:
         yield
         return
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
-    old = _names(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        old = set(os.listdir(folder))
         lock = (folder / LOCK).open("a+")
     except OSError as error:
         raise ConfigError(
@@ -62,7 +62,7 @@ def owned_folder(folder: Path, *, active: bool = True) -> Iterator[None]:
             yield
         except UserError:
             with suppress(OSError):  # which a folder with a file is
-                new = _names(folder) - old
+                new = set(os.listdir(folder)) - old
                 if CHECKPOINTS in new:
                     (folder / CHECKPOINTS).rmdir()
                 if new == new & {LOCK, CHECKPOINTS} and LOCK in new:
@@ -70,13 +70,6 @@ def owned_folder(folder: Path, *, active: bool = True) -> Iterator[None]:
                 for path in absent:
                     path.rmdir()
             raise
-
-
-def _names(folder: Path) -> set[str]:
-    try:
-        return {path.name for path in folder.iterdir()}
-    except OSError:
-        return set()
 
 
 def holder(folder: Path) -> str:

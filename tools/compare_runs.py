@@ -50,8 +50,6 @@ _COUNT = whole_numbers.argument(1)
 _RANKS = "ranks of {} (default: those of the run folder; 1 for a configuration)"
 _SET = "override for {}; may be repeated"
 _PROGRAM = "script that runs {} in the place of run_gpt2.py, such as that of another version"
-
-
 _OPTIONS = ("ranks", "set", "program")
 """Options of each side."""
 
@@ -95,10 +93,7 @@ def main(request: Request) -> int:
 
 
 def compare(arguments: Request, temporary: Path) -> int:
-    """Compare two runs, and their layers if asked. Returns the exit code.
-
-    Raises GPT2Error and OSError.
-    """
+    """Compare two runs, and their layers if asked. Returns the exit code."""
     folder = arguments.output or (Path("output/comparison") if arguments.layers else temporary)
     sides = _sides(arguments, folder)
     if arguments.step and not arguments.layers:

@@ -25,8 +25,6 @@ from common.program import command
 from common.systems.table import FORMATS
 from common.systems.weights import FLOATS
 
-_OF_MINDFORMERS = ("layers", "torch_path", "mindspore_path")
-
 
 @dataclass(kw_only=True)
 class Request:
@@ -57,7 +55,7 @@ class Request:
     mindspore_path: Path | None = flag("FILE: MindFormers' option: the .ckpt to write")
 
     def __post_init__(self) -> None:
-        theirs = {name: getattr(self, name) for name in _OF_MINDFORMERS}
+        theirs = {name: getattr(self, name) for name in ("layers", "torch_path", "mindspore_path")}
         ours = {
             each.name
             for each in fields(self)

@@ -49,7 +49,7 @@ NO_TIME = "the budget ended; --resume continues"
 LIMIT = 200.0
 """Seconds that a check may take."""
 PYTHON = "3.12"
-CARRIED = (*("pydantic", "isal", "tensorboardX", "uvicorn", "starlette", "torchao", "filelock"),)
+CARRIED = ("pydantic", "isal", "tensorboardX", "uvicorn", "starlette", "torchao", "filelock")
 """Packages that GPU images lack, of requirements.txt and for the server and float8."""
 WORDS = {
     "train": "run_gpt2.py --run_mode train backend={backend} device={device}",
@@ -292,11 +292,13 @@ def run_all(arguments: Request, kind: str) -> int:
 
 def ask_device(kind: str, backend: str) -> dict[str, Any]:
     """Return name, number and memory of the devices. Raises DeviceError where there are none."""
+    from common.structured_files import parse_json_line
+
     command = [sys.executable, PROBES, "device", kind, backend]
     done = subprocess.run(command, capture_output=True, text=True)  # noqa: S603
     if done.returncode:
         raise DeviceError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = parse_json_line(done.stdout.splitlines()[-1])
     return found
 
 

@@ -21,6 +21,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from common.program import command
+
 SIDE, COPIED, REPEATS = 8192, 2**30, 20
 _START_SECONDS = 120
 
@@ -215,15 +217,9 @@ def requests(folder: str, kind: str, backend: str, new_tokens: str) -> None:
 PROBES = (device, rates, facts, mindspore_facts, saves, texts, requests)
 
 
-def main() -> int:
-    from common.errors import GPT2Error, report
-
-    name, *words = sys.argv[1:]
-    try:
-        next(probe for probe in PROBES if probe.__name__ == name)(*words)
-    except GPT2Error as error:
-        return report(error)
-    return 0
+@command()
+def main(words: list[str]) -> None:
+    next(probe for probe in PROBES if probe.__name__ == words[0])(*words[1:])
 
 
 if __name__ == "__main__":
