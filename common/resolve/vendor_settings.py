@@ -229,7 +229,7 @@ def _merged(settings: dict[str, Any], own: Mapping[str, Any], where: str, prefix
             raise ConfigError(
                 f"{where}: {key} is set in this run's config ({_REPLACED[key]}); set it there and remove it here"
             )
-        if value == "auto" or (name in _OF_FLOAT16 and key not in settings):
+        if value == "auto" or (prefix and name in _OF_FLOAT16 and key not in settings):
             continue
         if key in settings and isinstance(settings[key], dict) and isinstance(value, Mapping):
             merged[key] = _merged(settings[key], value, where, f"{name}.")

@@ -105,8 +105,8 @@ def _lengths(theirs: ForeignKeys, ours: Translation) -> None:
         if len(ramp) != 3 or min(ramp) < 1:
             theirs.refuse(flag, value, "expected three counts: the first size, the increment, samples")
         ours.put("train.rampup_batch_size", ramp, theirs, flag)
-    flag = "step_batch_size_schedule"
     length = theirs.peek_count("seq_length") or theirs.peek_count("encoder_seq_length")
+    flag = "step_batch_size_schedule"
     if (schedule := theirs.take(flag)) is not None:
         steps = _steps(theirs, flag, schedule, length or 1)
         ours.put("train.rampup_batch_size", steps, theirs, flag)
