@@ -142,9 +142,14 @@ def without_text(ids: Sequence[int]) -> TextStream:
 
 
 def new_sequences(
-    prompts: Sequence[Prompt], count: int, seed: int, stop: Sequence[str], stream: Stream
+    prompts: Sequence[Prompt],
+    count: int,
+    seed: int,
+    stop: Sequence[str],
+    stream: Stream,
+    done: Container[tuple[int, int]] = (),
 ) -> list[Continuation]:
-    """Return ``count`` empty continuations of each prompt, in order.
+    """Return ``count`` empty continuations of each prompt, in order, without those whose index and number are done.
 
     Each draws from a generator of its own, keyed by seed, prompt and number, so that its text does not depend on its
     batch.
@@ -159,6 +164,7 @@ def new_sequences(
         )
         for index, prompt in enumerate(prompts)
         for number in range(count)
+        if (index, number) not in done
     ]
 
 
@@ -181,8 +187,7 @@ def generate(
     sequence is the only one at work, also yield it unfinished after each token. done: index and number of those that
     are left out.
     """
-    every = new_sequences(prompts, rules.settings.num_sequences, seed, rules.settings.stop, stream)
-    waiting = [each for each in every if (each.index, each.number) not in done]
+    waiting = new_sequences(prompts, rules.settings.num_sequences, seed, rules.settings.stop, stream, done)
     for first in range(0, len(waiting), decoder.rows):
         batch = waiting[first : first + decoder.rows]
         at_work = batch

@@ -224,7 +224,7 @@ def test_words_become_ids_as_they_are_written_and_behind_a_space() -> None:
         (2, 4): -inf, (5,): -inf, (7,): 4.0, (0,): -inf, (1,): -inf, (3, 4): -inf, (4,): -inf,
         (6, 5): -inf, (5, 6): -inf, (5, 8): -inf, (6, 8): -inf, (9,): -inf,
     }  # fmt: skip
-    assert sequence_biases(settings(logit_bias={"5": -3, "x": 1.0}), WORDS) == {(5,): -2.0, (9,): -inf}
+    assert sequence_biases(settings(logit_bias={"5": -3, "x": 1.0, "9": 4}), WORDS) == {(5,): -2.0, (9,): -inf}
 
 
 @pytest.mark.parametrize(

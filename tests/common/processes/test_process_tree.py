@@ -19,8 +19,9 @@ def stat(pid: int) -> tuple[int, str]:
     return int(parent), state
 
 
-def test_descendants_are_those_of_the_kernel_and_none_is_left(tmp_path: Path) -> None:
-    """Among them an orphan in a session of its own; an earlier child is not one of them."""
+def test_descendants_are_those_of_the_kernel_and_none_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among them an orphan in a session of its own; an earlier child is not one of them. No cores, no mask."""
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: pytest.fail("a mask") if cores else None)
     earlier = subprocess.Popen(["sleep", "60"])
     with Descendants(10.0) as descendants:
         sleeper, dead = descendants.start(["sleep", "60"]), descendants.start(["true"])
@@ -69,7 +70,6 @@ def test_threads_of_a_core_and_cores_of_a_package_are_neighbours(tmp_path: Path)
         (5, 4, [(0, 1), (2,), (3,), (4,)]),
         (2, 2, [(0,), (1,)]),
         (2, 3, [(), (), ()]),
-        (0, 1, [()]),
     ],
 )
 def test_shares(cores: int, ranks: int, expected: list[tuple[int, ...]]) -> None:
