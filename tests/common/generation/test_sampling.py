@@ -261,16 +261,16 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_words_are_written_as_ids() -> None:
-    generation = pytest.importorskip("transformers").GenerationConfig
     words: dict[str, Any] = {"bad_words": ["New York"], "logit_bias": {"bad": 2, "5": -1.5}}
     fields = generation_config(config(stop="\n", strategy="beam_search", num_beams=3, **words))
     assert fields["bad_words_ids"] == [[2, 4], [3, 4]]
     assert fields["sequence_bias"] == [[[0], 2.0], [[5], -1.5]]
     assert (fields["stop_strings"], fields["num_beams"]) == (["\n"], 3)
-    read = generation(**fields)
+    read = pytest.importorskip("transformers").GenerationConfig(**fields)
     assert all(getattr(read, name) == value for name, value in fields.items())
     read.validate(strict=True)
     assert generation_config(config()) == {"do_sample": False, "num_return_sequences": 1, "repetition_penalty": 1.0}
+    assert {"top_k": 5, "min_p": 0.1}.items() <= generation_config(config(top_k=5, top_p=0.9, min_p=0.1)).items()
 
 
 def test_content_that_it_cannot_hold_is_named(caplog: pytest.LogCaptureFixture) -> None:
