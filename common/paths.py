@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from common.errors import ConfigError, UserError
 
@@ -27,10 +28,17 @@ def install(extra: str) -> str:
     return f"pip install -c constraints.txt -e '.[{extra}]'"
 
 
-def require_package(name: str, *, extra: str, purpose: str, error: type[UserError] = ConfigError) -> None:
-    """Raise ``error`` unless the package is installed.
+def require_package(
+    name: str, *, extra: str, purpose: str, error: type[UserError] = ConfigError, load: bool = True
+) -> Any:
+    """Return a package. Raises ``error`` if it is not installed, or cannot be imported: another system's build.
 
-    extra: the extra of this project that installs it. purpose: a clause such as "which writes ONNX".
+    extra: the extra of this project that installs it. purpose: a clause such as "which writes ONNX". load: False only
+    looks whether it is installed, before a run that may not use it.
     """
     if importlib.util.find_spec(name) is None:
         raise error(f"the package {name}, {purpose}, is not installed; {install(extra)}")
+    try:
+        return importlib.import_module(name) if load else None
+    except (ImportError, OSError) as reason:  # OSError: a library that ctypes loads
+        raise error(f"the package {name}, {purpose}, cannot be imported ({reason}); {install(extra)}") from reason

@@ -172,6 +172,19 @@ def chinese() -> list[str]:
     return json.loads((ROOT / "tests" / "chinese_novel.json").read_text(encoding="utf-8"))
 
 
+@pytest.fixture
+def break_package(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Function that puts a package that cannot be loaded, such as one for a newer system, in the place of one."""
+
+    def run(name: str) -> None:
+        folder = tmp_path_factory.mktemp("broken")
+        (folder / f"{name}.py").write_text("raise ImportError('GLIBC_2.38 not found')")
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of rank tables and files hccn.conf of each form."""

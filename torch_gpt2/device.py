@@ -331,7 +331,7 @@ def check_support(config: Run, device: TorchDevice) -> None:
             )
         least = {"tensorwise": (8, 9), "rowwise": (9, 0)}.get(config.precision.float8)
         if least is not None:
-            require_package("torchao", extra="fp8", purpose="which multiplies in float8")
+            require_package("torchao", extra="fp8", purpose="which multiplies in float8", load=False)
             _need_capability(f"precision.float8={config.precision.float8}", least, device)
         if config.precision.float8_head:
             _need_capability("precision.float8_head=true", (8, 9), device)

@@ -163,7 +163,7 @@ def refuse(config: Run, peer: type[Peer]) -> None:
     """Raise ConfigError for what the peer has not."""
     parallel, precision = config.parallel, config.precision
     for package in peer.packages:
-        require_package(package, extra="peers", purpose=f"which the peer {peer.name} needs")
+        require_package(package, extra="peers", purpose=f"which the peer {peer.name} needs", load=False)
     wrong = {
         f"backend={config.backend}": config.backend != "torch",
         f"engine={config.engine}": config.engine != "native",

@@ -49,10 +49,8 @@ class TorchName(str):
 
 
 def _torch(path: Path) -> Any:
-    require_package("torch", extra="torch", purpose=f"which reads and writes {path}")
     with ending_at_interrupts():
-        import torch
-    return torch
+        return require_package("torch", extra="torch", purpose=f"which reads and writes {path}")
 
 
 def read_torch(path: Path, content: Bytes) -> TensorFile:

@@ -227,8 +227,7 @@ def word_cutter() -> Callable[[str], list[str]]:
     Raises TokenizerError if the library is not installed.
     """
     purpose = "which cuts Chinese into words for BertWordLevel (BertWordPieceLowerCase needs no words)"
-    require_package("rjieba", extra="chinese", purpose=purpose, error=TokenizerError)
-    import rjieba
+    rjieba = require_package("rjieba", extra="chinese", purpose=purpose, error=TokenizerError)
     from tokenizers.normalizers import BertNormalizer
 
     clean = BertNormalizer(clean_text=True, handle_chinese_chars=False, strip_accents=False, lowercase=False)

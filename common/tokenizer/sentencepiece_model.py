@@ -24,9 +24,8 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     def __init__(self, file: Path, kind: str) -> None:
-        require_package("sentencepiece", extra="chinese", purpose=f"which reads {file}", error=TokenizerError)
-        import sentencepiece
-
+        purpose = f"which reads {file}"
+        sentencepiece = require_package("sentencepiece", extra="chinese", purpose=purpose, error=TokenizerError)
         raw = read_bytes(file, limit=MAX_JSON_BYTES, error=TokenizerError)
         self._processor = processor = sentencepiece.SentencePieceProcessor()
         try:

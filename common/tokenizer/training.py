@@ -130,9 +130,8 @@ def _train_sentencepiece(texts: Texts, size: int, *, kind: str) -> dict[str, byt
 
     SentencePiece's default NFKC would turn Chinese punctuation into half-width signs, and line ends into spaces.
     """
-    require_package("sentencepiece", extra="chinese", purpose="which trains such a model", error=TokenizerError)
-    import sentencepiece
-
+    purpose = "which trains such a model"
+    sentencepiece = require_package("sentencepiece", extra="chinese", purpose=purpose, error=TokenizerError)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

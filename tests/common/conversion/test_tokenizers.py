@@ -137,6 +137,14 @@ def test_a_mark_without_a_row_stays_with_the_tokenizer(chat: Path, tmp_path: Pat
         assert fields["tokenizer.ggml.padding_token_id"].contents() == 257
 
 
+def test_a_library_that_cannot_be_loaded_is_named_by_a_conversion(tmp_path, break_package) -> None:
+    break_package("sentencepiece")
+    source = save(tmp_path / "source", 99)
+    (source / "tokenizer.model").touch()
+    said = convert(source, tmp_path / "out", target_format="hf", verify=True)
+    assert "not compared, the package sentencepiece" in str(said) and (tmp_path / "out").is_dir()
+
+
 def test_verify_finds_another_tokenizer(chat: Path, tmp_path: Path, monkeypatch: Any) -> None:
     def lost(folder: Path, weights: Any) -> None:
         for name in ("vocab.json", "merges.txt"):

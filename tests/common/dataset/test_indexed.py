@@ -312,7 +312,7 @@ def _npz(**arrays: Any) -> bytes:
         ("_ids.npy", _npy(TOKENS.astype(np.float32)), "holds float32 .* expected whole numbers"),
         ("_ids.npy", _npy(np.array([print, None])), "is not an array file of FleetX"),
         ("_ids.npy", _npy(TOKENS[:12].reshape(3, 4)), r"of shape \(3, 4\), expected whole numbers"),
-        ("_idx.npz", _npz(docs=DOCS), "holds docs, expected the array lens"),
+        ("_idx.npz", _npz(docs=DOCS), r"^\S+_idx\.npz: holds docs, expected the array lens"),
         # whose sum is 13 in 64 bits
         ("_idx.npz", _npz(lens=np.array([2**64 - 1, 14], np.uint64)), "adds up to 13 tokens"),
         ("_idx.npz", _npz(lens=LENS + 1), r"adds up to 17 tokens, but data_ids\.npy holds"),

@@ -183,11 +183,14 @@ def test_files_that_are_not_a_tokenizer(tmp_path, kind, file, content, message) 
         load_tokenizer(kind, tmp_path)
 
 
-def test_a_library_that_is_not_there_is_named(tmp_path, monkeypatch) -> None:
+def test_a_library_that_is_not_there_or_broken_is_named(tmp_path, monkeypatch, break_package) -> None:
     for number, name in enumerate(("a.model", "vocab.txt")):
         monkeypatch.setitem(sys.modules, ("sentencepiece", "rjieba")[number], None)
         (tmp_path / name).write_text(SPECIALS)
         with pytest.raises(TokenizerError, match=r"is not installed; pip install -c constraints\.txt -e '\.\[chin"):
+            load_tokenizer(("SentencePieceTokenizer", "BertWordLevel")[number], tmp_path / name)
+        break_package(("sentencepiece", "rjieba")[number])
+        with pytest.raises(TokenizerError, match=r"cannot be imported \(GLIBC_2\.38 not found\); pip install -c"):
             load_tokenizer(("SentencePieceTokenizer", "BertWordLevel")[number], tmp_path / name)
 
 

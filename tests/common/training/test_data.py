@@ -145,6 +145,13 @@ def test_a_tokenizer_that_is_not_there_or_broken(pair, tmp_path) -> None:
     assert "the data does not record its vocabulary" in remark
 
 
+def test_a_library_that_is_built_for_another_system_does_not_stop_training(pair, tmp_path, break_package) -> None:
+    break_package("sentencepiece")
+    (tmp_path / "tokenizer.model").touch()
+    (remark,) = remarks(pair, tmp_path / "tokenizer.model")
+    assert "which predict needs, but not training: the package sentencepiece" in remark and "GLIBC_2.38" in remark
+
+
 POSITIONS = {"data__reset_position_ids": True}
 
 
