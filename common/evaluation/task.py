@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
-from typing import TypeAlias
 
 from common.config.schema import EvaluationConfig
 from common.dataset.sampler import Tokens
@@ -21,8 +20,6 @@ from common.training.engine import QuantizedModel
 from common.training.loop import validation_figures
 from common.training.report import bits_a_byte, part_lines
 
-Measure: TypeAlias = Callable[[Iterable[Tokens]], tuple[float, int]]
-"""Returns the loss of windows in nats, the sum over all their tokens, and the number of these."""
 VALIDATION_TASKS = ("validation",)
 """Tasks that measure on the validation windows of the data."""
 _SETTINGS: dict[str, tuple[str, ...]] = {
@@ -72,14 +69,14 @@ def _watched(windows: Iterator[Tokens]) -> Iterator[Tokens]:
 def run_task(
     task: TrainingData | RowTask,
     config: Run,
-    measure: Measure,
+    measure: Callable[[Iterable[Tokens]], tuple[float, int]],
     make_scorer: Callable[[], Scorer],
     quantization: QuantizedModel | None = None,
 ) -> EvaluationResult:
-    """Return the result of a task: of rows, or the loss on the validation windows, summed by an engine as during
-    training.
+    """Return the result of a task: of rows, or the loss on the validation windows as an engine sums it in training.
 
-    quantization: whose missing scales are measured on the first batches. Raises DataError without any windows.
+    measure: returns the loss of windows, summed over their tokens in nats, and the number of these. quantization: whose
+    missing scales are measured on the first batches. Raises DataError without any windows.
     """
     if isinstance(task, RowTask):
         rows, score, size = task.rows, make_scorer(), config.evaluation.batch_size
@@ -87,8 +84,7 @@ def run_task(
             some = rows[: size * CALIBRATION_BATCHES]
             quantization.calibrate(lambda: score_rows(some, score, size, task.unit))
         return task.result(score_rows(rows, score, size, task.unit))
-    parts = task.validation
-    if not parts:
+    if not (parts := task.validation):
         raise DataError(
             f"there is nothing to evaluate on: {task.no_validation}; give data.validation, or a"
             " data.split with a validation part"

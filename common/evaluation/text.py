@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from itertools import chain
 
 import numpy as np
 
@@ -39,7 +38,7 @@ def open_text(file: EvaluationFile, tokenizer: Tokenizer, config: Run) -> RowTas
         streams = [np.concatenate((start, ids)) for ids in encoded]
     else:
         encoded = streams = [encode_prompt(tokenizer, texts[0])]
-    every = list(chain.from_iterable(sliding_windows(each, window, stride) for each in streams))
+    every = [row for each in streams for row in sliding_windows(each, window, stride)]
     if not every:
         raise DataError(f"{file.path}: holds a single token, and the first is not scored; expected a longer text")
     rows = every[: settings.max_samples or None]
