@@ -109,11 +109,11 @@ def receive_interrupts() -> None:
 
     MindSpore replaces it at every call of a compiled function, and turns Ctrl-C into SIGTERM. The handler runs when the
     main thread is back in Python. A second SIGINT ends the process at once, wherever it is. Call this before the
-    framework starts threads, which must inherit the mask.
+    framework starts threads, which must inherit the mask. A SIGINT that is ignored from the start stays blocked.
     """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         return
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
     def wait() -> None:
         _thread.interrupt_main(signal.Signals(signal.sigwait({signal.SIGINT})))
