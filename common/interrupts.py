@@ -25,7 +25,7 @@ def end_at_interrupts() -> None:
 
 def raise_interrupts() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again, after ``end_at_interrupts``."""
-    if _may_set(signal.SIGINT):
+    if _may_set(signal.SIGINT) and signal.getsignal(signal.SIGINT) is _end:  # not a handler of who calls us
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -69,12 +69,12 @@ def _handling(handler: Callable[[int, FrameType | None], Any], *numbers: int) ->
 
 
 def _may_set(number: int) -> bool:
-    """Tell whether this code may set a handler: only in the main thread.
+    """Tell whether this code may set a handler: only in the main thread, and where Python can restore what is there.
 
     A program in the background of a shell starts with SIGINT ignored, and must continue to ignore it.
     """
-    is_free = number != signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN
-    return is_free and threading.current_thread() is threading.main_thread()
+    kept = (None, signal.SIG_IGN) if number == signal.SIGINT else (None,)
+    return signal.getsignal(number) not in kept and threading.current_thread() is threading.main_thread()
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
@@ -109,11 +109,11 @@ def receive_interrupts() -> None:
 
     MindSpore replaces it at every call of a compiled function, and turns Ctrl-C into SIGTERM. The handler runs when the
     main thread is back in Python. A second SIGINT ends the process at once, wherever it is. Call this before the
-    framework starts threads, which must inherit the mask.
+    framework starts threads, which must inherit the mask. A SIGINT that is ignored from the start stays blocked.
     """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         return
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
     def wait() -> None:
         _thread.interrupt_main(signal.Signals(signal.sigwait({signal.SIGINT})))

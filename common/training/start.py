@@ -16,12 +16,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.folders import find_checkpoint, point_latest, require_checkpoint, step_of
+from common.checkpoint.folders import clean_up, find_checkpoint, point_latest, require_checkpoint, step_of
 from common.checkpoint.snapshot import OPTIMIZER_FILE
 from common.config.load import flatten, save_config
 from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError, ConfigError, GPT2Error
-from common.files import put_back
 from common.log import LOG
 from common.parallel.run import Run
 from common.run_folder import RESTART_COUNT, SLURM_RESTART_COUNT, append_attempt
@@ -51,8 +50,8 @@ def where_to_start(config: Run, data: TrainingData, named: Checkpoint | None = N
     Raises CheckpointError or ConfigError if that is impossible, or if no checkpoint could be written.
     """
     folder = Path(config.output_dir)
-    with suppress(OSError):  # a kill may have left the only checkpoint under a temporary name
-        put_back(folder / "checkpoints", "step_*")
+    with suppress(OSError):  # a kill may have left the only checkpoint under a temporary name, and a full disk
+        clean_up(folder / "checkpoints")
     if config.checkpoint.load is not None:
         LOG.warning(
             f"checkpoint.load={config.checkpoint.load} is for eval and predict, not for"

@@ -271,6 +271,13 @@ def test_signals_ignored_from_the_start_stay_ignored() -> None:
         signal.signal(signal.SIGINT, before)
 
 
+def test_a_framework_does_not_undo_that() -> None:
+    """MindSpore sets a handler of its own."""
+    program = "from common.interrupts import receive_interrupts; from signal import *; signal(SIGINT, SIG_IGN);"
+    program += "receive_interrupts(); signal(SIGINT, SIG_DFL); import os; os.kill(os.getpid(), SIGINT); print('on')"
+    assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True) == "on\n"
+
+
 LEAVING = """
 import atexit, sys, types
 from common.interrupts import end_process
