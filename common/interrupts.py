@@ -69,12 +69,12 @@ def _handling(handler: Callable[[int, FrameType | None], Any], *numbers: int) ->
 
 
 def _may_set(number: int) -> bool:
-    """Tell whether this code may set a handler: only in the main thread, and where Python can restore what is there.
+    """Tell whether this code may set a handler: only in the main thread.
 
     A program in the background of a shell starts with SIGINT ignored, and must continue to ignore it.
     """
-    kept = (None, signal.SIG_IGN) if number == signal.SIGINT else (None,)
-    return signal.getsignal(number) not in kept and threading.current_thread() is threading.main_thread()
+    is_free = number != signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN
+    return is_free and threading.current_thread() is threading.main_thread()
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
