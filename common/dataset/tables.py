@@ -139,7 +139,7 @@ def _opened(path: Path, keys: tuple[str, ...], block_bytes: int) -> Iterator[Ite
                 schema, batches = reader.schema, _of_arrow(reader, source)
             _check_columns(path, schema, keys)
             yield batches
-    except (pa.ArrowException, OSError, EOFError) as error:
+    except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError, SystemError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise DataError(
             f"{path}: cannot be read as {'parquet' if is_parquet else 'Arrow'} ({reason}); it may"

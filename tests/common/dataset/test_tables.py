@@ -117,6 +117,7 @@ def broken(tmp_path_factory) -> Path:
     (folder / "cut.parquet").write_bytes(whole[:-20])
     (folder / "page.parquet").write_bytes(whole[:4] + b"\xff" * 300 + whole[304:])
     (folder / "cut.arrow").write_bytes(stream[:-8])
+    (folder / "name.arrow").write_bytes(stream.replace(b"number", b"n\xffmber", 1))
     (folder / "a.gz").write_bytes(gzip.compress(whole))
     offsets = pa.py_buffer(bytes([0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0]))
     write_table(pa, folder / "null.parquet", [*SAVED * 60, None])
@@ -131,6 +132,7 @@ def broken(tmp_path_factory) -> Path:
         ("cut.parquet", {}, "cannot be read as parquet ("),
         ("page.parquet", {}, "it may be cut short or broken: copy or write it again"),
         ("cut.arrow", {}, "the mark at the end of the stream is missing"),
+        ("name.arrow", {}, "cannot be read as Arrow ("),
         ("null.parquet", {}, "row 300 (from 0): the value in column 'body' is null, expected"),
         ("long.parquet", {"document_bytes": 1 << 20}, "row 1 (from 0): the text in column 'body'"),
         ("bytes.parquet", {}, "row 1 (from 0): the text in column 'body' is not UTF-8"),
