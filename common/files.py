@@ -5,6 +5,7 @@ between processes, which end with the process that holds them.
 from __future__ import annotations
 
 import fcntl
+import fnmatch
 import glob
 import os
 import shutil
@@ -116,7 +117,9 @@ def _new_name(path: Path) -> Path:
     Active writers hold a lock on theirs, also on another host. If the file system has no locks, nothing is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):
+    names = f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"
+    for name in fnmatch.filter(os.listdir(path.parent), names):  # an error where the fsync will fail
+        leftover = path.parent / name
         with suppress(OSError):
             descriptor = os.open(leftover, os.O_RDONLY if leftover.is_dir() else os.O_RDWR)
             try:
