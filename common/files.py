@@ -131,11 +131,14 @@ def _new_name(path: Path) -> Path:
 
 
 def _open_locked(path: Path | str, flags: int) -> int:
-    """Open a file or a folder of this process, and lock it so that others keep it."""
+    """Open a new file, or a folder of this process, and lock it so that others keep it."""
     descriptor = os.open(path, flags, 0o666)
     with suppress(OSError):
-        take_lock(descriptor)
-    return descriptor
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits for a writer that takes it for a leftover
+    if os.path.exists(path) or not flags & os.O_CREAT:
+        return descriptor
+    os.close(descriptor)
+    return _open_locked(path, flags)
 
 
 def refuse_to_overwrite(inputs: Iterable[Path | None], outputs: Iterable[Path], remedy: str) -> None:
