@@ -191,6 +191,13 @@ def put_back(parent: Path, names: str) -> None:
             os.replace(replaced, target)
 
 
+def clean_up(parent: Path, names: str) -> None:
+    """Call ``put_back``, and remove .NAME.tmp, of which there is no other writer now. Raises OSError."""
+    put_back(parent, names)
+    for leftover in parent.glob(f".{names}.tmp"):
+        _remove(leftover)
+
+
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)

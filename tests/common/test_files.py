@@ -70,8 +70,7 @@ def test_a_file_that_another_writer_removed_before_its_lock_is_made_again(tmp_pa
 
     def flock(descriptor: int, how: int) -> None:
         monkeypatch.undo()
-        [made] = tmp_path.iterdir()
-        made.unlink()
+        next(tmp_path.iterdir()).unlink()
         lock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)
