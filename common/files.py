@@ -5,6 +5,7 @@ between processes, which end with the process that holds them.
 from __future__ import annotations
 
 import fcntl
+import fnmatch
 import glob
 import os
 import shutil
@@ -116,7 +117,9 @@ def _new_name(path: Path) -> Path:
     Active writers hold a lock on theirs, also on another host. If the file system has no locks, nothing is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):
+    names = f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"
+    for name in fnmatch.filter(os.listdir(path.parent), names):  # an error where the fsync will fail
+        leftover = path.parent / name
         with suppress(OSError):
             descriptor = os.open(leftover, os.O_RDONLY if leftover.is_dir() else os.O_RDWR)
             try:
@@ -128,11 +131,14 @@ def _new_name(path: Path) -> Path:
 
 
 def _open_locked(path: Path | str, flags: int) -> int:
-    """Open a file or a folder of this process, and lock it so that others keep it."""
+    """Open a new file, or a folder of this process, and lock it so that others keep it."""
     descriptor = os.open(path, flags, 0o666)
     with suppress(OSError):
-        take_lock(descriptor)
-    return descriptor
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits for a writer that takes it for a leftover
+    if os.path.exists(path) or not flags & os.O_CREAT:
+        return descriptor
+    os.close(descriptor)
+    return _open_locked(path, flags)
 
 
 def refuse_to_overwrite(inputs: Iterable[Path | None], outputs: Iterable[Path], remedy: str) -> None:
@@ -183,6 +189,13 @@ def put_back(parent: Path, names: str) -> None:
             _remove(replaced)
         else:
             os.replace(replaced, target)
+
+
+def clean_up(parent: Path, names: str) -> None:
+    """Call ``put_back``, and remove .NAME.tmp, of which there is no other writer now. Raises OSError."""
+    put_back(parent, names)
+    for leftover in parent.glob(f".{names}.tmp"):
+        _remove(leftover)
 
 
 def _remove(path: Path) -> None:

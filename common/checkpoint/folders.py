@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 
 from common.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from common.errors import CheckpointError
-from common.files import atomic_write, put_back
+from common.files import atomic_write
 from common.log import LOG
 
 Kept = TypeVar("Kept")
@@ -35,13 +34,6 @@ def point_latest(checkpoint: Path) -> None:
     """Make ``latest`` name this checkpoint."""
     with atomic_write(checkpoint.parent / LATEST, "w") as file:
         file.write(checkpoint.name + "\n")
-
-
-def clean_up(folder: Path) -> None:
-    """Restore and remove what a killed writer left in a folder of checkpoints. Raises OSError."""
-    put_back(folder, "step_*")
-    for leftover in folder.glob(".step_*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:

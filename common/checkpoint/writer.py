@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.folders import clean_up, point_latest, step_of, surplus, whole_checkpoints
+from common.checkpoint.folders import point_latest, step_of, surplus, whole_checkpoints
 from common.checkpoint.manifest import MANIFEST, write_manifest
 from common.errors import CheckpointError, GPT2Error, StorageError
-from common.files import atomic_write, fsync_folder, put_in_place, reading
+from common.files import atomic_write, clean_up, fsync_folder, put_in_place, reading
 from common.log import LOG
 from common.run_folder import LostFolderError
 from common.structured_files import MalformedError, parse_json
@@ -107,7 +107,7 @@ class CheckpointWriter:
         """Steps of the newest checkpoint, of the newest good one before it, and of the last good weights."""
         if active:
             with reading(self.folder, CheckpointError):
-                clean_up(self.folder)
+                clean_up(self.folder, "step_*")
             self._known = {path.name for path in whole_checkpoints(self.folder)}
 
     def __enter__(self) -> CheckpointWriter:

@@ -16,11 +16,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.folders import clean_up, find_checkpoint, point_latest, require_checkpoint, step_of
+from common.checkpoint.folders import find_checkpoint, point_latest, require_checkpoint, step_of
 from common.checkpoint.snapshot import OPTIMIZER_FILE
 from common.config.load import flatten, save_config
 from common.config.resolved import ResolvedModel
 from common.errors import CheckpointError, ConfigError, GPT2Error
+from common.files import clean_up
 from common.log import LOG
 from common.parallel.run import Run
 from common.run_folder import RESTART_COUNT, SLURM_RESTART_COUNT, append_attempt
@@ -51,7 +52,7 @@ def where_to_start(config: Run, data: TrainingData, named: Checkpoint | None = N
     """
     folder = Path(config.output_dir)
     with suppress(OSError):  # a kill may have left the only checkpoint under a temporary name, and a full disk
-        clean_up(folder / "checkpoints")
+        clean_up(folder / "checkpoints", "step_*")
     if config.checkpoint.load is not None:
         LOG.warning(
             f"checkpoint.load={config.checkpoint.load} is for eval and predict, not for"

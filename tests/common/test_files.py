@@ -1,10 +1,12 @@
 """Folders that are whole or absent, also where several processes write."""
 
+import fcntl
 import multiprocessing
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +63,20 @@ def test_leftovers_of_killed_writers_go_and_those_of_living_ones_stay(tmp_path: 
         (tmp_path / name).touch()
     assert write() == [*others, "x.bin"]
     assert (tmp_path / "x.bin").read_bytes() == b"whole"
+
+
+def test_a_file_that_another_writer_removed_before_its_lock_is_made_again(tmp_path: Path, monkeypatch: Any) -> None:
+    lock = fcntl.flock
+
+    def flock(descriptor: int, how: int) -> None:
+        monkeypatch.undo()
+        next(tmp_path.iterdir()).unlink()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with atomic_write(tmp_path / "x", "w") as file:
+        file.write("whole")
+    assert (tmp_path / "x").read_text() == "whole"
 
 
 def test_a_folder_may_be_renamed_once_its_last_file_is_seen(tmp_path, monkeypatch) -> None:

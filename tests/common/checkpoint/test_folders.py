@@ -117,8 +117,7 @@ def test_a_run_killed_before_its_first_save_starts_over(tmp_path: Path) -> None:
     """
     (tmp_path / "checkpoints" / ".step_00000005.tmp").mkdir(parents=True)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    assert start(tmp_path) == Start()
-    assert list((tmp_path / "checkpoints").iterdir()) == [], "else a full disk has no room for the next start"
+    assert start(tmp_path) == Start() and not any((tmp_path / "checkpoints").iterdir())  # or the disk stays full
     (tmp_path / "else").mkdir()
     (tmp_path / "else" / "latest").write_text("global_step100")
     assert find_checkpoint(tmp_path / "else") is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import csv
-import json
 import math
 import os
 import re
@@ -100,12 +99,11 @@ def test_making_it_again_gives_the_same(folder: Path, tmp_path: Path) -> None:
 
 def test_a_damaged_study_is_one_clear_error(folder: Path, tmp_path: Path) -> None:
     text = (folder / "study.json").read_text(encoding="utf-8")
-    (tmp_path / "study.json").write_text(text.replace('"finished"', '"done"'), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"study\.json: .*cells\.0\.repeats\.0\.state: .*"):
-        read_study(tmp_path)
-    tree = read_json_mapping(folder / "study.json")  # JSON that any reader takes, with NaN
-    (tmp_path / "study.json").write_text(json.dumps(tree | {"cells": []}), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"study\.json: cells: .* at least 1 item"):
-        read_study(tmp_path)
+    no_cells = re.sub(r'"cells": \[.*\]', '"cells": []', text, flags=re.DOTALL)
+    for damaged, said in ((text.replace('"finished"', '"done"'), r"cells\.0\.repeats\.0\.state"), (no_cells, "cells")):
+        (tmp_path / "study.json").write_text(damaged, encoding="utf-8")
+        with pytest.raises(ConfigError, match=rf"study\.json: {said}: .*"):
+            read_study(tmp_path)
+    assert read_json_mapping(folder / "study.json")  # JSON that any reader takes, with NaN
     found = read_study(folder).cells[-4].repeats[0].measured
     assert found is not None and math.isnan(found.loss[-1]) and not math.isnan(found.loss[0])
