@@ -46,7 +46,7 @@ def owned_folder(folder: Path, *, active: bool = True) -> Iterator[None]:
         lock = (folder / LOCK).open("a+")
     except OSError as error:
         raise ConfigError(
-            f"output_dir={folder}: cannot be used: {error.strerror}; choose a folder that can be written"
+            f"output_dir={folder}: cannot be used: {error.strerror}; choose a folder that can be read and written"
         ) from None
     with lock:
         try:

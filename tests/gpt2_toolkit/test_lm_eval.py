@@ -105,7 +105,7 @@ def evaluated(folders: dict[str, Path], model: str, **arguments: Any) -> dict[st
 
 @pytest.fixture(scope="module")
 def of_hf(folders: dict[str, Path]) -> dict[str, Any]:
-    pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval.evaluator")
     return evaluated(folders, "hf", pretrained=str(folders["hf"]), dtype="float32")
 
 
@@ -143,7 +143,7 @@ def test_the_harnesses_own_model_says_the_same(folders, of_hf, name, backend, re
 
 @pytest.mark.campaign
 def test_bad_arguments(folders: dict[str, Path]) -> None:
-    pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval.evaluator")
     start = f"tools/lm_eval.py --tasks lambada_local --include_path {TASKS} --model gpt2_toolkit"
     metadata = json.dumps({"lambada": str(folders["root"] / "lambada.jsonl")})
     for words, message in (
