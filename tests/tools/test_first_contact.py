@@ -217,3 +217,17 @@ def test_the_first_checks_on_a_cpu(tmp_path: Path) -> None:
     assert found["device"]["kind"] == "cpu" and found["versions"]["torch"]
     lines = (out / "table.md").read_text().splitlines()
     assert len(lines) == 2 + 1 + 1 + 4 and "left out: for cuda" in lines[3]
+
+
+def test_the_probe_of_saves_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """With a smaller model in the place of 124M."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    from benchmarks.first_contact import probes
+
+    tree = {"base": str(ROOT / "configs/gpt2/run_gpt2_tiny.yaml"), "model": {"num_layers": 1, "vocab_size": 64}}
+    (tmp_path / "configs/gpt2").mkdir(parents=True)
+    (tmp_path / "configs/gpt2/run_gpt2_124m.yaml").write_text(dump_yaml(tree))
+    monkeypatch.setattr(probes, "ROOT", tmp_path)
+    assert probes.main(["saves", str(tmp_path / "run"), "cpu"]) == 0
+    assert re.findall("^(.+): [0-9.e-]+$", capsys.readouterr().out, re.M) == ["training waits s", "written GB/s"]
