@@ -30,7 +30,7 @@ campaign:  ## long fault and size runs, numerical tests with other kernels; read
 	$(PYTHON) -m pytest --all -m campaign -s
 
 golden:  ## rewrite the golden files after a wanted change of a default
-	UPDATE_GOLDEN=1 $(PYTHON) -m pytest -q tests/common/config/test_presets.py tests/common/config/test_reference.py tests/common/resolve/test_parallel_mode.py tests/common/study/test_definition.py tests/common/study/test_report.py
+	UPDATE_GOLDEN=1 $(PYTHON) -m pytest -q tests/common/config/test_presets.py tests/common/config/test_reference.py tests/common/resolve/test_parallel_mode.py tests/gpt2_study/test_definition.py tests/gpt2_study/test_report.py
 
 budget:  ## lower the ceilings of size to today's numbers
 	$(PYTHON) tests/test_budget.py

@@ -18,10 +18,10 @@ from benchmarks.measure import Row
 from common.dataset.indexed import IndexedWriter
 from common.errors import ConfigError, RunError
 from common.paths import ROOT
-from common.study.report import size, speed
-from common.study.results import Study, read_study
-from common.study.statistics import Summary, compare, noise_of
-from common.study.verdict import judge
+from gpt2_study.report import size, speed
+from gpt2_study.results import Study, read_study
+from gpt2_study.statistics import Summary, compare, noise_of
+from gpt2_study.verdict import judge
 
 PREDICTED = {
     "124m_b16-bf16-torch-eager": 295_000,

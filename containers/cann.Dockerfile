@@ -5,6 +5,7 @@ FROM ${BASE}
 WORKDIR /opt/gpt2-toolkit
 COPY pyproject.toml setup.py requirements.txt README.md run_gpt2.py ./
 COPY common common
+COPY gpt2_study gpt2_study
 COPY torch_gpt2 torch_gpt2
 COPY mindformers_gpt2 mindformers_gpt2
 COPY gpt2_toolkit gpt2_toolkit

@@ -66,7 +66,7 @@ USERS = {
         "common/parallel/world.py": "whether rank 0 answers, and a barrier",
         "common/processes/addresses.py": "addresses of this host, free ports",
         "common/serving/server.py": "the address of the service",
-        "common/study/command.py": "name of this host",
+        "gpt2_study/command.py": "name of this host",
         "tools/hccl_tools.py": "name and address of this host",
     },
     "subprocess.Popen": {

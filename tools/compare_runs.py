@@ -28,12 +28,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import whole_numbers
-from common.compare import step_records
-from common.compare.live_runs import Side, compare_runs, make_empty, read_run, record_step, remove, run_config
-from common.compare.step_records import compare_records
 from common.errors import ConfigError
 from common.flags import flag
 from common.program import command
+from gpt2_study.compare import step_records
+from gpt2_study.compare.live_runs import Side, compare_runs, make_empty, read_run, record_step, remove, run_config
+from gpt2_study.compare.step_records import compare_records
 
 
 def _tolerance(text: str) -> float:

@@ -24,7 +24,7 @@ from common.dialects.rules import words
 from common.errors import ConfigError
 from common.flags import flag
 from common.program import command
-from common.study.loading import definition_schema
+from gpt2_study.loading import definition_schema
 
 TORCH_ONLY = words("""
     engine precision.float8 precision.float8_head train.compile train.compile_mode

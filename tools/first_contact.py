@@ -144,8 +144,8 @@ class Place:
 
 def run_check(name: str, check: Check, place: Place, left: float) -> Row:
     """Run the commands of a check for at most ``left`` seconds, and judge its figures. Returns that part of its row."""
-    from common.study.children import LAUNCHER_LOG, Launch, run_launches
-    from common.study.results import State
+    from gpt2_study.children import LAUNCHER_LOG, Launch, run_launches
+    from gpt2_study.results import State
 
     here, log, text, reason = place.out / name, "", "", ""
     shutil.rmtree(here, ignore_errors=True)
@@ -304,7 +304,7 @@ def ask_device(kind: str, backend: str) -> dict[str, Any]:
 
 def write_result(place: Place, rows: Sequence[Row]) -> None:
     from common.files import atomic_write
-    from common.study.command import machine_here, versions_here
+    from gpt2_study.command import machine_here, versions_here
 
     result = {
         "device": {"kind": place.kind, **place.device},

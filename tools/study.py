@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 from common.log import start_log
 from common.program import command
-from common.study.command import StudyRequest, run_study
+from gpt2_study.command import StudyRequest, run_study
 
 
 @command(StudyRequest)

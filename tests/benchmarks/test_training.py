@@ -10,10 +10,10 @@ from benchmarks.measure import take_turns
 from benchmarks.run import main
 from benchmarks.training import PREDICTED, rows_of
 from common.errors import RunError
-from common.study.cells import expand
-from common.study.loading import load_definition
-from common.study.results import Machine, State
-from tests.common.study.synthetic import cell, measured, study
+from gpt2_study.cells import expand
+from gpt2_study.loading import load_definition
+from gpt2_study.results import Machine, State
+from tests.gpt2_study.synthetic import cell, measured, study
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 CPU, CUDA = FOLDER / "training_step.yaml", FOLDER / "training_step_cuda.yaml"

@@ -73,9 +73,9 @@ def test_a_wheel_puts_no_tools_beside_other_packages(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as content:
         content.extractall(tmp_path / "site")
     tops = {path.name for path in (tmp_path / "site").iterdir() if "dist-info" not in path.name}
-    ours = {"common", "torch_gpt2", "mindformers_gpt2", "gpt2_toolkit", "run_gpt2.py"}
+    ours = {"common", "gpt2_study", "torch_gpt2", "mindformers_gpt2", "gpt2_toolkit", "run_gpt2.py"}
     assert tops == ours
-    assert list((tmp_path / "site").rglob("study/templates/*.j2"))
+    assert list((tmp_path / "site").rglob("gpt2_study/templates/*.j2"))
     there = "from common.launcher.launch import TOOL; assert TOOL.is_file(), TOOL"
     done = run("-c", there, folder=tmp_path, PYTHONPATH=f"{tmp_path}/site")
     assert done.returncode == 0, done.stderr

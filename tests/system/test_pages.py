@@ -356,7 +356,7 @@ def messages(end: str) -> list[str]:
 
 
 def test_the_messages_that_pages_explain_are_in_the_program() -> None:
-    folders = ("common", "torch_gpt2", "mindformers_gpt2", "tools", "scripts")
+    folders = ("common", "gpt2_study", "torch_gpt2", "mindformers_gpt2", "tools", "scripts")
     files = [path for name in folders for path in (ROOT / name).rglob("*.[ps][yh]")]
     source = "\n".join(path.read_text(encoding="utf-8") for path in files)
     joined = re.sub(r"\"\s*\n\s*f?\"", "", source)  # a message over several lines

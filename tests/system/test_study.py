@@ -1,4 +1,4 @@
-"""tools/study.py as a user starts it. What a kill does to it: tests/common/study/test_running.py."""
+"""tools/study.py as a user starts it. What a kill does to it: tests/gpt2_study/test_running.py."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.study.results import State, read_study
+from gpt2_study.results import State, read_study
 from tests.run_scripts import ROOT, pids_with
 
 STUDY = f"""title: One rank and two hosts

@@ -27,8 +27,8 @@ from common.planner.plan import make_plan
 from common.planner.timing import traffic_of
 from common.resolve.derive import resolve_config
 from common.run_config import load_config
-from common.study.measure import measure
-from common.study.results import Cell
+from gpt2_study.measure import measure
+from gpt2_study.results import Cell
 from tests.layouts import FP16_WEIGHTS, PIPELINE, RECOMPUTE, TENSOR, schedule
 from tests.ranks import run_ranks
 from tests.tiny import tiny_run

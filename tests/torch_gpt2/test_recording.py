@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from common.compare.step_records import StepReader, compare_records, difference
 from common.errors import DataError
 from common.run_config import load_config
 from common.training.recording import record_request
+from gpt2_study.compare.step_records import StepReader, compare_records, difference
 from tests.reference import hugging_face_model, hugging_face_names
 from tests.tiny import tiny_run, train_here
 from torch_gpt2 import engine as engine_module

@@ -56,13 +56,13 @@ def test_keys_of_pytorch_are_refused_on_mindspore() -> None:
 
 # ---- keys that are read, and rows of tables ----
 
-OWN = ("common.config.", "common.study.loading", "common.serving.protocol")
-FOLDERS = ("common", "torch_gpt2", "mindformers_gpt2", "gpt2_toolkit", "tools")
+OWN = ("common.config.", "gpt2_study.loading", "common.serving.protocol")
+FOLDERS = ("common", "gpt2_study", "torch_gpt2", "mindformers_gpt2", "gpt2_toolkit", "tools")
 SCHEMAS: dict[str, dict[str, str]] = {
     "common.config.schema.RunConfig": {
         "model.dropout": "resolved.py gives it to the three rates, which are read",
     },
-    "common.study.loading.Definition": {},
+    "gpt2_study.loading.Definition": {},
     "common.serving.protocol.CompletionRequest": {
         "best_of": "must equal n, which is read",
         "user": "names a client: accepted, unused",

@@ -29,12 +29,12 @@ from common.planner.fitting import is_open, machine_memory, memory_limit, resolv
 from common.planner.plan import make_plan, table, time_of
 from common.processes.process_tree import run_program
 from common.run_folder import owned_folder
-from common.study.cells import PlannedCell, expand
-from common.study.children import Where, launches, reason_not_started, run_launches, shell_command
-from common.study.loading import Definition, did_you_mean, load_definition
-from common.study.measure import measure
-from common.study.report import PAGE, write_outcome
-from common.study.results import (
+from gpt2_study.cells import PlannedCell, expand
+from gpt2_study.children import Where, launches, reason_not_started, run_launches, shell_command
+from gpt2_study.loading import Definition, did_you_mean, load_definition
+from gpt2_study.measure import measure
+from gpt2_study.report import PAGE, write_outcome
+from gpt2_study.results import (
     STUDY_FILE,
     CellResult,
     Machine,

@@ -22,10 +22,10 @@ from common.parallel.run import Run
 from common.paths import ROOT
 from common.resolve.derive import resolve_config, written_ranks
 from common.run_config import read_config
-from common.study.loading import SPECIAL, Condition, Definition, label
-from common.study.measure import TRACED_STEPS, trace_settings
-from common.study.results import Cell
 from common.systems.config import ConfigFile
+from gpt2_study.loading import SPECIAL, Condition, Definition, label
+from gpt2_study.measure import TRACED_STEPS, trace_settings
+from gpt2_study.results import Cell
 
 MAX_CELLS = 1000
 _MAX_ID_LENGTH = 120

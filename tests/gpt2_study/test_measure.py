@@ -11,8 +11,8 @@ import pytest
 
 from common.config.load import build_config, save_config
 from common.errors import DataError
-from common.study.measure import Trace, measure, read_trace
-from common.study.results import Cell
+from gpt2_study.measure import Trace, measure, read_trace
+from gpt2_study.results import Cell
 from tests.tiny import tiny_run
 
 GLOBAL_BATCH, LENGTH = 8, 16

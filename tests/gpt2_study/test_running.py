@@ -16,9 +16,9 @@ import pytest
 
 from common.errors import ConfigError
 from common.run_folder import owned_folder
-from common.study import command
-from common.study.cells import PlannedCell, expand
-from common.study.children import (
+from gpt2_study import command
+from gpt2_study.cells import PlannedCell, expand
+from gpt2_study.children import (
     LAUNCHER_LOG,
     Launch,
     Where,
@@ -27,12 +27,12 @@ from common.study.children import (
     reason_not_started,
     run_launches,
 )
-from common.study.command import StudyRequest, missing, run_study
-from common.study.loading import Definition
-from common.study.results import State, Study, read_study
+from gpt2_study.command import StudyRequest, missing, run_study
+from gpt2_study.loading import Definition
+from gpt2_study.results import State, Study, read_study
 from tests.run_scripts import wait_until
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "configs" / "gpt2" / "run_gpt2_tiny.yaml")
 STUDY = f"""title: Seeds
 base: {TINY}
@@ -153,8 +153,8 @@ def test_a_cell_that_fails_or_is_refused_is_a_row_and_the_others_run(study: Fixt
 def test_a_time_limit_ends_a_run_with_all_that_it_started(
     study: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.study.children._BETWEEN_SIGNALS", 0.1)
-    monkeypatch.setattr("common.study.children._STOP_SECONDS", 0.3)
+    monkeypatch.setattr("gpt2_study.children._BETWEEN_SIGNALS", 0.1)
+    monkeypatch.setattr("gpt2_study.children._STOP_SECONDS", 0.3)
     pids = tmp_path / "pids"
     study.programs["seed2"] = f"""import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -221,7 +221,7 @@ def test_lack_of_memory_is_told_from_other_failures(
 
 def test_one_launcher_that_fails_ends_those_of_the_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that is not there is refused."""
-    monkeypatch.setattr("common.study.children._OTHERS_SECONDS", 0.3)
+    monkeypatch.setattr("gpt2_study.children._OTHERS_SECONDS", 0.3)
     sleeper, broken = (
         Launch(command=(sys.executable, "-c", f"import time; {do}")) for do in ("time.sleep(99)", "exit(3)")
     )
@@ -236,7 +236,7 @@ def test_the_processes_of_a_study_that_is_killed_die_with_it(tmp_path: Path) -> 
     pid = tmp_path / "pid"
     sleeper = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(99)"
     program = f"""import sys; from pathlib import Path
-from common.study.children import Launch, run_launches
+from gpt2_study.children import Launch, run_launches
 run_launches([Launch(command=(sys.executable, '-c', {sleeper!r}))], Path({str(tmp_path)!r}), 60.0)
 """
     runner = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)

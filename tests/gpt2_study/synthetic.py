@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from common.study.results import Cell, CellResult, Machine, Measured, Prediction, Repeat, State, Study
+from gpt2_study.results import Cell, CellResult, Machine, Measured, Prediction, Repeat, State, Study
 
 STEPS, WARMUP = 8, 2
 TOKENS = 4096

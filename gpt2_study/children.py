@@ -23,8 +23,8 @@ from common.launcher.request import NO_TABLE
 from common.paths import ROOT
 from common.processes.addresses import LOOPBACK, free_port
 from common.processes.process_tree import Descendants, cores_of_ranks, in_words
-from common.study.cells import PlannedCell, words_of
-from common.study.results import State
+from gpt2_study.cells import PlannedCell, words_of
+from gpt2_study.results import State
 
 PEER_FOLDER = ROOT / "benchmarks" / "peers"
 _SCRIPT = ROOT / "scripts" / "run_distribute.sh"

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.study.report import templates
-from common.study.results import CellResult, State
-from common.study.statistics import compare, noise_of, summarize
-from common.study.verdict import Departure, Kind, judge
-from tests.common.study.synthetic import MIB, TOKENS, cell, losses, measured, norms, prediction, speeds, study
+from gpt2_study.report import templates
+from gpt2_study.results import CellResult, State
+from gpt2_study.statistics import compare, noise_of, summarize
+from gpt2_study.verdict import Departure, Kind, judge
+from tests.gpt2_study.synthetic import MIB, TOKENS, cell, losses, measured, norms, prediction, speeds, study
 
 EXACT = 3e-8
 """Rounding between layouts of the same arithmetic, as real runs show it."""

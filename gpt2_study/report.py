@@ -22,11 +22,11 @@ import jinja2
 from common.accelerators import GIB
 from common.files import atomic_write
 from common.planner.plan import three_digits as speed
-from common.study.drawing import draw
-from common.study.results import Machine, Study
-from common.study.statistics import CONFIDENCE, PARTS, Summary, parts_of, unit_of_bytes
-from common.study.verdict import OTHER_KERNELS, Departure, Verdict, judge
 from common.yaml_files import dump_yaml
+from gpt2_study.drawing import draw
+from gpt2_study.results import Machine, Study
+from gpt2_study.statistics import CONFIDENCE, PARTS, Summary, parts_of, unit_of_bytes
+from gpt2_study.verdict import OTHER_KERNELS, Departure, Verdict, judge
 
 PAGE = "report.html"
 REPORTS = {"report.md": "en", "report_zh.md": "zh"}

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from common.errors import DataError
 from common.files import atomic_write
 from common.structured_files import read_json_mapping
-from common.study.verdict import OTHER_KERNELS
 from common.tensor_files.safetensors_file import open_safetensors
 from common.training.recording import BACKWARD, FORWARD, GRADIENTS, LAST_NORM, TOKENS, WEIGHTS, activation_names
 from common.weights.names import EMBEDDING, POSITIONS
 from common.weights.pieces import ShardedReader
+from gpt2_study.verdict import OTHER_KERNELS
 
 LOSS = "loss"
 TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}

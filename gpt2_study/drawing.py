@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from common.files import atomic_write
-from common.study.results import Study
-from common.study.statistics import PARTS, Summary, parts_of, unit_of_bytes
-from common.study.verdict import Verdict, relative_difference
 from common.training.plot import open_pyplot
+from gpt2_study.results import Study
+from gpt2_study.statistics import PARTS, Summary, parts_of, unit_of_bytes
+from gpt2_study.verdict import Verdict, relative_difference
 
 FOLDER = "plots"
 _DPI = 110

@@ -15,8 +15,8 @@ from itertools import permutations
 from statistics import median
 from typing import Any
 
-from common.study.results import Cell, Measured, State, Study
-from common.study.statistics import Summary, compare, noise_of, summarize
+from gpt2_study.results import Cell, Measured, State, Study
+from gpt2_study.statistics import Summary, compare, noise_of, summarize
 
 MEMORY_TOLERANCE = 0.10
 """Relative error of predicted memory up to which the plan counts as right."""

@@ -21,8 +21,8 @@ from typing import Any
 from common.errors import DataError
 from common.run_config import load_config
 from common.structured_files import MalformedError, parse_json_item, read_json_mapping
-from common.study.results import Cell, Measured
 from common.training.metrics import MEMORY_FILE, METRICS_FILE, read_metrics
+from gpt2_study.results import Cell, Measured
 
 TRACED_STEPS = 2
 """Steps after the measured ones that are traced, which slows them down."""

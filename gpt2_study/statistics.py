@@ -11,7 +11,7 @@ from statistics import fmean, median, stdev
 import numpy as np
 
 from common.accelerators import GIB
-from common.study.results import CellResult, Prediction, State, Study
+from gpt2_study.results import CellResult, Prediction, State, Study
 
 PARTS = {"forward_backward": "forward and backward"}
 """Parts of a step whose names say too little."""

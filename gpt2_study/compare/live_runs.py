@@ -19,13 +19,13 @@ from common.interrupts import exiting_at_sigterm
 from common.launcher.launch import TOOL
 from common.launcher.request import NO_TABLE
 from common.log import show
-from common.study.children import Launch, run_launches
-from common.study.report import describe_departure
-from common.study.results import Measured, State
-from common.study.verdict import OTHER_KERNELS, Kind, depart, relative_difference
 from common.training.metrics import read_metrics
 from common.training.recording import record_request
 from common.yaml_files import read_yaml_mapping
+from gpt2_study.children import Launch, run_launches
+from gpt2_study.report import describe_departure
+from gpt2_study.results import Measured, State
+from gpt2_study.verdict import OTHER_KERNELS, Kind, depart, relative_difference
 
 TOLERANCE = 1e-6
 """Relative tolerance within one framework: float32 sums of the same terms in another order."""

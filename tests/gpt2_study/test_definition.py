@@ -16,12 +16,12 @@ from common.errors import ConfigError
 from common.planner.fitting import resolve_on
 from common.planner.plan import make_plan, time_of
 from common.run_config import load_config
-from common.study.cells import PlannedCell, expand, words_of
-from common.study.command import describe_cells, predict
-from common.study.loading import Definition, load_definition
+from gpt2_study.cells import PlannedCell, expand, words_of
+from gpt2_study.command import describe_cells, predict
+from gpt2_study.loading import Definition, load_definition
 from tools.config_schema import study_schema
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "configs" / "study").glob("*.yaml"))
 TINY = str(ROOT / "configs" / "gpt2" / "run_gpt2_tiny.yaml")
 

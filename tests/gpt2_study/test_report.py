@@ -14,10 +14,10 @@ import pytest
 from common.errors import ConfigError
 from common.run_folder import LOCK
 from common.structured_files import read_json_mapping
-from common.study.command import StudyRequest, run_study
-from common.study.report import write_outcome
-from common.study.results import State, Study, read_study, write_study
-from tests.common.study.synthetic import MIB, cell, losses, measured, prediction, speeds, study
+from gpt2_study.command import StudyRequest, run_study
+from gpt2_study.report import write_outcome
+from gpt2_study.results import State, Study, read_study, write_study
+from tests.gpt2_study.synthetic import MIB, cell, losses, measured, prediction, speeds, study
 from tests.html_page import Page
 
 CELLS = 24
