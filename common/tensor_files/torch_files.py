@@ -13,7 +13,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,9 @@ def _torch(path: Path) -> Any:
 def read_torch(path: Path, content: Bytes) -> TensorFile:
     """Return tensors and values by their path in the saved object, joined by dots.
 
-    The CRC-32 of the tensors in a zip are compared when the first one is read, which then raises
-    CheckpointError; those of the other records are compared here. Raises CheckpointError if the
-    file names code, ConfigError without torch, and almost any error if the file is broken.
+    The CRC-32 of a tensor in a zip is compared when it is first read, which then raises CheckpointError; those of the
+    other records are compared here. Raises CheckpointError if the file names code, ConfigError without torch, and
+    almost any error if the file is broken.
     """
     torch = _torch(path)
     stand_ins, is_zip = dict(_STAND_INS), content[:4].tobytes() == ZIP_MAGIC
@@ -77,11 +77,8 @@ def read_torch(path: Path, content: Bytes) -> TensorFile:
             stand_ins[found[1]] = foreign_class(path, found[1])
     else:
         raise ValueError(f"it holds objects of more than {_MAX_CLASSES} classes")
-    check: Callable[[], None] | None = None
-    if is_zip:
-        _compare_checksums(path, content, of_tensors=False)
-        check = cache(lambda: _compare_checksums(path, content, of_tensors=True))
-    tree, tensors = plain_tree(saved, lambda name, value: _leaf_of(torch, name, value, check))
+    sums = _checksums_of_tensors(path, content) if is_zip else {}
+    tree, tensors = plain_tree(saved, partial(_leaf_of, torch, path, sums, set()))
     return TensorFile(path, tensors, tree)
 
 
@@ -98,8 +95,11 @@ def _allowing_only(torch_serialization: Any, stand_ins: dict[str, Callable[..., 
         torch_serialization.add_safe_globals(others)
 
 
-def _leaf_of(torch: Any, name: str, value: Any, check: Callable[[], None] | None) -> Any:
-    """Return a tensor as its bytes in the mapped file, and a name of torch as text."""
+def _leaf_of(torch: Any, path: Path, sums: dict[int, set[int]], read: set[int], name: str, value: Any) -> Any:
+    """Return a tensor as its bytes in the mapped file, and a name of torch as text.
+
+    sums: CRC-32 by bytes of the storage. read: addresses of the storages whose CRC-32 has been compared.
+    """
     if isinstance(value, torch.dtype | torch.device):
         return TorchName(value)
     if not isinstance(value, torch.Tensor):
@@ -112,28 +112,41 @@ def _leaf_of(torch: Any, name: str, value: Any, check: Callable[[], None] | None
     array.flags.writeable = False
 
     def load() -> NDArray[Any]:
-        if check is not None:
-            check()
+        storage = value.untyped_storage()
+        if (place := storage.data_ptr()) not in read and (known := sums.get(storage.nbytes())):
+            if crc32(torch.empty(0, dtype=torch.uint8).set_(storage).numpy()) not in known:
+                raise CheckpointError(
+                    f"{path}: {name} has changed since it was written (CRC-32); copy the file again or use another one"
+                )
+            read.add(place)
         return array
 
     return FileTensor(dtype=word, shape=array.shape, load=load)
 
 
-def _compare_checksums(path: Path, content: Bytes, *, of_tensors: bool) -> None:
-    """Compare the CRC-32 of the tensors of a zip, or of the rest; torch compares none. Raises
-    CheckpointError. After ``torch.serialization.set_crc32_options(False)`` all are 0.
+def _checksums_of_tensors(path: Path, content: Bytes) -> dict[int, set[int]]:
+    """Compare the CRC-32 of a zip's other records, since torch compares none. Raises CheckpointError.
+
+    Returns the CRC-32 of the tensors by their bytes. After ``torch.serialization.set_crc32_options(False)`` all are 0,
+    and none is returned.
     """
+    found: dict[int, set[int]] = {}
     with zipfile.ZipFile(path) as archive:
         for record in archive.infolist():
-            if ("/data/" in record.filename) == of_tensors:
-                lengths = content[record.header_offset + 26 : record.header_offset + 30]
-                first = record.header_offset + 30 + int(lengths.view("<u2").sum())
-                data = content[first : first + record.file_size]
-                if record.CRC and crc32(data.data) != record.CRC:
-                    raise CheckpointError(
-                        f"{path}: {record.filename} has changed since it was written (CRC-32); copy"
-                        " the file again or use another one"
-                    )
+            if not record.CRC:
+                continue
+            if "/data/" in record.filename:
+                found.setdefault(record.file_size, set()).add(record.CRC)
+                continue
+            lengths = content[record.header_offset + 26 : record.header_offset + 30]
+            first = record.header_offset + 30 + int(lengths.view("<u2").sum())
+            data = content[first : first + record.file_size]
+            if crc32(data.data) != record.CRC:
+                raise CheckpointError(
+                    f"{path}: {record.filename} has changed since it was written (CRC-32); copy"
+                    " the file again or use another one"
+                )
+    return found
 
 
 def write_torch(path: Path, tree: Any) -> None:

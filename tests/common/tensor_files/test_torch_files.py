@@ -199,9 +199,10 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
 
     flip(np.arange(300, dtype=np.float32).tobytes(), 77)
     stored = open_tensors(path)
-    for name in ("of_step_20", "b"):
-        with pytest.raises(CheckpointError, match=r"x.pt: x/data/0 has changed since it was"):
-            stored[name].read()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"x.pt: of_step_20 has changed since it was"):
+            stored["of_step_20"].read()
+    assert stored["b"].read().tolist() == [1] * 5
     flip(b"of_step_20", 8)
     refused(path, r"x.pt: x/data.pkl has changed")
     torch.serialization.set_crc32_options(False)
