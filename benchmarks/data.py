@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,9 @@ with open(out, "wb") as file:
 LIBRARIES = ("gigatoken", "tiktoken")
 
 
-def preprocessing_rows(corpus: Path, vocab: Path, merges: Path, repeats: int) -> Iterator[Row]:
-    """Raises RunError where a library makes other tokens than the peer."""
+def preprocessing_rows(inputs: Sequence[Path], repeats: int) -> Iterator[Row]:
+    """inputs: corpus, vocabulary and merges. Raises RunError where a library makes other tokens than the peer."""
+    corpus, vocab, merges = inputs
     size = corpus.stat().st_size / 1e6
     core = {min(os.sched_getaffinity(0))}
     environment = {**os.environ, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

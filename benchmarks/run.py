@@ -81,7 +81,7 @@ ALONE = "decoding"
 PARTS: dict[str, Callable[[Request], Iterator[Row]]] = {
     "training": lambda each: training.rows(each.device, each.output_dir, each.repeats, each.only, each.small),
     "generation": lambda each: decoding.generation_rows(each.device, each.repeats),
-    "preprocessing": lambda each: data.preprocessing_rows(*(each.data / name for name in CORPUS), each.repeats),
+    "preprocessing": lambda each: data.preprocessing_rows([each.data / name for name in CORPUS], each.repeats),
     "loader": lambda each: data.loader_rows(each.repeats),
     "conversion": lambda each: data.conversion_rows(each.config, each.folder, each.repeats),
     ALONE: lambda each: decoding.decoding_rows(each.repeats),

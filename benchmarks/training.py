@@ -18,7 +18,8 @@ from benchmarks.measure import Row
 from common.dataset.indexed import IndexedWriter
 from common.errors import ConfigError, RunError
 from common.paths import ROOT
-from gpt2_study.report import size, speed
+from common.planner.plan import three_digits as speed
+from gpt2_study.report import size
 from gpt2_study.results import Study, read_study
 from gpt2_study.statistics import Summary, compare, noise_of
 from gpt2_study.verdict import judge
@@ -53,7 +54,7 @@ def rows_of(study: Study) -> list[Row]:
     verdict = judge(study)
     cells, different = verdict.cells, verdict.different
     timed = [cell for cell in cells.values() if cell.speeds]
-    rows = []
+    rows: list[Row] = []
     for cell in cells.values():
         other = cells.get(cell.cell.baseline or "")
         if other is cell and cell.speeds:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, UserError
-from common.files import foreign_kind, open_input, reading
+from common.file_kinds import foreign_kind
+from common.files import open_input, reading
 
 MAX_JSON_BYTES = 32 * 2**20
 MAX_DEPTH = 64

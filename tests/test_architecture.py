@@ -21,7 +21,7 @@ PRODUCT = ("common", "gpt2_study", *sorted(BACKENDS))
 
 LAYERS = (
     ("errors", "interrupts", "log", "dialects"),
-    ("accelerators", "flags", "paths", "whole_numbers"),
+    ("accelerators", "file_kinds", "flags", "paths", "whole_numbers"),
     ("files",),
     ("structured_files", "hub", "run_folder"),
     ("yaml_files", "processes"),

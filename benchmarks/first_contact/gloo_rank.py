@@ -18,5 +18,5 @@ from run_gpt2 import main
 
 if __name__ == "__main__":
     devices._COMMUNICATION["cuda"] = "gloo"
-    devices.device_index = lambda *_: 0
+    devices.device_index = lambda *_: 0  # type: ignore[attr-defined]
     sys.exit(main())

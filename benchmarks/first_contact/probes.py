@@ -145,7 +145,9 @@ def saves(folder: str, kind: str) -> None:
     for asynchronous, step in ((True, 1), (False, 2)):
         with CheckpointWriter(Path(folder), asynchronous=asynchronous) as writer:
             start = time.perf_counter()
-            writer.save(engine.snapshot(TrainState(step=step)))
+            snapshot = engine.snapshot(TrainState(step=step))
+            assert snapshot is not None
+            writer.save(snapshot)
             took = time.perf_counter() - start
         if asynchronous:
             say("training waits s", took)
@@ -162,7 +164,7 @@ def texts(folder: str, kind: Any, new_tokens: str, *words: str) -> None:
         import torch
 
         torch.backends.cuda.enable_cudnn_sdp(True)
-        say("version of cuDNN", torch.backends.cudnn.version())
+        say("version of cuDNN", torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
     for rows in (1, 8):
         took = []
         for _ in range(2):

@@ -155,7 +155,7 @@ def hugging_face_model(config: Run) -> nn.Module:
         for name, weight in named.items():
             state[name].copy_(torch.from_numpy(weight.load().copy()))
     if config.train.recompute == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
     return model
 
 

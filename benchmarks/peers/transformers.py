@@ -57,6 +57,7 @@ class TransformersTrainer(Peer):
             with syncing:
                 losses.append(trainer.training_step(self.wrapped, part))
         norm = accelerator.clip_grad_norm_(self.wrapped.parameters(), trainer.args.max_grad_norm)
+        assert trainer.optimizer is not None
         trainer.optimizer.step()
         self.wrapped.zero_grad()
         return torch.stack(losses).sum().item(), float(norm)

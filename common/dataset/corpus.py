@@ -21,7 +21,8 @@ from typing import BinaryIO, Literal, cast
 from common.dataset.encodings import Recoded, require_no_nul
 from common.dataset.tables import ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC, PARQUET_MAGIC
 from common.errors import ConfigError, DataError
-from common.files import GZIP_MAGIC, foreign_kind, open_input, reading
+from common.file_kinds import GZIP_MAGIC, foreign_kind
+from common.files import open_input, reading
 from common.paths import require_package
 from common.structured_files import MalformedError, parse_json_item, parse_json_line, read_json_mapping
 

@@ -239,7 +239,9 @@ def read_header(path: Path) -> Header:
     with open_input(path, DataError) as file, reading(path, DataError):
         text = _header_of(file)
     try:
-        raw = parse_json(text or b"")
+        if text is None:
+            raise ValueError("no length with JSON behind it at the beginning")
+        raw = parse_json(text)
         schema, pages = raw["schema"][0], raw["page"] or []
         columns, fields = schema["schema"], tuple(schema["blob_fields"])
         kinds = {name: column["type"] for name, column in columns.items()}

@@ -70,8 +70,9 @@ class Descendants:
 
         cores: those to pin it to; empty for none. options: as of ``Popen``.
         """
-        before = os.sched_getaffinity(0) if cores else ()  # a mask that was set stays where the machine gets more cores
-        with suppress(OSError):  # none, or a core is no longer available: unpinned is better than not started
+        # without cores nothing is set: the kernel keeps a mask, also where a container gets more cores later
+        before = os.sched_getaffinity(0) if cores else ()
+        with suppress(OSError):  # of no cores, or of one that has gone: unpinned is better than not started
             os.sched_setaffinity(0, cores)  # inherited, so that its first threads are pinned too
         try:
             process = subprocess.Popen(  # noqa: S603 - no shell

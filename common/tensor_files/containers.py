@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import CheckpointError, UserError
-from common.files import HEAD_BYTES, foreign_kind
+from common.file_kinds import HEAD_BYTES, foreign_kind
 from common.structured_files import read_json_mapping
 from common.tensor_files.arrays import Bytes, TensorFile, map_file
 from common.tensor_files.mindspore_ckpt import read_mindspore
