@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, field, fields
 from types import NoneType
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+from common.whole_numbers import whole_number
 
 Request = TypeVar("Request")
 
@@ -34,6 +36,19 @@ def flag(
         settings["metavar"], text = found[1], text[found.end() :]
     metadata = {"flag": (text, names, group, positional, settings)}
     return field(default=MISSING if required else default, metadata=metadata)
+
+
+def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return argparse's type of a whole number from ``least`` to ``most``."""
+
+    def read(text: str) -> int:
+        number = whole_number(text)
+        if number is None or not least <= number <= (number if most is None else most):
+            expected = f"of {least} or more" if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number {expected}")
+        return number
+
+    return read
 
 
 class Parser(argparse.ArgumentParser):

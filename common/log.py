@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 LOG = logging.getLogger("gpt2")
@@ -46,6 +47,20 @@ def listed(texts: Sequence[str]) -> str:
     """Return texts as one list, shortened if there are very many."""
     more = f" and {len(texts) - MAX_LISTED} more" if len(texts) > MAX_LISTED else ""
     return ", ".join(texts[:MAX_LISTED]) + more
+
+
+def spans(numbers: Iterable[int], *, least: int = 2) -> str:
+    """Return numbers as text: ``0-2, 8``. least: number of neighbours that form a span."""
+    # neighbours differ from their places by as much
+    groups = groupby(enumerate(sorted(numbers)), key=lambda at: at[1] - at[0])
+    runs = [[number for _, number in group] for _, group in groups]
+    words = [[f"{run[0]}-{run[-1]}"] if len(run) >= least else map(str, run) for run in runs]
+    return ", ".join(word for run in words for word in run)
+
+
+def rank_names(ranks: Collection[int]) -> str:
+    """Return names such as ``rank 3`` or ``ranks 0-3, 8``."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {spans(ranks) or 'none'}"
 
 
 def progress_bar(*, total: int, initial: int = 0, unit: str = "step", description: str = "") -> Any:

@@ -86,57 +86,30 @@ def kind_of(value: Any) -> str:
 # ---- JSON ----
 
 
-def parse_json(text: str | bytes, *, unique: bool = True) -> Any:
+def parse_json(text: str | bytes, *, strict: bool = True) -> Any:
     """Return the value of a JSON text; NaN and Infinity are read as Python writes them.
 
-    unique: reject an object with a repeated key. Raises MalformedError.
+    strict: reject repeated keys and half of a surrogate pair, which an escape can produce. Raises MalformedError.
     """
-    if len(text) > MAX_JSON_BYTES:
-        raise MalformedError(f"longer than {MAX_JSON_BYTES / 2**20:g} MiB")
     try:
-        text = text if isinstance(text, str) else text.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_unique_keys if unique else None)
-        if "\\ud" in text.lower():
-            require_text(json.dumps(value, ensure_ascii=False))
+        text = text if isinstance(text, str) else text.decode()
+        value = json.loads(text, object_pairs_hook=_unique_keys if strict else None)
+        if strict and "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise _malformed(error) from None
     return value
 
 
-def parse_json_line(line: str | bytes) -> Any:
-    """Return the value of one line of a corpus. Raises MalformedError.
-
-    For speed it accepts repeated keys and NaN.
-    """
-    try:
-        return _FAST.decode(line if isinstance(line, str) else line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise _malformed(error) from None
-
-
 def parse_json_item(text: str, start: int = 0) -> tuple[Any, int]:
-    """Return the value that begins at ``start``, and where it ends; any text may follow.
-
-    Raises MalformedError. It is as fast and as lenient as parse_json_line.
-    """
+    """Return the value that begins at ``start``, and where it ends; any text may follow. Raises MalformedError."""
     try:
-        return _FAST.raw_decode(text, start)
+        return _DECODER.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         raise _malformed(error) from None
 
 
-_FAST = json.JSONDecoder()
-
-
-def _malformed(error: Exception) -> MalformedError:
-    if isinstance(error, MalformedError):
-        return error
-    if isinstance(error, UnicodeDecodeError):
-        return MalformedError(f"byte {error.start} is not UTF-8")
-    if isinstance(error, json.JSONDecodeError):
-        return MalformedError(error.msg, error.lineno, error.colno)
-    is_deep = isinstance(error, RecursionError)
-    return MalformedError("nested too deep" if is_deep else "a number of more digits than Python converts")
+_DECODER = json.JSONDecoder()
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -148,18 +121,19 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def require_text(text: str) -> str:
-    """Return a text that UTF-8 can hold.
-
-    Raises MalformedError for half of a surrogate pair, which an escape can produce.
-    """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise MalformedError(
-            f"the escape \\u{ord(text[error.start]):04x} is half of a pair, and not a character"
-        ) from None
-    return text
+def _malformed(error: Exception) -> MalformedError:
+    if isinstance(error, json.JSONDecodeError):
+        return MalformedError(error.msg, error.lineno, error.colno)
+    if isinstance(error, UnicodeDecodeError):
+        return MalformedError(f"byte {error.start} is not UTF-8")
+    if isinstance(error, UnicodeEncodeError):
+        return MalformedError(
+            f"the escape \\u{ord(error.object[error.start]):04x} is half of a pair, and not a character"
+        )
+    if isinstance(error, MalformedError):
+        return error
+    is_deep = isinstance(error, RecursionError)
+    return MalformedError("nested too deep" if is_deep else "a number of more digits than Python converts")
 
 
 def shown(value: Any) -> str:

@@ -2,14 +2,11 @@
 
 It is separate from ``structured_files`` because PyYAML takes 50 ms to load. Results are plain data without shared
 parts. Merge keys (``<<: *anchor``) are those of yaml.org/type/merge.
-
-Limits that no honest file reaches: size, nesting (64 levels), values (100,000, with aliases followed).
 """
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,17 +14,11 @@ from typing import Any
 import yaml
 
 from common.errors import ConfigError
-from common.structured_files import (
-    MAX_DEPTH,
-    MalformedError,
-    read_text,
-    require_mapping,
-    require_text,
-    shown,
-)
+from common.structured_files import MAX_DEPTH, MalformedError, read_text, require_mapping, shown
 
 MAX_YAML_BYTES = 2**20
 MAX_YAML_NODES = 100_000
+_MANY = f"more than {MAX_YAML_NODES:,} values once aliases are followed"
 
 KeyPath = tuple[str | int, ...]
 """The keys and positions that lead to a value."""
@@ -48,81 +39,86 @@ def read_yaml_mapping(path: Path, text: str | None = None, **wishes: Any) -> dic
     return require_mapping({} if found is None else found, str(path))
 
 
+_TAG = "tag:yaml.org,2002:"
 _SCALARS = {
     "bool": r"true|True|TRUE|false|False|FALSE",
     "null": r"~|null|Null|NULL|",
     "int": r"[-+]?[0-9]+",
     "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
 }
+_READERS: dict[str, Callable[[str], Any]] = {
+    "!!bool": lambda text: {"true": True, "false": False}[text.lower()],
+    "!!null": lambda _: None,
+    "!!int": int,
+    "!!float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
+    "!!str": str,
+}
 _RESOLVERS: dict[Any, Any] = {
-    None: [(f"tag:yaml.org,2002:{name}", re.compile(f"^(?:{pattern})$")) for name, pattern in _SCALARS.items()]
+    None: [(_TAG + name, re.compile(f"^(?:{pattern})$")) for name, pattern in _SCALARS.items()]
 }
 """Kinds of words without quotation marks, in PyYAML's form: of any first character."""
 
 
 class YamlLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with YAML 1.2 scalars: 6e-4 is a number, and yes, no, on, off are text.
-
-    ``plain`` makes data of the composed nodes, and counts them and their levels as it follows aliases.
-    """
+    """PyYAML's safe loader with YAML 1.2 scalars: 6e-4 is a number, and yes, no, on, off are text."""
 
     yaml_implicit_resolvers = _RESOLVERS
 
-    def __init__(self, text: str, lines: dict[KeyPath, int], is_text: IsText | None) -> None:
+    def __init__(
+        self,
+        text: str,
+        lines: dict[KeyPath, int] | None = None,
+        carriers: set[Any] | None = None,
+        is_text: IsText = lambda path, word: False,
+    ) -> None:
         super().__init__(text)
-        self._lines, self._is_text, self._seen = lines, is_text, 0
-        self.aliased: list[yaml.Node] = []
-        """Nodes that aliases stand for."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        is_alias = self.check_event(yaml.AliasEvent)  # type: ignore[no-untyped-call]
-        node = super().compose_node(parent, index)
-        self.aliased += [node] if is_alias and node is not None else []
-        return node
+        self._lines = {} if lines is None else lines
+        self._carriers: set[Any] = set() if carriers is None else carriers
+        self._is_text = is_text
+        self._tops: dict[int, KeyPath] = {}
+        """Key at the top of each node, by id."""
+        self._seen = 0
 
     def plain(self, node: yaml.Node, path: KeyPath = ()) -> Any:
         """Return the data of a composed node. Aliases are followed, and each place gets its own copy."""
         self._seen += 1
-        if self._seen > MAX_YAML_NODES:
-            raise MalformedError(f"more than {MAX_YAML_NODES:,} values once aliases are followed", *_line(node))
-        if len(path) > MAX_DEPTH:
-            raise MalformedError(f"nested deeper than {MAX_DEPTH} levels", *_line(node))
-        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        if self._seen > MAX_YAML_NODES or len(path) > MAX_DEPTH:
+            raise _fault(f"nested deeper than {MAX_DEPTH} levels, or {_MANY}", node)
+        if (top := self._tops.setdefault(id(node), path[:1])) != path[:1]:
+            self._carriers.update(top)
+        tag = node.tag.replace(_TAG, "!!")
         if isinstance(node, yaml.MappingNode) and tag == "!!map":
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and tag == "!!seq":
             return [self.plain(child, (*path, index)) for index, child in enumerate(node.value)]
         if not isinstance(node, yaml.ScalarNode) or tag not in _READERS:
-            raise MalformedError(f"the tag {tag} is not supported here", *_line(node))
-        if node.style is None and self._is_text is not None and self._is_text(path, node.value):
-            tag = "!!str"
-        return _read_scalar(node, tag)
+            raise _fault(f"the tag {tag} is not supported here", node)
+        try:
+            return _READERS["!!str" if node.style is None and self._is_text(path, node.value) else tag](node.value)
+        except (ValueError, KeyError):
+            raise _fault(f"{shown(node.value)} does not fit its tag {tag}", node) from None
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         found: dict[str, Any] = {}
         own: dict[str, int] = {}
+        merged: list[tuple[yaml.Node, yaml.Node]] = []
         for key, child in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise MalformedError("a key is a list or a mapping; expected text", *_line(key))
-            name = _read_scalar(key, "!!str")
-            if name in own:
-                dotted = shown(".".join(map(str, (*path, name))))
-                raise MalformedError(
-                    f"the key {dotted} is given twice (first in line {own[name]}); keep one", *_line(key)
-                )
-            own[name] = key.start_mark.line + 1
-            if name == "<<" and key.style is None:
-                # of several mappings the first wins
-                several = isinstance(child, yaml.SequenceNode)
-                for part in reversed(child.value) if several else [child]:
-                    if not isinstance(part, yaml.MappingNode):
-                        raise MalformedError("<<: expected a mapping, or a list of them", *_line(key))
-                    found |= self.plain(part, path)
-        for key, child in node.value:
-            if key.value != "<<" or key.style is not None:
-                here = (*path, key.value)
-                self._lines[here] = key.start_mark.line + 1
+                raise _fault("a key is a list or a mapping; expected text", key)
+            here = (*path, key.value)
+            if key.value in own:
+                dotted = shown(".".join(map(str, here)))
+                raise _fault(f"the key {dotted} is given twice (first in line {own[key.value]}); keep one", key)
+            own[key.value] = key.start_mark.line + 1
+            if key.value == "<<" and key.style is None:
+                merged += [(key, part) for part in (child.value if isinstance(child, yaml.SequenceNode) else [child])]
+            else:
+                self._lines.setdefault(here, own[key.value])
                 found[key.value] = self.plain(child, here)
+        for key, part in merged:  # the first wins
+            if not isinstance(part, yaml.MappingNode):
+                raise _fault("<<: expected a mapping, or a list of them", key)
+            found = self.plain(part, path) | found
         return found
 
 
@@ -137,57 +133,29 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=YamlDumper, sort_keys=False, allow_unicode=True)
 
 
-def parse_yaml(
-    text: str, lines: dict[KeyPath, int] | None = None, carriers: set[str] | None = None, is_text: IsText | None = None
-) -> Any:
+def parse_yaml(text: str, **wishes: Any) -> Any:
     """Return the value of a YAML text of one document; None if it is empty. Raises MalformedError.
 
-    Keys become text. A repeated key is rejected. lines: filled with the line of each key. carriers:
-    filled with the keys at the top whose value has an anchor that an alias uses. is_text: of words
+    Keys become text. A repeated key is rejected. wishes, each optional: lines, a dict to fill with the line of each
+    key; carriers, a set to fill with the keys at the top whose values aliases in other places use; is_text, of words
     that would be numbers, booleans or null.
     """
     if len(text) > MAX_YAML_BYTES:
         raise MalformedError(f"longer than {MAX_YAML_BYTES / 2**20:g} MiB")
     try:
-        loader = YamlLoader(text, {} if lines is None else lines, is_text)
+        loader = YamlLoader(text, **wishes)
         root = loader.get_single_node()
-        if carriers is not None and isinstance(root, yaml.MappingNode):
-            keys = [key for key, _ in root.value]
-            starts = [key.start_mark.index for key in keys]
-            carriers |= {
-                owner.value
-                for node in loader.aliased
-                if (owner := keys[bisect_right(starts, node.start_mark.index) - 1]) is not node
-            }
         return None if root is None else loader.plain(root)
     except yaml.MarkedYAMLError as error:
         problem = (error.problem or "not YAML").replace("second occurrence", "an anchor is defined twice")
-        raise MalformedError(problem, *_line(error)) from None
+        raise _fault(problem, error) from None
     except RecursionError:
         raise MalformedError("nested too deep") from None
     except yaml.YAMLError as error:
         raise MalformedError(str(error).partition("\n")[0]) from None
 
 
-_READERS: dict[str, Callable[[str], Any]] = {
-    "!!str": require_text,
-    "!!int": int,
-    "!!float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
-    "!!bool": lambda text: {"true": True, "false": False}[text.lower()],
-    "!!null": lambda text: {"": None, "~": None, "null": None}[text.lower()],
-}
-
-
-def _read_scalar(node: yaml.ScalarNode, tag: str) -> Any:
-    try:
-        return _READERS[tag](node.value)
-    except MalformedError as error:
-        raise MalformedError(error.problem, *_line(node)) from None
-    except (ValueError, KeyError):
-        raise MalformedError(f"{shown(node.value)} does not fit its tag {tag}", *_line(node)) from None
-
-
-def _line(found: Any) -> tuple[int, int]:
-    """Return line and column of a node, an event or an error of PyYAML; zeros if it has none."""
+def _fault(problem: str, found: Any) -> MalformedError:
+    """Return the error with the place of a node or of an error of PyYAML."""
     mark = getattr(found, "problem_mark", None) or getattr(found, "start_mark", None)
-    return (mark.line + 1, mark.column + 1) if mark else (0, 0)
+    return MalformedError(problem, mark.line + 1, mark.column + 1) if mark else MalformedError(problem)

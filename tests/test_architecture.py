@@ -20,8 +20,8 @@ BACKENDS = {"torch_gpt2", "mindformers_gpt2"}
 PRODUCT = ("common", "gpt2_study", *sorted(BACKENDS))
 
 LAYERS = (
-    ("errors", "interrupts", "log", "dialects"),
-    ("accelerators", "file_kinds", "flags", "paths", "whole_numbers"),
+    ("errors", "interrupts", "log", "dialects", "whole_numbers"),
+    ("accelerators", "file_kinds", "flags", "paths"),
     ("files",),
     ("structured_files", "hub", "run_folder"),
     ("yaml_files", "processes"),

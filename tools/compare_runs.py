@@ -27,9 +27,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import whole_numbers
 from common.errors import ConfigError
-from common.flags import flag
+from common.flags import at_least, flag
 from common.program import command
 from gpt2_study.compare import step_records
 from gpt2_study.compare.live_runs import Side, compare_runs, make_empty, read_run, record_step, remove, run_config
@@ -46,7 +45,7 @@ def _tolerance(text: str) -> float:
     return value
 
 
-_COUNT = whole_numbers.argument(1)
+_COUNT = at_least(1)
 _RANKS = "ranks of {} (default: those of the run folder; 1 for a configuration)"
 _SET = "override for {}; may be repeated"
 _PROGRAM = "script that runs {} in the place of run_gpt2.py, such as that of another version"

@@ -17,10 +17,9 @@ from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from common import whole_numbers
 from common.conversion.convert import convert, convert_as_mindformers_did
 from common.errors import ConfigError
-from common.flags import flag
+from common.flags import at_least, flag
 from common.program import command
 from common.systems.table import FORMATS
 from common.systems.weights import FLOATS
@@ -49,7 +48,7 @@ class Request:
         "read the output back and compare it bit for bit; compare ids of a text and logits too where both have them"
     )
     layers: int | None = flag(
-        "N: MindFormers' option: blocks of the file at --torch_path (default: 12)", type=whole_numbers.argument(1)
+        "N: MindFormers' option: blocks of the file at --torch_path (default: 12)", type=at_least(1)
     )
     torch_path: Path | None = flag("FILE: MindFormers' option: Hugging Face's pytorch_model.bin to read")
     mindspore_path: Path | None = flag("FILE: MindFormers' option: the .ckpt to write")

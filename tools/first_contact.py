@@ -250,7 +250,7 @@ def run_all(arguments: Request, kind: str) -> int:
             f"{', '.join(missing)}: not installed; pip install -r requirements.txt, or without a"
             " network fetch wheels elsewhere by --wheels"
         )
-    from common.structured_files import parse_json_line
+    from common.structured_files import parse_json
     from common.yaml_files import dump_yaml, read_yaml_mapping
 
     tree = read_yaml_mapping(CHECKS)
@@ -269,7 +269,7 @@ def run_all(arguments: Request, kind: str) -> int:
         config |= {"base": str(ROOT / config["base"])}
         (out / f"{name}.yaml").write_text(place.fill(dump_yaml(config)))
     saved = (out / ROWS).read_text().splitlines() if (out / ROWS).exists() else []
-    rows = {row["name"]: row for row in map(parse_json_line, saved)}
+    rows = {row["name"]: row for row in map(parse_json, saved)}
     again = [name for name in checks if name not in rows or rows[name]["reason"] == NO_TIME]
     try:
         for name in arguments.only or again:
@@ -292,13 +292,13 @@ def run_all(arguments: Request, kind: str) -> int:
 
 def ask_device(kind: str, backend: str) -> dict[str, Any]:
     """Return name, number and memory of the devices. Raises DeviceError where there are none."""
-    from common.structured_files import parse_json_line
+    from common.structured_files import parse_json
 
     command = [sys.executable, PROBES, "device", kind, backend]
     done = subprocess.run(command, capture_output=True, text=True)  # noqa: S603
     if done.returncode:
         raise DeviceError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
-    found: dict[str, Any] = parse_json_line(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = parse_json(done.stdout.splitlines()[-1], strict=False)
     return found
 
 

@@ -20,14 +20,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import whole_numbers
 from common.cluster.hccn import device_addresses
 from common.cluster.places import parse_devices, parse_range
 from common.cluster.rank_table import RankTable, Server, TableDevice, parse_address, table_warnings, validate
 from common.cluster.rank_table_files import read_table, write_table
 from common.errors import DataError
 from common.files import refuse_to_overwrite
-from common.flags import flag
+from common.flags import at_least, flag
 from common.processes.addresses import is_loopback
 from common.program import command
 
@@ -41,9 +40,7 @@ class Request:
     visible_devices: str | None = flag(
         "N,...: physical number of logical device 0, 1, ... (default: 0 to device_num_per_node - 1)"
     )
-    device_num_per_node: int = flag(
-        "N: devices of this machine", default=8, type=whole_numbers.argument(1, MAX_DEVICES)
-    )
+    device_num_per_node: int = flag("N: devices of this machine", default=8, type=at_least(1, MAX_DEVICES))
     server_ip: str | None = flag("IP: address of this machine for the others (default: that of its host name)")
     hccn_conf: Path | None = flag("FILE: read addresses only from FILE (default: ask hccn_tool, else /etc/hccn.conf)")
     output_dir: Path = flag("DIR: folder for the table (default: the current one)", default=Path())

@@ -33,7 +33,6 @@ from common.flags import parse
 from common.launcher.host_list import run_over_ssh
 from common.launcher.launch import start
 from common.launcher.request import DistributeOptions, Options, parse_distribute, parse_standalone
-from common.launcher.terminal import open_standard_streams
 from common.program import command
 from common.run_config import read_config
 
@@ -52,7 +51,6 @@ bad arguments; else its own, 128+n: signal n.
 
 @command()
 def main(words: list[str]) -> int:
-    open_standard_streams()
     kind, *words = words or ["--help"]
     if kind in ("--help", "-h"):
         kind, words = "distribute", ["--help"]

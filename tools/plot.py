@@ -12,8 +12,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import whole_numbers
-from common.flags import flag
+from common.flags import at_least, flag
 from common.program import command
 from common.training.plot import plot_runs
 
@@ -41,7 +40,7 @@ class Request:
     smoothing: int = flag(
         "ROWS: rows of metrics.jsonl that a point averages (default: a fiftieth of a run)",
         default=0,
-        type=whole_numbers.argument(1),
+        type=at_least(1),
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import CheckpointError
-from common.structured_files import parse_json_line, read_bytes
+from common.structured_files import parse_json, read_bytes
 from common.tensor_files.checksummed import file_checksum
 
 MANIFEST = "manifest.json"
@@ -49,7 +49,7 @@ def unseal(content: bytes) -> dict[str, Any]:
     text, found, _ = content.rpartition(_BEFORE_SUM)
     if not found or _sealed(text) != content:
         raise ValueError("its text has changed since it was written (CRC-32)")
-    record: dict[str, Any] = parse_json_line(content)  # of any length
+    record: dict[str, Any] = parse_json(content, strict=False)  # of any length
     del record[_SUM]
     return record
 

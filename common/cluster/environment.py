@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError
 from common.processes.addresses import DEFAULT_PORT, LOOPBACK, OWN_PORTS, is_loopback
-from common.whole_numbers import MAX_RANKS, shortened, whole_number
+from common.whole_numbers import MAX_RANKS, whole_number
 
 if TYPE_CHECKING:
     from common.cluster.rank_table import RankTable
@@ -141,7 +141,7 @@ def place_of_pod(environ: Mapping[str, str]) -> Process | None:
     nodes, master = variables.text("PET_NNODES"), variables.master
     if nodes is not None and ":" in nodes:
         raise ConfigError(
-            f"environment: PET_NNODES={shortened(nodes)}: the job is elastic; remove"
+            f"environment: PET_NNODES={nodes}: the job is elastic; remove"
             " elasticPolicy from the PyTorchJob: a run has a fixed number of ranks"
         )
     if nodes is None and not (in_pod(environ) and master and variables.text("WORLD_SIZE")):
@@ -198,9 +198,9 @@ class _Variables:
         text = self.environ.get(name, "")
         if not text and otherwise is not None:
             return otherwise
-        number = whole_number(text, most_digits=10)
+        number = whole_number(text)
         if number is None or number < least:
-            found = f"{name}={shortened(text)}" if text else f"{name} is not set"
+            found = f"{name}={text}" if text else f"{name} is not set"
             raise ConfigError(f"environment: {found}: expected {what}, {least} or more")
         return number
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from common.cluster.environment import in_pod
 from common.errors import ConfigError
+from common.log import spans
 from common.processes.addresses import LOOPBACK, is_here
-from common.whole_numbers import MAX_RANKS, shortened, spans
+from common.whole_numbers import MAX_RANKS
 
 if TYPE_CHECKING:
     from common.cluster.rank_table import RankTable, Server
@@ -69,7 +70,7 @@ def parse_range(text: str, name: str = "DEVICE_RANGE", list_name: str = "--devic
     if not found:
         single = f"; for single devices give {list_name} 0,1,4" if list_name else ""
         raise ConfigError(
-            f"{name} is {shortened(text)!r}, expected a range such as '[0,8]', of the first device"
+            f"{name} is {text!r}, expected a range such as '[0,8]', of the first device"
             " and an exclusive, greater end; quote it, since the shell replaces [0,8] with the name"
             f" of a file 0 or 8 in this folder{single}"
         )
@@ -81,9 +82,7 @@ def parse_devices(text: str, name: str = "--devices") -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
     numbers = [int(word) for word in words if re.fullmatch("[0-9]{1,9}", word)]
     if len({*numbers}) < len(words) or len(words) > MAX_RANKS:
-        raise ConfigError(
-            f"{name} {shortened(text)!r}: expected device numbers, each once, with commas between, such as 0,1,4"
-        )
+        raise ConfigError(f"{name} {text!r}: expected device numbers, each once, with commas between, such as 0,1,4")
     return tuple(numbers)
 
 

@@ -14,7 +14,7 @@ from common.cluster.places import Placement, RankPlacement
 from common.errors import ConfigError
 from common.paths import ROOT
 from common.processes.addresses import DEFAULT_PORT, LOOPBACK, free_port, interface_of, is_ip, may_be_host, own_address
-from common.whole_numbers import shortened, whole_number
+from common.whole_numbers import whole_number
 
 FOREIGN = (
     "RANK_TABLE_FILE",
@@ -181,7 +181,7 @@ def parse_port(text: str, where: str) -> int:
     port = whole_number(text)
     if port is None or not 0 < port < 65535:
         raise ConfigError(
-            f"{where}: {shortened(text)!r} is not a usable port; expected 1024 to 65534, with the next port free too"
+            f"{where}: {text!r} is not a usable port; expected 1024 to 65534, with the next port free too"
         )
     return port
 

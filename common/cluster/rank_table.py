@@ -23,8 +23,8 @@ from pydantic import (
 )
 
 from common.errors import DataError
+from common.log import spans
 from common.processes.addresses import is_ip, is_loopback
-from common.whole_numbers import shortened, spans
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Model = TypeVar("_Model", bound="Record")
@@ -62,7 +62,7 @@ class Record(BaseModel):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
         where = "".join(f"[{at}]" if isinstance(at, int) else f": {at}" for at in first["loc"])
-        given = shortened(json.dumps(first["input"]))
+        given = json.dumps(first["input"])
         found = f": found {given}; {first['msg'].removeprefix('Value error, ')}"
         found = " is missing" if first["type"] == "missing" else found
         raise DataError(f"{place}{where}{found}; make the table again") from None

@@ -30,7 +30,6 @@ from common.errors import DataError
 from common.files import atomic_write, reading
 from common.log import LOG
 from common.structured_files import MAX_JSON_BYTES, MalformedError, parse_json, read_text
-from common.whole_numbers import shortened
 
 _POLL_SECONDS = 1.0
 _SAID_EACH = 30.0
@@ -224,14 +223,14 @@ def parse_table(data: Any, place: str) -> RankTable:
     NotReadyError while the platform is still filling it.
     """
     if not isinstance(data, dict):
-        raise DataError(f"{place}: found {shortened(json.dumps(data))}; expected a JSON object")
+        raise DataError(f"{place}: found {json.dumps(data)}; expected a JSON object")
     status, version = data.get("status"), data.get("version")
     if status == "initializing":
         raise NotReadyError(
             f"{place}: status is 'initializing': the platform has not filled the table yet; try again later"
         )
     if status != "completed":
-        found = "is missing" if status is None else f"is {shortened(json.dumps(status))}"
+        found = "is missing" if status is None else f"is {json.dumps(status)}"
         raise DataError(f"{place}: status {found}; expected 'completed': the table was not finished; make it again")
     if "group_list" in data:
         return _from_0(_Table0.read(data, place), place)
@@ -242,7 +241,7 @@ def parse_table(data: Any, place: str) -> RankTable:
     if version == "1.2" and "server_list" in data:
         return SuperPodTable.read(data, place)
     keys = ", ".join(key if key.isprintable() else ascii(key) for key in data)
-    found = shortened(json.dumps(version))
+    found = json.dumps(version)
     raise DataError(
         f"{place}: version {found} with the keys {keys} is not a known rank table;"
         " expected version 1.0 or 1.2 with server_list, 2.0 with rank_list, or group_list; other"

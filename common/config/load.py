@@ -23,7 +23,7 @@ from common.errors import ConfigError
 from common.files import atomic_write, reading
 from common.paths import ROOT, looked_in
 from common.structured_files import MAX_DEPTH, MalformedError, read_text
-from common.yaml_files import MAX_YAML_BYTES, IsText, KeyPath, dump_yaml, parse_yaml, read_yaml_mapping
+from common.yaml_files import MAX_YAML_BYTES, KeyPath, dump_yaml, parse_yaml, read_yaml_mapping
 
 # Text that stands for a mapping, so that ``precision.softmax=...`` refines ``precision: bf16`` instead of replacing it.
 _SHORTHANDS: dict[KeyPath, Callable[[Any], Any]] = {
@@ -209,17 +209,15 @@ def read_yaml_text(path: Path) -> str:
     return read_text(path, limit=MAX_YAML_BYTES)
 
 
-def read_yaml(
-    path: Path, carriers: set[str] | None = None, is_text: IsText | None = None, text: str | None = None
-) -> _Read:
+def read_yaml(path: Path, text: str | None = None, **wishes: Any) -> _Read:
     """Return the keys and values of a YAML file, and ``file:line`` of every key.
 
-    carriers, is_text: as of ``parse_yaml``. text: content of the file, if it has been read. Raises ConfigError, also
-    for a key given twice.
+    text: content of the file, if it has been read. wishes: of ``parse_yaml``. Raises ConfigError, also for a key given
+    twice.
     """
     text = read_yaml_text(path) if text is None else text
     lines: dict[KeyPath, int] = {}
-    tree = read_yaml_mapping(path, text, lines=lines, carriers=carriers, is_text=is_text)
+    tree = read_yaml_mapping(path, text, lines=lines, **wishes)
     return tree, {key: f"{path}:{line}" for key, line in lines.items()}
 
 

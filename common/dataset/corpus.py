@@ -24,7 +24,7 @@ from common.errors import ConfigError, DataError
 from common.file_kinds import GZIP_MAGIC, foreign_kind
 from common.files import open_input, reading
 from common.paths import require_package
-from common.structured_files import MalformedError, parse_json_item, parse_json_line, read_json_mapping
+from common.structured_files import MalformedError, parse_json, parse_json_item, read_json_mapping
 
 _log = logging.getLogger(__name__)
 _HEAD_BYTES = 1 << 20
@@ -192,7 +192,7 @@ def _is_array(text: str, complete: bool) -> bool:
 
 def _parses(text: str) -> bool:
     try:
-        parse_json_line(text)
+        parse_json(text, strict=False)
     except MalformedError:
         return False
     return True

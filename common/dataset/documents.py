@@ -11,7 +11,7 @@ from common.dataset.blocks import BLANK_LINES, END_OF_TEXT, Block, DocumentRule,
 from common.dataset.corpus import open_corpus
 from common.dataset.encodings import advice, require_no_nul
 from common.errors import DataError
-from common.structured_files import MalformedError, parse_json_line
+from common.structured_files import MalformedError, parse_json
 
 _BLANK_LINES = re.compile(BLANK_LINES.pattern.decode())
 _SPACES_ONLY = re.compile(rb"\n[ \t\r\f\v]+\n")
@@ -119,7 +119,7 @@ def _parse_lines(block: Block, text: str, keys: tuple[str, ...]) -> list[tuple[s
         if not line or line.isspace():
             continue
         try:
-            item = parse_json_line(line)
+            item = parse_json(line, strict=False)
         except MalformedError as error:
             where = f"{block.path}: line {number}, column {error.column or 1}"
             if line.startswith("\ufeff"):

@@ -12,9 +12,8 @@ from common.dataset.encodings import DOCUMENT_BYTES, checked_encoding
 from common.dataset.metadata import Shard, parse_shard
 from common.errors import ConfigError, DataError
 from common.files import refuse_to_overwrite
-from common.flags import flag
+from common.flags import at_least, flag
 from common.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
-from common.whole_numbers import argument
 
 DEFAULT_SEQ_LENGTH, DEFAULT_PIECES = 1024, 100
 
@@ -43,7 +42,7 @@ class PreprocessOptions:
         "N: leave out documents of N characters or fewer (default: 0)",
         *("--min-length", "--min_length"),
         default=0,
-        type=argument(),
+        type=at_least(0),
     )
     json_keys: tuple[str, ...] = flag(
         "KEY: keys of a JSON object, or columns of a table, to extract, one output each",
@@ -59,7 +58,7 @@ class PreprocessOptions:
         f" (default: {DOCUMENT_BYTES >> 20})",
         "--max-document-mib",
         default=DOCUMENT_BYTES,
-        type=lambda text: argument(1)(text) << 20,
+        type=lambda text: at_least(1)(text) << 20,
     )
     tokenizer_type: str | None = flag(
         f"KIND: kind of tokenizer: {', '.join(TOKENIZERS)}, or the name that Megatron or"
@@ -93,13 +92,13 @@ class PreprocessOptions:
     )
     seq_length: int | None = flag(
         "N: mindrecord: tokens a row predicts; a row has N + 1, its last one begins the next (default: 1024)",
-        type=argument(1),
+        type=at_least(1),
     )
-    num_splits: int | None = flag("N: mindrecord: files to spread the rows over (default: 1)", type=argument(1))
+    num_splits: int | None = flag("N: mindrecord: files to spread the rows over (default: 1)", type=at_least(1))
     num_pieces: int | None = flag(
         "N: pieces: files to divide the documents over (default: 100)",
         *("--num-pieces", "--num_pieces"),
-        type=argument(1),
+        type=at_least(1),
     )
     dataset_impl: Literal["lazy", "cached", "mmap"] = flag(
         "Megatron's choice of an implementation; only mmap is written", default="mmap"

@@ -23,12 +23,12 @@ from common.doctor import machine, software
 from common.doctor.allreduce import FACTS, try_all_reduce
 from common.doctor.report import Check, error, exit_code, ok, warning
 from common.errors import ConfigError, DataError
-from common.flags import flag
+from common.flags import at_least, flag
 from common.launcher.jobs import make_children, make_hosts
 from common.launcher.supervisor import Job
 from common.paths import TOOLS
 from common.processes.addresses import DEFAULT_PORT, is_own
-from common.whole_numbers import MAX_RANKS, argument, whole_number
+from common.whole_numbers import MAX_RANKS, whole_number
 
 IMPORT_SECONDS = 120.0
 LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
@@ -45,8 +45,8 @@ class DoctorRequest:
         " with --master, of each host (default then: its devices, 2 on a CPU)"
     )
     master: str | None = flag("IP:PORT: address of host 0 and a port, where the hosts meet without a rank table")
-    nnodes: int | None = flag("N: number of hosts", type=argument(1))
-    node_rank: int | None = flag("K: number of this host, from 0; host 0 has rank 0", type=argument())
+    nnodes: int | None = flag("N: number of hosts", type=at_least(1))
+    node_rank: int | None = flag("K: number of this host, from 0; host 0 has rank 0", type=at_least(0))
     backend: str | None = flag(
         "framework to check (default: torch where it is installed, else mindspore)", choices=sorted(software.BACKENDS)
     )

@@ -20,7 +20,7 @@ from common.device import missing_for_kernels
 from common.doctor.report import Check, error, ok, warning
 from common.processes.addresses import interface_of, is_loopback
 from common.processes.process_tree import last_line, run_program
-from common.whole_numbers import shortened, whole_number
+from common.whole_numbers import whole_number
 
 HCCL_PORTS = 16
 _RESOLVE_SECONDS = 5.0
@@ -120,7 +120,7 @@ def _check_hccl_ports(environ: Mapping[str, str], root: Path) -> Check:
     name, text = "HCCL ports", environ.get("HCCL_IF_BASE_PORT") or "60000"
     base = whole_number(text)
     if base is None or not 1024 <= base <= 65520:
-        found = f"HCCL_IF_BASE_PORT={shortened(text)}"
+        found = f"HCCL_IF_BASE_PORT={text}"
         return error(name, found, "give a number from 1024 to 65520")
     ports = range(base, base + HCCL_PORTS)
     busy = [port for port in ports if not _can_listen(port)]

@@ -30,9 +30,9 @@ from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 from common.errors import ConfigError, RunError
 from common.launcher.rank_process import Failure, RankState
 from common.launcher.terminal import tell
+from common.log import rank_names, spans
 from common.processes.addresses import is_own, listen
 from common.structured_files import MalformedError, parse_json
-from common.whole_numbers import rank_names, spans
 
 LIFE_SECONDS = 2.0
 LOST_SECONDS = 30.0

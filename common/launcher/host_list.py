@@ -19,7 +19,6 @@ from common.paths import ROOT
 from common.processes.addresses import is_ip, may_be_host
 from common.processes.heartbeat import start_heartbeat
 from common.processes.process_tree import tied
-from common.whole_numbers import shortened
 
 _STOP_CHECK_SECONDS = 0.2
 _PASSED_ON = re.compile(
@@ -37,7 +36,7 @@ def parse_hosts(text: str, option: str = "--hosts") -> tuple[str, ...]:
         # ssh would take a leading - for an option
         if host.startswith("-") or not host.isprintable() or not may_be_host(host.rpartition("@")[2]):
             raise ConfigError(
-                f"{option} {text!r}: {shortened(host)!r} is not the name or address of a host; expected such as"
+                f"{option} {text!r}: {host!r} is not the name or address of a host; expected such as"
                 " 10.0.0.1,10.0.0.2, without ports or slots: the range says how many ranks each host starts"
             )
         if hosts.count(host) > 1:

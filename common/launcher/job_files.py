@@ -20,10 +20,9 @@ import jinja2
 
 from common.command_line import RUN_MODES
 from common.errors import ConfigError
-from common.flags import flag
+from common.flags import at_least, flag
 from common.paths import ROOT
 from common.processes.addresses import DEFAULT_PORT
-from common.whole_numbers import argument, shortened
 
 RANK_TABLE = "/user/serverid/devindex/config/hccl.json"
 """Place of the rank table in MindCluster's containers."""
@@ -54,7 +53,7 @@ def _of_form(pattern: str, expected: str, *, secret: bool = False) -> Callable[[
         found = re.fullmatch(pattern, text)
         if found is None:
             said = text.partition("=")[0] if secret else text
-            raise ArgumentTypeError(f"{shortened(said)!r}: expected {expected}")
+            raise ArgumentTypeError(f"{said!r}: expected {expected}")
         return tuple(found.groupdict().values()) or text
 
     return parse
@@ -74,8 +73,8 @@ class JobRequest:
     kind: Literal["volcano", "pytorchjob"] = flag("kind of the job", required=True, positional=True)
     config: Path = flag("FILE: YAML of the run", required=True, group="run")
     mode: str = flag("what run_gpt2.py does", "--run_mode", default="train", choices=RUN_MODES)
-    nodes: int = flag("N: pods", required=True, type=argument(1, 9999))
-    devices: int = flag("N: devices of each node, and ranks", required=True, type=argument(1, 64))
+    nodes: int = flag("N: pods", required=True, type=at_least(1, 9999))
+    devices: int = flag("N: devices of each node, and ranks", required=True, type=at_least(1, 64))
     words: tuple[str, ...] = flag(SUPPRESS, default=(), positional=True, nargs="*", metavar="section.key=value")
     name: str = flag("NAME: name of the job", required=True, group="job", type=_LABEL)
     image: str = flag(
@@ -85,7 +84,7 @@ class JobRequest:
     namespace: str = flag("NAME: namespace", default="default", type=_LABEL)
     queue: str = flag("NAME: queue of Volcano", default="default", type=_LABEL)
     restarts: int = flag(
-        "N: attempts after a failure; each resumes from the last checkpoint", default=3, type=argument(0, 1000)
+        "N: attempts after a failure; each resumes from the last checkpoint", default=3, type=at_least(0, 1000)
     )
     mount: tuple[tuple[str, str], ...] = flag(
         "SOURCE:PATH: persistent volume claim, or folder of the node where SOURCE begins with /,"
@@ -139,7 +138,7 @@ class JobRequest:
         last = f"-worker-{max(0, self.nodes - 1)}"  # behind the name in that of a pod
         if len(self.name + last) > 63:
             raise ConfigError(
-                f"--name {shortened(self.name)!r}: expected at most {63 - len(last)} characters, with {last} behind it"
+                f"--name {self.name!r}: expected at most {63 - len(last)} characters, with {last} behind it"
             )
         taken = {"/dev/shm", str(PurePosixPath(self.rank_table).parent)}  # noqa: S108
         for option, names in (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from argparse import SUPPRESS
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from pathlib import Path
 from common.cluster.environment import in_pod
 from common.cluster.places import parse_devices, parse_range
 from common.errors import ConfigError
-from common.flags import flag
+from common.flags import at_least, flag
 from common.launcher.host_list import parse_hosts
-from common.whole_numbers import argument, shortened, whole_number
+from common.whole_numbers import whole_number
 
 NO_TABLE = ("none", "-")
 USAGE = (
@@ -36,7 +35,7 @@ class Options:
         "N: times to start all ranks again after a failure, from the newest complete checkpoint"
         " (default: runtime.max_restarts of the config, 0)",
         *("--max_restarts", "--max-restarts"),
-        type=argument(),
+        type=at_least(0),
     )
     program: Path | None = flag(SUPPRESS)
     """For tools/study.py: a script of another system that takes the words of run_gpt2.py."""
@@ -51,12 +50,12 @@ class DistributeOptions(Options):
     master: str | None = flag("IP:PORT: address of the host of rank 0 and a port, where the ranks meet")
     devices: str | None = flag("N,N: numbers of the devices of this machine, in place of the range")
     nnodes: int | None = flag(
-        "N: number of hosts, without a rank table", *("--nnodes", "--num_nodes", "--num-nodes"), type=argument(1)
+        "N: number of hosts, without a rank table", *("--nnodes", "--num_nodes", "--num-nodes"), type=at_least(1)
     )
     node_rank: int | None = flag(
         "K: number of this host, from 0, without a rank table (default: the host of --master is 0,"
         " the others are numbered as they come)",
-        type=argument(),
+        type=at_least(0),
     )
     node_ips: str | None = flag(
         "IP,IP: addresses of all hosts, that of rank 0 first, in place of --master, --nnodes and"
@@ -98,8 +97,7 @@ def parse_distribute(options: DistributeOptions, modes: Sequence[str], argv: tup
     if devices is not None:  # a list in place of the range
         if len(words) > 2 and words[2].strip()[:1] in ("[", "("):
             raise ConfigError(
-                f"--devices {shortened(devices)} and DEVICE_RANGE {shortened(words[2])} both name"
-                " devices; leave one of them out"
+                f"--devices {devices} and DEVICE_RANGE {words[2]} both name devices; leave one of them out"
             )
         words = (*words[:2], devices, *words[2:])
     if len(words) < 4:
@@ -111,10 +109,10 @@ def parse_distribute(options: DistributeOptions, modes: Sequence[str], argv: tup
     config = _file(words[1], "config_path")
     numbers = parse_range(words[2]) if devices is None else parse_devices(devices)
     mode = _mode(words[3], modes)
-    rank_size = whole_number(words[4], most_digits=9) if len(words) > 4 else None
+    rank_size = whole_number(words[4]) if len(words) > 4 else None
     if devices is not None and rank_size is not None:
         raise ConfigError(
-            f"--devices {shortened(devices)} with RANK_SIZE={rank_size}: RANK_SIZE makes the range"
+            f"--devices {devices} with RANK_SIZE={rank_size}: RANK_SIZE makes the range"
             " one of ranks; leave RANK_SIZE out and give --nnodes N, or give a range of ranks"
         )
     return LaunchRequest(
@@ -136,10 +134,9 @@ def parse_standalone(options: Options, modes: Sequence[str], argv: tuple[str, ..
     if len(words) < 3:
         raise ConfigError(f"{len(words)} arguments, expected CONFIG_PATH DEVICE_ID RUN_MODE\n{USAGE_STANDALONE}")
     config = _file(words[0], "config_path")
-    device = whole_number(words[1], most_digits=9)
+    device = whole_number(words[1])
     if device is None:
-        problem = "is too large" if re.fullmatch("[0-9]+", words[1]) else "is not a number"
-        raise ConfigError(f"device_id={shortened(words[1])} {problem}")
+        raise ConfigError(f"device_id={words[1]} is not a number")
     return LaunchRequest(
         **vars(options),
         argv=argv,

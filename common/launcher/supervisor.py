@@ -29,10 +29,10 @@ from common.failures import Found, find_errors, language_of, merged
 from common.launcher.host_channel import LOOK_SECONDS, Host, HostChannel, Hosts, Message, host_name
 from common.launcher.rank_process import Failure, ProcessSpec, RankProcess, RankState, set_aside, stalled_ranks
 from common.launcher.terminal import Terminal
+from common.log import rank_names
 from common.processes.heartbeat import DUMP_SIGNAL
 from common.processes.process_tree import Descendants, in_words, watch
 from common.run_folder import RESTART_COUNT, append_attempt
-from common.whole_numbers import rank_names
 
 RESTARTABLE = ("train", "finetune")
 """Modes that are started again; the others have nothing to resume."""
@@ -244,7 +244,10 @@ class _Supervisor:
                 self._show_stacks(outcome.failure.ranks)
         self._show()
         if self._job.follow and self._shown.log.new_output():
-            self._terminal.say(self._terminal.rest)
+            line_end = "\n" if self._terminal.in_a_line else ""
+            self._terminal.say(
+                f"{line_end}the rest of the output is in {self._shown.log.path}; a restart adds a number to that name"
+            )
         for process in self._processes:
             process.close()
         if undead := descendants.undead:
@@ -297,7 +300,6 @@ class _Supervisor:
         self._processes = [RankProcess(spec, folder, self._host) for spec in self._job.children]
         self._ranks = [process for process in self._processes if not process.spec.name]
         self._shown = min(self._ranks, key=lambda process: process.spec.rank)
-        self._terminal.log = self._shown.log.path if self._job.follow else None
 
     def _start(self, descendants: Descendants) -> None:
         """Start all processes, up to the first that cannot be started."""

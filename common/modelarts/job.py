@@ -20,7 +20,7 @@ from common.modelarts.files import bring_files, bring_output, local_folder, outp
 from common.processes.addresses import LOOPBACK, interface_of, is_own
 from common.resolve.derive import resolve_mode
 from common.systems.config import ConfigFile, Opened
-from common.whole_numbers import MAX_RANKS, shortened, whole_number
+from common.whole_numbers import MAX_RANKS, whole_number
 
 
 def run_job(
@@ -216,5 +216,5 @@ def _number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
     text = environ.get(name) or str(otherwise)
     number = whole_number(text)
     if number is None or number > MAX_RANKS:
-        raise ConfigError(f"environment: {name}={shortened(text)}: expected a whole number, {MAX_RANKS} at most")
+        raise ConfigError(f"environment: {name}={text}: expected a whole number, {MAX_RANKS} at most")
     return number

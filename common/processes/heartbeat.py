@@ -36,7 +36,7 @@ def start_heartbeat() -> None:
     """
     global _pipe
     words = [os.environ.pop("GPT2_HEARTBEAT_FD", ""), os.environ.get("GPT2_LAUNCHER_PID", "")]
-    pipe, launcher = (whole_number(word, most_digits=9) for word in words)
+    pipe, launcher = (whole_number(word) for word in words)
     if _pipe is not None or pipe is None or launcher is None:
         return
     if not die_with_parent(launcher):

@@ -37,7 +37,7 @@ def read_foreign(
 
     def read(file: Path) -> tuple[dict[str, Any], Sources]:
         carriers: set[str] = set()
-        own, sources = read_yaml(file, carriers, text=text if file is path else None)
+        own, sources = read_yaml(file, carriers=carriers, text=text if file is path else None)
         for name in carriers if sections else ():
             if not difflib.get_close_matches(name, sections, n=1, cutoff=0.75):  # it may be misspelled
                 own.pop(name, None)

@@ -14,7 +14,7 @@ from typing import IO, Any
 from common.errors import ConfigError, StorageError
 from common.files import atomic_write
 from common.log import LOG
-from common.structured_files import MalformedError, parse_json_line
+from common.structured_files import MalformedError, parse_json
 from common.training.trackers import Trackers
 
 METRICS_FILE = "metrics.jsonl"
@@ -137,7 +137,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _parse(line: str) -> dict[str, Any] | None:
     try:
-        row = parse_json_line(line)
+        row = parse_json(line, strict=False)
     except MalformedError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

@@ -24,7 +24,7 @@ from typing import Any
 
 from common.config.load import flatten
 from common.log import LOG
-from common.structured_files import MalformedError, parse_json_line
+from common.structured_files import MalformedError, parse_json
 
 SECONDS_TO_FINISH = 30.0
 """Seconds that the end of a run waits for all trackers together."""
@@ -170,7 +170,7 @@ class _Tracker(threading.Thread):
         held = {"rows": len(earlier), "step": earlier[-1][0] if earlier else 0}
         state: Any = {}
         with suppress(OSError, MalformedError):
-            state = parse_json_line(record.read_bytes())
+            state = parse_json(record.read_bytes(), strict=False)
         run = state.pop("run", None) if isinstance(state, dict) else None
         if state != held:
             run = None

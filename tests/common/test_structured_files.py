@@ -12,7 +12,6 @@ from common.structured_files import (
     MalformedError,
     parse_json,
     parse_json_item,
-    parse_json_line,
     read_json_mapping,
     read_text,
 )
@@ -43,7 +42,7 @@ def test_malformed_json_is_one_exception(text: str | bytes, problem: str) -> Non
     with pytest.raises(MalformedError, match=problem):
         parse_json(text)
     if any(word in problem for word in ("column 8", "nested", "digits")):
-        for read in (parse_json_line, parse_json_item):
+        for read in (parse_json, parse_json_item):
             with pytest.raises(MalformedError):
                 read(text)  # type: ignore[operator]
 
@@ -52,7 +51,7 @@ def test_json_within_the_limits() -> None:
     tree = {"a": [1, 2.5, None, True, "x"], "b": {}}
     assert parse_json('{"a": [1, 2.5, null, true, "x"], "b": {}}') == tree
     assert parse_json('["\\ud83d\\ude00"]') == ["😀"]
-    assert parse_json('{"a": 1, "a": 2}', unique=False) == {"a": 2}
+    assert parse_json('{"a": 1, "a": 2}', strict=False) == {"a": 2}
     assert parse_json_item('x {"a": 1}, rest', 2) == ({"a": 1}, 10)
 
 
@@ -69,7 +68,6 @@ def test_json_within_the_limits() -> None:
         ("seed: !!python/object:os.system x", "python/object"),
         ("a: [1, 2", "line 1"),
         ("a: 1\n\tb: 2", "line 2"),
-        ('"\\udfff": 1', "udfff is half of a pair"),
         ("a: " + "9" * 5000, "does not fit"),
         ("a: 1\n---\nb: 2", "another document"),
         ("a" * (2**20 + 1), "longer than 1 MiB"),
@@ -143,11 +141,11 @@ def test_merge_keys_are_those_of_yaml_org(text: str, expected: dict[str, object]
 def test_lines_of_keys_and_of_merged_ones() -> None:
     lines: dict[tuple[str | int, ...], int] = {}
     carriers: set[str] = set()
-    parse_yaml("a: &a\n  x: 1\n  y: 2\nb:\n  <<: *a\n  y: 3\nc: &c 1", lines, carriers)
+    parse_yaml("a: &a\n  x: 1\n  y: 2\nb:\n  <<: *a\n  y: 3\nc: &c 1", lines=lines, carriers=carriers)
     assert (lines["b", "x"], lines["b", "y"]) == (2, 6)
     assert carriers == {"a"}
     lines.clear()
-    parse_yaml("a:\n  - b: 1\n    c: {d: 2}", lines)
+    parse_yaml("a:\n  - b: 1\n    c: {d: 2}", lines=lines)
     assert lines == {("a",): 1, ("a", 0, "b"): 2, ("a", 0, "c"): 3, ("a", 0, "c", "d"): 3}
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from common.cluster.environment import Process, in_pod, torch_variables
 from common.cluster.rank_environment import hccl_seconds, network_of
 from common.errors import ConfigError, RunError
+from common.log import rank_names
 from common.parallel.run import Run
 from common.parallel.topology import GroupKind, Topology
 from common.parallel.world import Arrival, WorldBase, exit_barrier
 from common.processes.addresses import LOOPBACK, is_loopback, listen
-from common.whole_numbers import rank_names
 from torch_gpt2.device import TorchDevice, wide_type
 from torch_gpt2.private_api import limit_new_groups
 

@@ -14,8 +14,9 @@ from common.dialects.megatron import STATIC
 from common.dialects.oneflow import DEFAULTS, POSITIVE, TABLE
 from common.dialects.rules import Ignored, MapTo, Rule
 from common.errors import ConfigError
+from common.flags import at_least
 from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
-from common.whole_numbers import MAX_RANKS, argument
+from common.whole_numbers import MAX_RANKS
 
 
 def _translate(theirs: ForeignKeys, ours: Translation) -> None:
@@ -70,9 +71,9 @@ def _options(flags: Sequence[str], environ: Mapping[str, str]) -> list[str] | No
     """Return the options for run_distribute.sh, None where nothing is to be launched. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="oneflow_gpt.training", add_help=False, allow_abbrev=False)
     for name in ("gpus-per-node", "nodes"):
-        parser.add_argument(f"--num-{name}", type=argument(1, MAX_RANKS), default=1)
+        parser.add_argument(f"--num-{name}", type=at_least(1, MAX_RANKS), default=1)
     parser.add_argument("--node-ips", default="")
-    parser.add_argument("--ctrl-port", type=argument(1, 65535))
+    parser.add_argument("--ctrl-port", type=at_least(1, 65535))
     parser.add_argument("--use-rdma", action="store_true")
     given = parser.parse_known_args(flags)[0]
     world = given.num_nodes * given.num_gpus_per_node

@@ -7,7 +7,6 @@ import pty
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -249,16 +248,10 @@ def test_ranks_and_what_they_started_die_with_a_launcher_that_is_killed(
     until(lambda: not any(map(is_alive, pids)))
 
 
-def test_a_reader_that_takes_nothing_does_not_stop_the_launcher(start: Callable[..., Started], tmp_path: Path) -> None:
-    """Standard output is a pipe that nobody reads, with more to copy than it holds, or full. What
-    was lost is told on standard error.
-    """
-    run = start("print('y' * 6_000_000); raise SystemExit(3)", follow=True, stderr=subprocess.PIPE)
+def test_a_reader_that_takes_nothing_does_not_stop_the_launcher(start: Callable[..., Started]) -> None:
+    """Standard output is a pipe that nobody reads, with more to copy than it holds, or full."""
+    run = start("print('y' * 6_000_000); raise SystemExit(3)", follow=True)
     assert run.process.wait(timeout=30) == 3
-    assert run.process.stderr is not None
-    said = run.process.stderr.read()
-    assert "rank 0 (device 4) ended with exit code 3" in said
-    assert f"the rest of the output is in {tmp_path / 'mf_parallel0' / 'mindformer.log'}" in said
     with Path("/dev/full").open("wb") as full:
         run = start("print('x')\nraise SystemExit(3)", stdout=full, stderr=full, follow=True)
         assert run.process.wait(timeout=30) == 3
