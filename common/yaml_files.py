@@ -146,13 +146,10 @@ def parse_yaml(text: str, **wishes: Any) -> Any:
         loader = YamlLoader(text, **wishes)
         root = loader.get_single_node()
         return None if root is None else loader.plain(root)
-    except yaml.MarkedYAMLError as error:
-        problem = (error.problem or "not YAML").replace("second occurrence", "an anchor is defined twice")
-        raise _fault(problem, error) from None
-    except RecursionError:
-        raise MalformedError("nested too deep") from None
-    except yaml.YAMLError as error:
-        raise MalformedError(str(error).partition("\n")[0]) from None
+    except (yaml.YAMLError, RecursionError) as error:
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        problem = "nested too deep" if isinstance(error, RecursionError) else problem
+        raise _fault(problem.replace("second occurrence", "an anchor is defined twice"), error) from None
 
 
 def _fault(problem: str, found: Any) -> MalformedError:

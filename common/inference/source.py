@@ -223,7 +223,6 @@ def read_export(folder: Path, *, verify: bool = False) -> dict[str, Any]:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
         if digest != sha256:
             raise CheckpointError(
-                f"{path}: its bytes have changed since it was exported (SHA-256 {digest[:12]}, {RECORD}"
-                f" says {sha256[:12]}); copy the folder again, or export again"
+                f"{path}: its bytes have changed since it was exported (SHA-256); copy the folder again, or export again"
             )
     return record
