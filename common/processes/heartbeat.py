@@ -46,7 +46,7 @@ def start_heartbeat() -> None:
     try:
         if not stat.S_ISFIFO(os.fstat(pipe).st_mode):
             return
-    except OSError:
+    except (OSError, OverflowError):
         return
     os.set_inheritable(pipe, False)
     os.set_blocking(pipe, False)

@@ -114,7 +114,7 @@ def test_a_rank_whose_launcher_has_gone_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "pipe"), [("", "x"), ("own", "x"), ("", "77"), ("x", "77"), ("own", "77"), ("own", "1")]
+    "launcher, pipe", [("", "x"), ("own", "x"), ("", "77"), ("x", "77"), ("own", "77"), ("own", "1"), ("own", "1" * 10)]
 )
 def test_a_process_that_was_not_launched_does_nothing(launcher: str, pipe: str) -> None:
     """77 is not an open file, and 1 is made a file that is not a pipe."""
