@@ -13,6 +13,7 @@ from dataclasses import MISSING, Field, field, fields
 from types import NoneType
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
+from common.errors import ConfigError
 from common.whole_numbers import whole_number
 
 Request = TypeVar("Request")
@@ -55,7 +56,7 @@ class Parser(argparse.ArgumentParser):
     """Parser that answers a wrong word with the error, without its whole usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n{self.prog} --help explains the options\n")
+        self.exit(2, f"error: {ConfigError(message)}\n{self.prog} --help explains the options\n")
 
 
 def make_parser(
@@ -95,11 +96,8 @@ def parse(request: type[Request], words: Sequence[str] | None, about: str | None
 def _settings(kind: Any, each: Field[Any]) -> dict[str, Any]:
     """Return argparse's settings for a field of this type."""
     text, _, _, positional, given = each.metadata["flag"]
-    settings: dict[str, Any] = {} if positional else {"dest": each.name}
-    default = None if each.default is MISSING else each.default
-    if each.default is MISSING and not positional:
-        settings["required"] = True
-    shown = default
+    settings: dict[str, Any] = {} if positional else {"dest": each.name, "required": each.default is MISSING}
+    shown = default = None if each.default is MISSING else each.default
     if NoneType in get_args(kind):
         (kind,) = (one for one in get_args(kind) if one is not NoneType)
     if get_origin(kind) is tuple:
