@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
@@ -32,14 +32,14 @@ def raise_interrupts() -> None:
 @contextmanager
 def ending_at_interrupts() -> Iterator[None]:
     """Let Ctrl-C end the process at once within the block: the import of a framework."""
-    with _handling(_end, signal.SIGINT):
+    with handling({signal.SIGINT: _end}):
         yield
 
 
 @contextmanager
 def exiting_at_sigterm() -> Iterator[None]:
     """Turn SIGTERM, from a scheduler, into SystemExit within the block, so that partial files can be removed."""
-    with _handling(lambda number, _: sys.exit(128 + number), signal.SIGTERM):
+    with handling({signal.SIGTERM: lambda number, _: sys.exit(128 + number)}):
         yield
 
 
@@ -51,7 +51,7 @@ def holding_signals() -> Iterator[list[int]]:
     """
     held: list[int] = []
     try:
-        with _handling(lambda number, _: held.append(number), signal.SIGINT, signal.SIGTERM):
+        with handling(dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda number, _: held.append(number))):
             yield held
     finally:
         if held:
@@ -59,10 +59,11 @@ def holding_signals() -> Iterator[list[int]]:
 
 
 @contextmanager
-def _handling(handler: Callable[[int, FrameType | None], Any], *numbers: int) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in numbers if _may_set(number)}
+def handling(handlers: Mapping[int, Any]) -> Iterator[dict[int, Any]]:
+    """Set handlers of signals. Yields those before, which come back."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items() if _may_set(number)}
     try:
-        yield
+        yield before
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
@@ -93,7 +94,7 @@ class StopSignal(ExitStack):
     number: int | None = None
 
     def __enter__(self) -> StopSignal:
-        self.enter_context(_handling(self._note, signal.SIGTERM, signal.SIGINT))
+        self.enter_context(handling(dict.fromkeys((signal.SIGTERM, signal.SIGINT), self._note)))
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -14,8 +14,8 @@ import re
 import shlex
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -26,6 +26,7 @@ from typing import Any
 from common.cluster.environment import connect_limit
 from common.errors import DataError, signal_name
 from common.failures import Found, find_errors, language_of, merged
+from common.interrupts import handling
 from common.launcher.host_channel import LOOK_SECONDS, Host, HostChannel, Hosts, Message, host_name
 from common.launcher.rank_process import Failure, ProcessSpec, RankProcess, RankState, set_aside, stalled_ranks
 from common.launcher.terminal import Terminal
@@ -138,17 +139,6 @@ def pause(failures: int) -> float:
     return min(2.0 ** (min(failures, 30) - 1), _MAX_PAUSE) if failures else 0.0
 
 
-@contextmanager
-def _handling(handlers: Mapping[int, Any]) -> Iterator[dict[int, Any]]:
-    """Set handlers of signals. Yields those before, which come back."""
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield before
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 class _Supervisor:
     """Supervisor of all attempts of a run on this host."""
 
@@ -190,7 +180,7 @@ class _Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 handlers[number] = note
-        with _handling(handlers) as self._handlers_before, closing(self._channel):
+        with handling(handlers) as self._handlers_before, closing(self._channel):
             while True:
                 began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
                 outcome = self._attempt()
@@ -270,7 +260,7 @@ class _Supervisor:
             if not self._goes_on(self._channel.next(LOOK_SECONDS)):
                 return False
         if self._before:
-            with _handling(self._handlers_before):
+            with handling(self._handlers_before):
                 self._job = self._make_job(self._number)
         else:
             self._open_logs()
@@ -284,7 +274,7 @@ class _Supervisor:
                 self._terminal.say(f"logs of the attempt before: {next(filter(None, kept))}, and beside it")
             self._open_logs()
         if self._job.when_met is not None:
-            with _handling(self._handlers_before):
+            with handling(self._handlers_before):
                 self._job.when_met(max(own, begun))  # host 0 may have begun anew
         return True
 
