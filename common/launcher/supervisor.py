@@ -234,10 +234,8 @@ class _Supervisor:
                 self._show_stacks(outcome.failure.ranks)
         self._show()
         if self._job.follow and self._shown.log.new_output():
-            line_end = "\n" if self._terminal.in_a_line else ""
-            self._terminal.say(
-                f"{line_end}the rest of the output is in {self._shown.log.path}; a restart adds a number to that name"
-            )
+            log = self._shown.log.path
+            self._terminal.say(f"the rest of the output is in {log}; a restart adds a number to that name")
         for process in self._processes:
             process.close()
         if undead := descendants.undead:

@@ -35,7 +35,7 @@ class Terminal:
     def __init__(self) -> None:
         self._live = ""
         """Text of the live line; empty for none."""
-        self.in_a_line = False
+        self._in_a_line = False
         """Whether the last copied text has no line end yet."""
         self._has_live_line = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._texts: queue.Queue[tuple[TextIO, str] | None] = queue.Queue(maxsize=1000)
@@ -48,17 +48,19 @@ class Terminal:
         return self._texts.qsize() < _MOST_WAITING
 
     def say(self, text: str, *, error: bool = False) -> None:
-        """Print a line of the launcher itself, to standard output or standard error."""
+        """Print a line of the launcher itself, to standard output or standard error, below what was copied."""
+        if self._in_a_line:
+            self.copy("\n")
         self._put(sys.stderr if error else sys.stdout, f"{text}\n")
 
     def copy(self, text: str) -> None:
         """Copy text to standard output unchanged."""
         self._put(sys.stdout, text)
-        self.in_a_line = not text.endswith("\n")
+        self._in_a_line = not text.endswith("\n")
 
     def live(self, text: str) -> None:
         """Show a short line in place of the one before; only on a terminal."""
-        if self._has_live_line and text != self._live and not self.in_a_line:
+        if self._has_live_line and text != self._live and not self._in_a_line:
             self._put(sys.stdout, f"{_CLEAR}{text}")
             self._live = text
 
