@@ -17,7 +17,7 @@ from lm_eval.tasks.wikitext.preprocess_wikitext import (
 )
 
 from common.errors import DataError
-from common.structured_files import MalformedError, parse_json_line, read_text
+from common.structured_files import MalformedError, parse_json, read_text
 
 __all__ = ["chid", "detokenize_wikitext", "lambada", "process_wikitext", "wikitext"]
 
@@ -72,7 +72,7 @@ def _rows(path: Path, fields: dict[str, type]) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = parse_json_line(line)
+            row = parse_json(line, strict=False)
         except MalformedError as fault:
             raise DataError(f"{path}:{number}: not valid JSON: {fault}") from None
         for name, kind in fields.items():

@@ -7,6 +7,7 @@ continuation keeps its place, settings that are not known are refused.
 import importlib
 import json
 import math
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from common.errors import ConfigError
+from common.errors import ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ROOT / "configs" / "lm_eval"
@@ -44,6 +45,19 @@ WIKITEXT = """
 
  Short .
 """
+
+
+def test_tasks_read_json_lines_without_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = SimpleNamespace(process_results=None, wikitext_detokenizer=None)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(Dataset=SimpleNamespace(from_list=list)))  # type: ignore[arg-type]
+    for name in ("lm_eval", "lm_eval.tasks", "lm_eval.tasks.wikitext", "lm_eval.tasks.wikitext.preprocess_wikitext"):
+        monkeypatch.setitem(sys.modules, name, harness)  # type: ignore[arg-type]
+    tasks, file = runpy.run_path(str(TASKS / "data.py")), tmp_path / "texts.jsonl"
+    file.write_text('{"text": "a", "text": "b"}\n\n{"text": "c"}\n')
+    assert tasks["lambada"](lambada=str(file)) == {"test": [{"text": "b"}, {"text": "c"}]}
+    file.write_text('{"text": "a"}\n{"text"')
+    with pytest.raises(DataError, match=r"texts\.jsonl:2: not valid JSON"):
+        tasks["lambada"](lambada=str(file))
 
 
 def test_without_the_package_one_message_says_what_to_install() -> None:
