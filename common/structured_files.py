@@ -127,9 +127,7 @@ def _malformed(error: Exception) -> MalformedError:
     if isinstance(error, UnicodeDecodeError):
         return MalformedError(f"byte {error.start} is not UTF-8")
     if isinstance(error, UnicodeEncodeError):
-        return MalformedError(
-            f"the escape \\u{ord(error.object[error.start]):04x} is half of a pair, and not a character"
-        )
+        return MalformedError(f"the escape \\u{ord(error.object[error.start]):04x} is half of a pair of surrogates")
     if isinstance(error, MalformedError):
         return error
     is_deep = isinstance(error, RecursionError)

@@ -18,12 +18,9 @@ from common.structured_files import MAX_DEPTH, MalformedError, read_text, requir
 
 MAX_YAML_BYTES = 2**20
 MAX_YAML_NODES = 100_000
-_MANY = f"more than {MAX_YAML_NODES:,} values once aliases are followed"
 
 KeyPath = tuple[str | int, ...]
 """The keys and positions that lead to a value."""
-IsText = Callable[[KeyPath, str], bool]
-"""Tells whether a word without quotation marks is text there, even one such as 42 or true."""
 
 
 def read_yaml_mapping(path: Path, text: str | None = None, **wishes: Any) -> dict[str, Any]:
@@ -48,7 +45,7 @@ _SCALARS = {
 }
 _READERS: dict[str, Callable[[str], Any]] = {
     "!!bool": lambda text: {"true": True, "false": False}[text.lower()],
-    "!!null": lambda _: None,
+    "!!null": lambda text: {"": None, "~": None, "null": None}[text.lower()],
     "!!int": int,
     "!!float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
     "!!str": str,
@@ -69,7 +66,7 @@ class YamlLoader(yaml.SafeLoader):
         text: str,
         lines: dict[KeyPath, int] | None = None,
         carriers: set[Any] | None = None,
-        is_text: IsText = lambda path, word: False,
+        is_text: Callable[[KeyPath, str], bool] = lambda path, word: False,
     ) -> None:
         super().__init__(text)
         self._lines = {} if lines is None else lines
@@ -82,8 +79,10 @@ class YamlLoader(yaml.SafeLoader):
     def plain(self, node: yaml.Node, path: KeyPath = ()) -> Any:
         """Return the data of a composed node. Aliases are followed, and each place gets its own copy."""
         self._seen += 1
-        if self._seen > MAX_YAML_NODES or len(path) > MAX_DEPTH:
-            raise _fault(f"nested deeper than {MAX_DEPTH} levels, or {_MANY}", node)
+        if self._seen > MAX_YAML_NODES:
+            raise _fault(f"more than {MAX_YAML_NODES:,} values once aliases are followed", node)
+        if len(path) > MAX_DEPTH:
+            raise _fault(f"nested deeper than {MAX_DEPTH} levels", node)
         if (top := self._tops.setdefault(id(node), path[:1])) != path[:1]:
             self._carriers.update(top)
         tag = node.tag.replace(_TAG, "!!")
@@ -137,8 +136,8 @@ def parse_yaml(text: str, **wishes: Any) -> Any:
     """Return the value of a YAML text of one document; None if it is empty. Raises MalformedError.
 
     Keys become text. A repeated key is rejected. wishes, each optional: lines, a dict to fill with the line of each
-    key; carriers, a set to fill with the keys at the top whose values aliases in other places use; is_text, of words
-    that would be numbers, booleans or null.
+    key; carriers, a set to fill with the keys at the top whose values aliases under other keys use; is_text, which
+    tells whether a word without quotation marks is text there, even one such as 42 or true.
     """
     if len(text) > MAX_YAML_BYTES:
         raise MalformedError(f"longer than {MAX_YAML_BYTES / 2**20:g} MiB")
@@ -146,7 +145,9 @@ def parse_yaml(text: str, **wishes: Any) -> Any:
         loader = YamlLoader(text, **wishes)
         root = loader.get_single_node()
         return None if root is None else loader.plain(root)
-    except (yaml.YAMLError, RecursionError) as error:
+    except MalformedError:
+        raise
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:  # the last two of chr() for an escape
         problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
         problem = "nested too deep" if isinstance(error, RecursionError) else problem
         raise _fault(problem.replace("second occurrence", "an anchor is defined twice"), error) from None
