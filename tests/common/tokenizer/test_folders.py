@@ -205,6 +205,7 @@ CLOSED = {
         (lambda tree: tree["model"].update(ignore_merges=True), "HuggingFaceTokenizer"),
         (lambda tree: tree["model"]["vocab"].pop("<unused3>"), "HuggingFaceTokenizer"),
         (lambda tree: tree["added_tokens"].append({"content": "<|user|>", "id": 1 << 40}), None),
+        (lambda tree: tree["added_tokens"].append({"content": "\ud800", "id": 1}), None),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["saved by transformers 5"])
@@ -214,7 +215,7 @@ def test_a_tokenizer_json_that_is_not_gpt2s(name, folder, change, kind) -> None:
     change(tree)
     file.write_text(json.dumps(tree))
     if kind is None:
-        with pytest.raises(TokenizerError, match="id 1099511627776; expected"):
+        with pytest.raises(TokenizerError, match=r"id 1099511627776; expected|half of a pair"):
             load_tokenizer(None, folder)
         return
     after = load_tokenizer(None, folder)
