@@ -136,7 +136,7 @@ def parse_standalone(options: Options, modes: Sequence[str], argv: tuple[str, ..
     config = _file(words[0], "config_path")
     device = whole_number(words[1])
     if device is None:
-        raise ConfigError(f"device_id={words[1]} is not a number")
+        raise ConfigError(f"device_id={words[1]} is not a number of 18 digits or fewer")
     return LaunchRequest(
         **vars(options),
         argv=argv,
