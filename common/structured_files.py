@@ -93,7 +93,7 @@ def parse_json(text: str | bytes, *, strict: bool = True) -> Any:
     """
     try:
         text = text if isinstance(text, str) else text.decode()
-        value = json.loads(text, object_pairs_hook=_unique_keys if strict else None)
+        value = (_STRICT if strict else _DECODER).decode(text)
         if strict and "\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -109,9 +109,6 @@ def parse_json_item(text: str, start: int = 0) -> tuple[Any, int]:
         raise _malformed(error) from None
 
 
-_DECODER = json.JSONDecoder()
-
-
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
@@ -119,6 +116,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise MalformedError(f"the key {shown(key)} is given twice in one object")
         found[key] = value
     return found
+
+
+_DECODER, _STRICT = json.JSONDecoder(), json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 
 def _malformed(error: Exception) -> MalformedError:

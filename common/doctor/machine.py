@@ -120,7 +120,7 @@ def _check_hccl_ports(environ: Mapping[str, str], root: Path) -> Check:
     name, text = "HCCL ports", environ.get("HCCL_IF_BASE_PORT") or "60000"
     base = whole_number(text)
     if base is None or not 1024 <= base <= 65520:
-        found = f"HCCL_IF_BASE_PORT={text}"
+        found = f"HCCL_IF_BASE_PORT={text:.40}"
         return error(name, found, "give a number from 1024 to 65520")
     ports = range(base, base + HCCL_PORTS)
     busy = [port for port in ports if not _can_listen(port)]

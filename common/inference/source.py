@@ -222,7 +222,5 @@ def read_export(folder: Path, *, verify: bool = False) -> dict[str, Any]:
         with reading(path, CheckpointError), path.open("rb") as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
         if digest != sha256:
-            raise CheckpointError(
-                f"{path}: its bytes have changed since it was exported (SHA-256); copy the folder again, or export again"
-            )
+            raise CheckpointError(f"{path}: its bytes have changed since it was exported; copy the folder again")
     return record

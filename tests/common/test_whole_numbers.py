@@ -11,9 +11,8 @@ import pytest
 from common.cluster.environment import find_process
 from common.cluster.rank_environment import given_port, parse_master
 from common.errors import ConfigError
-from common.flags import at_least, make_parser
+from common.flags import at_least
 from common.modelarts.job import find_places
-from common.processes import heartbeat
 from common.whole_numbers import whole_number
 
 NONE = ["", "٣٣٣٣", "３３", "3_3", "+3", "-3", " 3", "3 ", "3\n", "3.0", "0x3", "²", "9" * 19]
@@ -51,23 +50,3 @@ def test_a_number_that_is_none(read: Callable[[Any], Any], given: Any, message: 
     with pytest.raises((ConfigError, argparse.ArgumentTypeError)) as error:
         read(given)
     assert message in str(error.value) and len(str(error.value)) < 1000
-
-
-def test_a_wrong_word_of_any_length_is_a_short_message(capsys: pytest.CaptureFixture[str]) -> None:
-    """argparse's messages are no GPT2Error, which cuts its own."""
-    parser = make_parser(None)
-    parser.add_argument("--count", type=at_least(1))
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--count", "9" * 100_000])
-    said = capsys.readouterr().err
-    assert said.startswith("error: argument --count: '999") and "expected a whole number of 1 or more" in said
-    assert len(said) < 1100
-
-
-def test_a_heartbeat_that_no_pipe_has_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number of 18 digits is more than the system takes for a file."""
-    monkeypatch.setattr(heartbeat, "die_with_parent", lambda launcher: True)
-    monkeypatch.setenv("GPT2_LAUNCHER_PID", "1")
-    monkeypatch.setenv("GPT2_HEARTBEAT_FD", "9" * 18)
-    heartbeat.start_heartbeat()
-    assert heartbeat._pipe is None
