@@ -36,8 +36,8 @@ class EncodedBlock:
     sequences of each; 0 for a text without a token, as in Megatron's preprocess_data.py, and for the format ``pieces``
     for a document that was left out.
     empty: number of those, and of blank pieces of plain text, which are not counted as documents.
-    short: documents skipped; short_bytes: their text. text_bytes: bytes of text read. read_bytes:
-    bytes taken from disk. marks: how often each special token is spelled that stays text.
+    unknown: tokens of text that the vocabulary lacks. short: documents skipped; short_bytes: their text. text_bytes:
+    bytes of text read. read_bytes: bytes taken from disk. marks: how often each special token is spelled that stays text.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -46,16 +46,16 @@ class EncodedBlock:
     text_bytes: int
     read_bytes: int
     empty: int = 0
+    unknown: int = 0
     short: int = 0
     short_bytes: int = 0
     marks: Mapping[str, int] = field(default_factory=dict)
 
 
 def limit_tokenizer_threads() -> None:
-    """Let the tokenizer libraries use one thread in this process.
+    """Let the tokenizer libraries use one thread in this process, or one worker would take every core.
 
-    Call it before the first of them is imported: they read these variables when their thread pool
-    starts. Otherwise one worker would take every core.
+    Call it before the first of them is imported: they read these variables when their thread pool starts.
     """
     os.environ["RAYON_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -130,10 +130,8 @@ def encode_block(block: Block, tokenizer: Tokenizer, options: PreprocessOptions)
         return [_encode(documents, tokenizer, options, block.read_bytes) for documents in found]
     assert isinstance(block.data, bytes)
     ids, sizes = parse_ids(block.data, str(block.path), block.offset, tokenizer.vocab_size, tokenizer.eod_id)
-    documents, text_bytes = np.ones(len(sizes), dtype=np.int64), len(block.data)
-    return [
-        EncodedBlock(tokens=ids, sizes=sizes, documents=documents, text_bytes=text_bytes, read_bytes=block.read_bytes)
-    ]
+    every, text_bytes = np.ones(len(sizes), dtype=np.int64), len(block.data)
+    return [EncodedBlock(tokens=ids, sizes=sizes, documents=every, text_bytes=text_bytes, read_bytes=block.read_bytes)]
 
 
 def _encode(documents: Documents, tokenizer: Tokenizer, options: PreprocessOptions, read_bytes: int) -> EncodedBlock:
@@ -168,6 +166,7 @@ def _encode(documents: Documents, tokenizer: Tokenizer, options: PreprocessOptio
         sizes=sizes,
         documents=counts,
         empty=empty,
+        unknown=np.count_nonzero(ids == tokenizer.unknown_id),
         short=short,
         short_bytes=short_bytes,
         text_bytes=documents.size,
@@ -214,8 +213,7 @@ _LAST_WORD = re.compile(r"([^\s(\[\"'\u201c\u2018]+)\.$")
 def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
     """Return the sentences of ``text`` in order, without empty ones.
 
-    Rules need no model to download (nltk's punkt does) and give the same result everywhere. A
-    sentence ends
+    Rules need no model to download (nltk's punkt does) and give the same result everywhere. A sentence ends
     * at . ! ? or an ellipsis, with its closing quotes and brackets, if white space follows,
       - but not after a known abbreviation ("Mr.", "e.g."), after a single capital letter ("J.
         Smith"), or before a small letter ("etc. and so on");

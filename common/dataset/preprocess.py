@@ -50,8 +50,8 @@ class Progress:
     """Counts so far, summed over the keys.
 
     prefixes: of the pairs, one per key. kept: whether they were there already, which is so for a finished shard.
-    empty: texts without a token: empty documents, and blank pieces of plain text, which are not
-    counted as documents. short: documents left out; short_bytes: their part of text_bytes.
+    empty: texts without a token: empty documents, and blank pieces of plain text, which are not counted as documents.
+    unknown: tokens of text that the vocabulary lacks. short: documents left out; short_bytes: their part of text_bytes.
     read_bytes: bytes of total_bytes that were taken from disk. seconds: time since the start.
     """
 
@@ -59,6 +59,7 @@ class Progress:
     kept: bool = False
     documents: int = 0
     empty: int = 0
+    unknown: int = 0
     short: int = 0
     short_bytes: int = 0
     tokens: int = 0
@@ -77,18 +78,18 @@ class Progress:
         return self.short_bytes / max(self.text_bytes, 1)
 
     def left_out(self) -> str:
-        """Return the texts that gave no tokens in words, empty without such texts."""
+        """Return in words what the tokens do not hold, empty where they hold all text."""
+        unknown = f", {self.unknown} of them unknown (the vocabulary lacks their text)" if self.unknown else ""
         empty = f", {self.empty} empty or blank (no token)" if self.empty else ""
         share = f" ({100 * self.short_share:.0f} % of the text)"
-        return empty + (f", {self.short} short ones left out{share}" if self.short else "")
+        return unknown + empty + (f", {self.short} short ones left out{share}" if self.short else "")
 
 
 def preprocess(options: PreprocessOptions, on_progress: Callable[[Progress], None] = lambda progress: None) -> Progress:
     """Write the pairs. ``on_progress`` is called after each block.
 
-    The folder of the prefix is created if absent, and existing outputs are replaced. After a failure nothing is left
-    under a final name. Raises DataError (input), TokenizerError (vocabulary), ConfigError (options) and StorageError
-    (output).
+    The folder of the prefix is created if absent, and existing outputs are replaced. After a failure nothing is left under
+    a final name. Raises DataError (input), TokenizerError (vocabulary), ConfigError (options) and StorageError (output).
     """
     started = time.monotonic()
     corpora = _open(options)
@@ -125,6 +126,7 @@ def preprocess(options: PreprocessOptions, on_progress: Callable[[Progress], Non
                 empty[n] += part.empty
                 short[n] += part.short
                 marks.update(part.marks)
+                progress.unknown += part.unknown
                 progress.short_bytes += part.short_bytes
                 progress.text_bytes += part.text_bytes
             progress.documents = sum(writer.document_count for writer in writers)

@@ -22,6 +22,7 @@ from common.inference.language_model import LanguageModel, checked_settings
 from common.inference.load import PACKAGES, open_program
 from common.inference.runner import Runner
 from common.inference.source import PROGRAMS, Source, find_source, require_same_tokenizer
+from common.log import LOG
 from common.parallel.run import Run
 from common.resolve.derive import resolve_other
 from common.serving.engine import Slots
@@ -37,11 +38,11 @@ Opener: TypeAlias = Callable[[dict[str, Any]], Runner]
 
 
 def continue_prompts(config: Run, tokenizer: Tokenizer, opener: Opener) -> None:
-    """Continue the prompts of the config and write the results.
-
-    Prompts are checked before the model is opened.
-    """
+    """Continue the prompts of the config, which are checked before the model is opened, and write the results."""
     prompts = encode_prompts(config, tokenizer)
+    for prompt in prompts:
+        if lost := sum(each == tokenizer.unknown_id for each in prompt.ids):
+            LOG.warning(f"prompt {prompt.text[:40]!r}: the vocabulary lacks {lost} of its {len(prompt.ids)} tokens")
     runner = opener(describe_tokenizer(tokenizer))
     rows = rows_at_once(config.predict, len(prompts))
     write_continuations(runner.decoder(rows), prompts, config, tokenizer)
@@ -59,9 +60,8 @@ def serve_completions(config: Run, tokenizer: Tokenizer, opener: Opener, backend
 
 
 def continue_with(model: LanguageModel, words: Sequence[str]) -> None:
-    """Continue prompts with an open model. words: settings ``predict.key=value``.
-
-    Other settings are those of the model's folder. Raises ConfigError.
+    """Continue prompts with an open model. words: settings ``predict.key=value``; others are those of the model's
+    folder. Raises ConfigError.
     """
     own = model.source.run.get("predict") or {}
     known = PredictConfig.model_fields.keys() - set(OF_A_COMMAND)

@@ -97,10 +97,10 @@ def test_the_commands_do_what_their_yaml_does(folder: Path, capsys: pytest.Captu
     assert Path("b.txt").read_text() == samples
     capsys.readouterr()
 
-    Path("titles.txt").write_text("白日\n床前\n")
+    Path("titles.txt").write_text("白日\n床前短\n")
     titles = ["--titles_file", "titles.txt", "--articles_per_title", "2", "--save_path", "made/", "--length", "9"]
     titles += ["--tokenizer_path", "vocab.txt", "device=cpu"]
-    run("generate_texts.py", titles, capsys)
+    assert "prompt '床前短': the vocabulary lacks 1 of its 3 tokens" in run("generate_texts.py", titles, capsys)
     articles = {path.name: path.read_text() for path in Path("made").glob("*.txt")}
     assert sorted(articles) == ["0-0.txt", "0-1.txt", "1-0.txt", "1-1.txt"]
     assert all(text.startswith("白日" if name[0] == "0" else "床前") for name, text in articles.items())
@@ -150,7 +150,7 @@ def test_train_single_has_no_frame_and_data_are_made_once(folder, capsys, monkey
     pytest.importorskip("torch", reason="torch is not installed")
     words = [word for word in TRAIN.split() if word not in ("--min_length", "4")]
     words += ["train.max_steps=2", "train.max_epochs=null", "checkpoint.epoch_models=false"]
-    run("train_single.py", words, capsys)
+    assert "305 tokens, 1 of them unknown (the vocabulary lacks their text)" in run("train_single.py", words, capsys)
     ids = " ".join(Path(f"ids/tokenized_train_{i}.txt").read_text() for i in range(3)).split()
     assert "2" not in ids and "1" not in ids and len(ids) == 8 * 38 + 1
     before = {path: path.stat().st_mtime_ns for path in Path("ids").iterdir()}

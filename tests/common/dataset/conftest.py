@@ -74,7 +74,7 @@ class ByteTokenizer:
     """One id per byte of UTF-8, 256 behind a document."""
 
     kind, backend, vocab_size, eod_id, sha256 = "Byte", "python", 257, 256, "0" * 64
-    framing, has_marks, special = Framing(suffix=(256,)), False, {"¶": 256}
+    framing, has_marks, special, unknown_id = Framing(suffix=(256,)), False, {"¶": 256}, None
 
     def __init__(self, *_: object) -> None: ...
 
