@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,7 @@ _UNITS = {
 
 
 def plot_loss(folder: Path) -> Path:
-    """Draw ``folder/loss.png`` from the run's metrics: training loss, its moving average and
-    validation loss over steps.
-    """
+    """Draw ``folder/loss.png`` from the run's metrics: training loss, its moving average and validation loss."""
     pyplot = open_pyplot()
     rows = read_metrics(folder / METRICS_FILE)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -87,9 +87,8 @@ def _draw(
     validation_color: str,
 ) -> None:
     """Draw a moving average over faint values, and validations as dots."""
-    points, validations = _series(rows, metric), []
-    if metric == "loss":
-        validations = _series(rows, "validation_loss")
+    points = _series(rows, metric)
+    validations = _series(rows, "validation_loss") if metric == "loss" else []
     if points:
         steps, values = zip(*points, strict=True)
         width = smoothing or max(1, len(values) // 50)
@@ -140,10 +139,11 @@ def _series(rows: list[dict[str, Any]], metric: str) -> list[tuple[int, float]]:
 
 
 def open_pyplot() -> Any:
-    """Return matplotlib's pyplot, set up to draw files without a screen."""
-    import matplotlib
+    """Return matplotlib's pyplot, set up to draw files without a screen, and names of runs in Chinese too."""
+    from matplotlib import font_manager, pyplot, use
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    use("Agg")
+    names = filter(re.compile("CJK|Han Sans|WenQuanYi|SimHei|YaHei|PingFang").search, font_manager.get_font_names())
+    pyplot.rcParams["font.family"] = ["sans-serif", *sorted(names)]
+    warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)  # a box stands for it
     return pyplot
