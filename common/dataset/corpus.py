@@ -105,8 +105,8 @@ def open_corpus(path: Path, forced: CorpusFormat | None = None, encoding: str = 
     wide = next((name for name, marks in _WIDE.items() if head.startswith(marks)), None)
     if encoding == UTF_8 and wide:
         raise DataError(
-            f"{path}: is {wide} (its byte order mark is at byte 0), expected UTF-8; add --encoding"
-            f" {wide.lower()}, or convert it: iconv -f {wide} -t UTF-8"
+            f"{path}: is {wide} (its byte order mark is at byte 0), expected UTF-8; convert it"
+            f" (iconv -f {wide} -t UTF-8), or use a tool that takes --encoding {wide.lower()}"
         )
     text = head.decode(encoding, "ignore")
     require_no_nul(head if encoding == UTF_8 else text.encode(), f"{path}:")

@@ -37,7 +37,7 @@ class EncodedBlock:
     for a document that was left out.
     empty: number of those, and of blank pieces of plain text, which are not counted as documents.
     unknown: tokens of text that the vocabulary lacks. short: documents skipped; short_bytes: their text. text_bytes:
-    bytes of text read. read_bytes: bytes taken from disk. marks: how often each special token is spelled that stays text.
+    bytes of text read. read_bytes: bytes taken from disk. marks: how often each special token stays text.
     """
 
     tokens: npt.NDArray[np.int32]

@@ -34,8 +34,8 @@ def advice(data: bytes) -> str:
         text = ""
     beyond = [char for char in text if char > "\x7f"]
     if 2 * sum("\u4e00" <= char <= "\u9fff" or "\u3000" <= char <= "\u303f" for char in beyond) > len(beyond):
-        return "the file looks like GBK: add --encoding gbk, or convert it, for example: iconv -f GB18030 -t UTF-8"
-    return "give its --encoding, or convert the file, for example: iconv -f GB18030 -t UTF-8"
+        return "it looks like GBK: convert it (iconv -f GB18030 -t UTF-8), or use a tool that takes --encoding gbk"
+    return "convert it, for example: iconv -f GB18030 -t UTF-8, or use a tool that takes its --encoding"
 
 
 def require_no_nul(data: bytes, where: str) -> None:
@@ -43,9 +43,9 @@ def require_no_nul(data: bytes, where: str) -> None:
     if b"\0" not in data:
         return
     raise DataError(
-        f"{where} holds NUL bytes (0x00), {data.count(0)} of {len(data)}; if it is UTF-16, add --encoding utf-16-le or"
-        " utf-16-be, by the order of its bytes, or convert it to UTF-8 (iconv); else copy it again, since it was not"
-        " written whole, or remove them: tr -d '\\000'"
+        f"{where} holds NUL bytes (0x00), {data.count(0)} of {len(data)}; if it is UTF-16, convert it to UTF-8 (iconv)"
+        " or use a tool that takes --encoding utf-16-le or utf-16-be, by the order of its bytes; else copy it again,"
+        " since it was not written whole, or remove them: tr -d '\\000'"
     )
 
 

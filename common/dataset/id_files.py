@@ -88,8 +88,7 @@ class PiecesWriter(TokenWriter):
         self._pieces = pieces
         if (later := self.path(pieces)).exists():
             raise ConfigError(
-                f"{later}: is of an earlier run of more than {pieces} pieces; remove those, or"
-                " choose another --output-prefix"
+                f"{later}: is of an earlier run of more than {pieces} pieces; remove those, or choose another output"
             )
 
     def path(self, number: int) -> Path:

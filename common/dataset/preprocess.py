@@ -88,8 +88,8 @@ class Progress:
 def preprocess(options: PreprocessOptions, on_progress: Callable[[Progress], None] = lambda progress: None) -> Progress:
     """Write the pairs. ``on_progress`` is called after each block.
 
-    The folder of the prefix is created if absent, and existing outputs are replaced. After a failure nothing is left under
-    a final name. Raises DataError (input), TokenizerError (vocabulary), ConfigError (options) and StorageError (output).
+    The folder of the prefix is created if absent, existing outputs are replaced, and a failure leaves no final name.
+    Raises DataError (input), TokenizerError (vocabulary), ConfigError (options) and StorageError (output).
     """
     started = time.monotonic()
     corpora = _open(options)

@@ -73,11 +73,11 @@ FOREIGN: dict[str, tuple[bytes, str]] = {
 }
 """Content of each file, and the words of its message. No option turns it into a corpus."""
 CORPORA = FOREIGN | {
-    "be.txt": (ENGLISH.encode("utf-16-be"), "add --encoding utf-16-le or utf-16-be, by the order of its bytes"),
-    "zh.txt": (CHINESE.encode("utf-16-le"), "12 of 108; if it is UTF-16, add --encoding utf-16-le or utf-16-be"),
+    "be.txt": (ENGLISH.encode("utf-16-be"), "takes --encoding utf-16-le or utf-16-be, by the order of its bytes"),
+    "zh.txt": (CHINESE.encode("utf-16-le"), "12 of 108; if it is UTF-16, convert it to UTF-8 (iconv) or use a tool"),
     "mark.txt": (ENGLISH.encode("utf-16"), "is UTF-16 (its byte order mark"),
     "wide.txt": (ENGLISH.encode("utf-32"),
-        "is UTF-32 (its byte order mark is at byte 0), expected UTF-8; add --encoding utf-32"),
+        "is UTF-32 (its byte order mark is at byte 0), expected UTF-8; convert it (iconv -f UTF-32 -t UTF-8), or"),
     "text.json": (b"No JSON at all\n",
         "is neither a JSON array nor JSON Lines, though its name says '.json'; if it is plain text, name it .txt"),
     "text.jsonl.gz": (gzip.compress(b"1\n2\n"), "though its name says '.jsonl'"),
