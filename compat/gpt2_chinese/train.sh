@@ -27,5 +27,9 @@ train=("$here/train.py" --model_config config/model_config.json --tokenized_data
     --tokenizer_path cache/vocab_user.txt --raw_data_path data/train.json --log_step 200 --stride 512 --output_dir model/
     --num_pieces 100 --raw "${flags[@]}" "$@")
 case " $* " in *" --show_config "* | *" --help "* | *" --prepare "*) exec "$PYTHON" "${train[@]}" ;; esac
+command -v "${start[0]}" > /dev/null || {
+    echo "error: ${start[0]}: not found; install Horovod, or set VARIANT to a folder without it" >&2
+    exit 2
+}
 "$PYTHON" "${train[@]}" --prepare # what is wrong is said once, before there are ranks
 exec "${start[@]}" "${train[@]}"

@@ -174,8 +174,7 @@ def test_bad_input_is_one_message(folder: Path, capsys: pytest.CaptureFixture[st
         ("eval.py", [], "--pretrained_model is not given"),
         ("generate.py", ["--model_path", "nowhere"], "nowhere"),
     ):
-        own = ["--model_config", "model.json"]
-        own += [] if "--tokenizer_path" in words else ["--tokenizer_path", "vocab.txt"]
+        own = ["--model_config", "model.json", "--tokenizer_path", "vocab.txt"]
         script = str(ROOT / "compat" / "gpt2_chinese" / program)
         assert programs.main([script, *own, *words, "device=cpu"]) == 2
         error = capsys.readouterr().err
@@ -229,9 +228,10 @@ def test_train_sh_says_what_is_wrong_once_before_there_are_ranks(tmp_path: Path)
     for word, code, found in (
         ("--show_config", 0, "  max_epochs: 1.0  # epochs"),
         ("--epoch=9", 2, "error: command line: --epoch: epoch: unknown key; did you mean epochs?"),
+        ("Horovod", 2, "error: horovodrun: not found; install Horovod, or set VARIANT to a folder without it"),
     ):
-        done = train_sh(tmp_path, "--epochs", "1", word, PYTHON=sys.executable)
-        assert done.returncode == code
+        variant = f"GPT2-Chinese-Parallel-Distributed-{word}"
+        done = train_sh(tmp_path, "--epochs", "1", word, PYTHON=sys.executable, VARIANT=variant)
         lines = (done.stdout + done.stderr).splitlines()
-        assert lines.count(found) == 1 and (code == 0 or len(lines) == 1)
+        assert done.returncode == code and lines.count(found) == 1 and (code == 0 or len(lines) == 1)
     assert not [*tmp_path.iterdir()]
