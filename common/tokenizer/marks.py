@@ -142,7 +142,7 @@ def read_marks(
         elif size < rows:
             marks[text] = Mark(text=text, id=size)  # transformers gives it the next id
             size += 1
-    found = {**ids, **{mark.text: mark.id for mark in marks.values()}}
+    found = {**ids, **{mark.text: mark.id for mark in marks.values()}, "": None}  # an empty text is a token of BERT's
 
     def id_of(name: str) -> int | None:
         number = found.get(named.get(name, ""))

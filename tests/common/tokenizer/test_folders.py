@@ -75,8 +75,7 @@ FOLDERS: dict[str, Files] = {
     "</s>": settings(eos_token="</s>", bos_token="<s>", unk_token="<unk>") | {"end": "</s>"},
     "no row for a mark": config(vocab_size=SIZE) | {"special_tokens_map.json": {"pad_token": "<|pad|>"}},
     "vocab.txt of BERT": BERT,
-    "vocab.txt of BERT, with marks": BERT | {
-        "special_tokens_map.json": {"additional_special_tokens": MARKS[2:]}},
+    "vocab.txt of BERT, with marks": BERT | {"special_tokens_map.json": {"additional_special_tokens": MARKS[2:]}},
     "tokenizer.json of BERT": settings(tokenizer_class="BertTokenizer", do_lower_case=False) | {
         "kind": "BertWordPieceCase", "save": True},
     "SentencePiece": {"kind": "SentencePieceTokenizer"},
@@ -92,8 +91,8 @@ def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str
         if (kind, end) not in made:
             made[kind, end] = folder = tmp_path_factory.mktemp("vocabulary")
             size = 290 if kind == "SentencePieceTokenizer" else SIZE
-            for name, content in TRAINERS[kind](lambda: [TEXT * 5], size).items():
-                (folder / name).write_bytes(content)
+            for name, content in TRAINERS[kind](lambda: [TEXT * 5], size).items():  # bert-base-chinese has U+2028
+                (folder / name).write_bytes(content + "\u2028\n".encode() * (name == "vocab.txt"))
             if kind == "GPT2BPETokenizer":
                 pad(folder / "vocab.json", end)
         return made[kind, end]
@@ -145,6 +144,7 @@ def folder(name: str, vocabularies: Callable[[str, str], Path], tmp_path: Path) 
         ("</s>", True),
         ("special_tokens_map.json", True),
         ("vocab.txt of BERT", True),
+        ("tokenizer.json of BERT", True),
         ("SentencePiece", False),
     ],
 )
