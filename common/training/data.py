@@ -246,15 +246,10 @@ def _validation(config: Run) -> tuple[Passes, dict[str, str]]:
 
 
 def _open(
-    config: Run,
-    entries: Sequence[str | float] | None,
-    split: Split,
-    *,
-    shuffle: bool = False,
-    stride: int | None = None,
+    config: Run, given: Sequence[str | float] | None, split: Split, *, shuffle: bool = False, stride: int | None = None
 ) -> Samples:
     return open_samples(
-        require_entries(entries),
+        require_entries(given),
         split=split,
         split_weights=(1.0, 0.0, 0.0) if config.data.validation is not None else parse_split(config.data.split),
         seq_length=config.model.seq_length,

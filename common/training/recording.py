@@ -55,9 +55,7 @@ def activation_names(layers: int) -> Iterator[str]:
 
 
 class RecorderBase(ABC):
-    """Base of the backends' recorders, which hook the layers of a model during one step, and write
-    this rank's part of its record.
-    """
+    """Base of the backends' recorders, which hook a model's layers in one step and write its part of the record."""
 
     def __init__(self, config: Run, topology: Topology, rank: int, *, step: int, samples: int, folder: str) -> None:
         """step, samples, folder: see ``record_request``."""

@@ -193,6 +193,13 @@ def announce(config: Run, data: TrainingData, device_name: str, start: Start, st
         LOG.info(f"no validation: {data.no_validation}")
     if start.resume is not None:
         LOG.info(f"resuming {start.resume} after step {state.step}, {state.consumed_samples:,} samples")
+        whole, done = (config.batch_sizes.samples_after(steps) for steps in (train.steps, state.step))
+        if done != state.consumed_samples:
+            LOG.warning(
+                f"{state.step} steps of this batch would be {done:,} samples: the run ends with"
+                f" {state.consumed_samples + whole - done:,} samples, not {whole:,}, since length, epochs and schedule"
+                " count steps; to keep them, train with the batch of the checkpoint"
+            )
     elif start.weights is not None:
         LOG.info(f"starting from the weights of {start.weights}")
     else:
