@@ -153,7 +153,7 @@ def _train_sentencepiece(texts: Texts, size: int, *, kind: str) -> dict[str, byt
             minloglevel=2,
         )
     except RuntimeError as error:  # the library's message: the size is too large or too small
-        reason = str(error).rsplit("] ", 1)[-1].strip()
+        reason = str(error).rsplit("] ", 1)[-1].partition(" or decrease")[0].strip()  # by an option of its own
         raise ConfigError(f"--vocab-size={size}: SentencePiece says: {reason}") from None
     return {"tokenizer.model": model.getvalue()}
 

@@ -281,14 +281,11 @@ def test_options_that_cannot_be(corpus, tmp_path, capsys) -> None:
     empty = tmp_path / "empty.txt"
     empty.write_text(" \n")
     train = ["--output-folder", str(tmp_path / "out")]
+    sized = [*train, "--input", str(corpus), "--vocab-size"]
     make = ["--vocab_file", str(tmp_path / "out" / "vocab.txt"), "--raw_data_path"]
     for main, words, said in (
-        (train_tokenizer.main, [*train, "--input", str(corpus), "--vocab-size", "100"], "at least"),
-        (
-            train_tokenizer.main,
-            [*train, "--input", str(corpus), "--vocab-size", "300", "--type", "Word"],
-            "--type Word: ex",
-        ),
+        (train_tokenizer.main, [*sized, "100"], "at least"),
+        (train_tokenizer.main, [*sized, "300", "--type", "Word"], "--type Word: ex"),
         (train_tokenizer.main, [*train, "--input", str(empty), "--vocab-size", "300"], "is empty"),
         (make_vocab.main, [*make, str(tmp_path)], "Is a directory; give the path of a file"),
         (make_vocab.main, [*make, str(corpus), "--vocab_size", "0"], "expected 1 or more"),
@@ -301,3 +298,6 @@ def test_options_that_cannot_be(corpus, tmp_path, capsys) -> None:
     empty.write_text("她说：你好。" * 20, encoding="gbk")
     assert make_vocab.main([*make, str(empty), "--encoding", "gbk"]) == 0
     assert "她" in (tmp_path / "out" / "vocab.txt").read_text(encoding="utf-8")
+    pytest.importorskip("sentencepiece", reason="the extra chinese is not installed")
+    assert train_tokenizer.main([*sized, "280", "--type", "SentencePieceTokenizer"]) == 2
+    assert capsys.readouterr().err.rstrip().endswith(" Increase vocab_size")
