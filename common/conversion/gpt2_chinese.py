@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -41,9 +42,8 @@ _MODES = {"gpt2_chinese": "train", "gpt2_chinese_generate": "predict", "gpt2_chi
 def run_command(main: Callable[..., int], program: str, words: Sequence[str]) -> int:
     """Start ``main`` of run_gpt2.py with the arguments that the flags of ``program`` become; return its exit code.
 
-    Words of the form section.key=value are overrides; --show_config prints the YAML and starts
-    nothing. --prepare makes the data and starts nothing, so that a refusal comes once, before
-    there are ranks. Raises GPT2Error and OSError.
+    Words of the form section.key=value are overrides; --show_config prints the YAML and starts nothing. --prepare
+    makes the data and starts nothing, so that a refusal comes once, before ranks. Raises GPT2Error and OSError.
     """
     system = find_command_line((), program)
     dialect, mode = COMMAND_LINES[system], _MODES[system]
@@ -80,20 +80,23 @@ def run_command(main: Callable[..., int], program: str, words: Sequence[str]) ->
 
 
 def _run(main: Callable[..., int], program: str, mode: str, opened: Opened, rank: int) -> int:
-    """Run the YAML made from the flags; a training leaves it in its folder."""
+    """Run the YAML made from the flags; a training leaves it in its folder, and a refused one the folder as it was."""
     folder = Path(opened.config.output_dir)
     kept, told = folder / f"{Path(program).stem}.yaml", "--show_config prints the YAML that the flags became"
     if mode == "train":
-        told = (
-            f"the flags became {kept}; python run_gpt2.py --config {kept} --run_mode train does the same from here on"
-        )
+        told = f"the flags became {kept}; python run_gpt2.py --config {kept} --run_mode train does the same now"
     with tempfile.TemporaryDirectory(prefix="gpt2-chinese-") as temporary:
         # other ranks have copies of their own
         file = kept if mode == "train" and rank == 0 else Path(temporary) / kept.name
+        before = file.read_bytes() if file.is_file() else None
         with atomic_write(file, "w") as text:
             text.write(opened.yaml)
         LOG.info(f"{program}: {told}")
         code = main(["--config", str(file), "--run_mode", mode], program=program)
+        if code == 2 and before is not None:
+            file.write_bytes(before)
+        elif code == 2 and file == kept and [*folder.iterdir()] == [kept]:
+            shutil.rmtree(folder)
     if mode == "eval" and code == 0 and rank == 0:
         result = read_json_mapping(folder / "evaluation.json", error=DataError)
         with atomic_write(folder / "result.txt", "w") as text:
@@ -157,11 +160,10 @@ def _help(program: str, dialect: Dialect) -> str:
 
 
 def make_data(flags: Mapping[str, Any], opened: Opened, *, framed: bool) -> None:
-    """Make the pieces of --tokenized_data_path if --raw asks for it, and from them the .bin/.idx
-    pair that the run reads. Work that is done and up to date is skipped.
+    """Make the pieces of --tokenized_data_path if --raw asks for it, and from them the .bin/.idx pair of the run.
 
-    framed: put the tokenizer's frame around each text, which train_single.py does not. Raises
-    DataError, TokenizerError and StorageError.
+    Work that is done and up to date is skipped. framed: put the tokenizer's frame around each text, which
+    train_single.py does not. Raises DataError, TokenizerError and StorageError.
     """
     folder = Path(str(flags["tokenized_data_path"]))
     wish = opened.config.data.tokenizer
@@ -192,10 +194,8 @@ def make_data(flags: Mapping[str, Any], opened: Opened, *, framed: bool) -> None
             )
     with one_at_a_time(folder):
         if raw is not None:
-            sizes: dict[str, Any] = {
-                "min_length": int(flags.get("min_length", 0)) if framed else 0,
-                "num_pieces": int(flags["num_pieces"]),
-            }
+            least = int(flags.get("min_length", 0)) if framed else 0
+            sizes: dict[str, Any] = {"min_length": least, "num_pieces": int(flags["num_pieces"])}
             of_raw = replace(options, inputs=(raw,), input_format=found, format="pieces", append_eod=framed, **sizes)
             _once(folder / ".pieces.json", {"framed": framed, **sizes}, of_raw, (raw,))
         if (folder / f"{TOKENS}_0.txt").is_file():

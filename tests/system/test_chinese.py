@@ -91,10 +91,8 @@ def test_the_commands_do_what_their_yaml_does(folder: Path, capsys: pytest.Captu
     assert len(texts) == 3 and all(text.startswith("白日") for text in texts)
     assert {char for text in texts for char in text} <= {*POEM}, "no [UNK], no halves"
     assert all(text in shown for text in texts) and shown.endswith("=" * 80 + "\n")
-    again = ["--config", "generate.yaml", "--run_mode", "predict", "predict.output_file=b.txt"]
-    assert run_gpt2.main(again) == 0
+    assert run_gpt2.main(["--config", "generate.yaml", "--run_mode", "predict", "predict.output_file=b.txt"]) == 0
     assert Path("b.txt").read_text() == samples
-    capsys.readouterr()
 
     Path("titles.txt").write_text("白日\n床前短\n")
     titles = ["--titles_file", "titles.txt", "--articles_per_title", "2", "--save_path", "made/", "--length", "9"]
@@ -166,6 +164,7 @@ def test_train_single_has_no_frame_and_data_are_made_once(folder, capsys, monkey
 
 def test_bad_input_is_one_message(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = ["--raw", "--raw_data_path", "train.json"]
+    late = "--min_length 4 --tokenized_data_path ids --pretrained_model none --output_dir refused"
     for program, words, message in (
         ("train.py", ["--tokenized_data_path", "none/"], "none: no tokenized_train_0.txt"),
         ("train.py", ["--raw", "--raw_data_path", "vocab.txt"], "vocab.txt: is text, expected a"),
@@ -174,12 +173,13 @@ def test_bad_input_is_one_message(folder: Path, capsys: pytest.CaptureFixture[st
         ("train.py", ["--tokenizer_path", "no.txt", "--raw"], "no.txt: does not exist"),
         ("eval.py", [], "--pretrained_model is not given"),
         ("generate.py", ["--model_path", "nowhere"], "nowhere"),
+        ("train.py", [*raw, *late.split()], "none: no whole checkpoint here"),
     ):
         script, own = f"{ROOT}/compat/gpt2_chinese/{program}", "--model_config model.json --tokenizer_path vocab.txt"
         assert programs.main([script, *own.split(), *words, "device=cpu"]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and message in error
-    assert not Path("none").exists() and not Path("data").exists()
+    assert not any(Path(name).exists() for name in ("none", "data", "refused"))
 
 
 def train_sh(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
