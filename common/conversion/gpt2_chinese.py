@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -225,11 +226,10 @@ def one_at_a_time(folder: Path, limit: float = 6 * 3600.0) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         try:
-            stack.enter_context(held_lock(folder / ".lock", limit))
+            told = partial(LOG.info, f"{folder}: another process makes data there; waiting for it")
+            stack.enter_context(held_lock(folder / ".lock", limit, told))
         except TimeoutError:
-            raise ConfigError(
-                f"{folder}: another process has worked there for {limit:g} s; end it, or give another folder"
-            ) from None
+            raise ConfigError(f"{folder}: another process has worked there for {limit:g} s; end that first") from None
         except OSError as error:  # such as a read-only mount with prepared data
             LOG.debug(f"{folder}: no lock ({error.strerror or error})")
         yield

@@ -17,6 +17,7 @@ import pytest
 import run_gpt2
 from common.conversion.gpt2_chinese import one_at_a_time, run_command
 from common.errors import ConfigError
+from common.log import start_log
 from common.systems.config import open_flags
 from compat import programs
 from tests.run_scripts import ROOT, clean_environment
@@ -66,8 +67,7 @@ def test_the_commands_do_what_their_yaml_does(folder: Path, capsys: pytest.Captu
     assert "train.json: 8 documents, 320 tokens, 1 short ones left out (0 % of the text)" in out
     assert "the flags became model/train.yaml" in out and Path("model/train.yaml").read_text() == yaml
     pieces = [Path(f"ids/tokenized_train_{i}.txt").read_text().split() for i in range(3)]
-    assert [piece[0] for piece in pieces] == ["2", "2", "2"], "[MASK] begins each text"
-    assert sum(map(len, pieces)) == 320
+    assert [piece[0] for piece in pieces] == ["2", "2", "2"] and sum(map(len, pieces)) == 320, "[MASK] begins each text"
     assert {path.name for path in Path("model").iterdir()} >= {"final_model", "model_epoch1", "model_epoch2"}
     assert run_gpt2.main(["--config", "model/train.yaml", "--run_mode", "train", "output_dir=again"]) == 0
     assert losses("model") == losses("again") and len(losses("model")) >= 6
@@ -77,8 +77,7 @@ def test_the_commands_do_what_their_yaml_does(folder: Path, capsys: pytest.Captu
     tokenizer = transformers.AutoTokenizer.from_pretrained("model/final_model")
     kept = torch.load("again/final_model/pytorch_model.bin", weights_only=True)
     assert all(torch.equal(kept[name], value) for name, value in model.state_dict().items())
-    assert (model.config.n_ctx, model.config.n_positions) == (16, 32)
-    assert tokenizer.tokenize("白日") == ["白", "日"]
+    assert (model.config.n_ctx, model.config.n_positions) == (16, 32) and tokenizer.tokenize("白日") == ["白", "日"]
 
     read = {path: path.stat().st_mtime_ns for path in Path("model").rglob("*")}
     words = "--tokenizer_path vocab.txt --length 40 --prefix 白日 --nsamples 3 --batch_size 2"
@@ -136,12 +135,13 @@ def test_a_model_that_a_killed_run_did_not_write_comes_with_the_next_start(folde
     assert "the run ends with 20 samples, not 12, since" in run("train.py", words, capsys)
 
 
-def test_nobody_waits_for_ever(tmp_path: Path) -> None:
+def test_nobody_waits_for_ever(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prepared" / ".lock").mkdir(parents=True)  # stands for a folder without locks
-    message = "another process has worked there for 0 s"
+    start_log(rank=0)
     prepared, ids = (one_at_a_time(tmp_path / name, limit=0) for name in ("prepared", "ids"))
-    with prepared, ids, pytest.raises(ConfigError, match=message), one_at_a_time(tmp_path / "ids", limit=0):
+    with prepared, ids, pytest.raises(ConfigError, match="there for 0 s"), one_at_a_time(tmp_path / "ids", limit=0):
         pass
+    assert "ids: another process makes data there; waiting for it" in capsys.readouterr().out
 
 
 def test_train_single_has_no_frame_and_data_are_made_once(folder, capsys, monkeypatch) -> None:
