@@ -459,7 +459,7 @@ def test_an_exported_program_cannot_slide() -> None:
         (("a.jsonl", b'{"ids": [1]}\n{"ids": [257]}'), r"a\.jsonl, line 2: id 257 is outside"),
         (("a.jsonl", b'{"prompt": [1, 2.0]}'), r"a\.jsonl, line 1: expected .* or a list of ids"),
         (("a.txt", b"one\n" + bytes(4096)), r"a\.txt: holds NUL bytes"),
-        (("a.txt", "one\ntwo\n".encode("utf-16-le")), r"or convert it to UTF-8 \(iconv\)"),
+        (("a.txt", "one\ntwo\n".encode("utf-16-le")), r"convert it to UTF-8 \(iconv\)"),
         ({"prompt_file": "b.txt"}, r"b\.txt: no such file"),
     ],
 )
