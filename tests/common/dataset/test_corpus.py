@@ -122,7 +122,7 @@ DEEP, LONG = "[" * 200_000, "9" * 5000
         ("a.json", '["a", "bcd', "after 1 items: Unterminated string; .* if it was cut short"),
         ("a.json", '["a"]\n["b"]', "after 1 items: the array has ended, and more text follows"),
         ("a.json", f'["a", {LONG}]', "after 1 items: a number of more digits than Python"),
-        ("a.json", b'["ab",\n "\xe7\x94\xb2\xff"]', "byte 12 is not UTF-8 .*; give its --encoding"),
+        ("a.json", b'["ab",\n "\xe7\x94\xb2\xff"]', "byte 12 is not UTF-8 .*; convert it, for"),
         ("a.json", '[{"text": "a"},\n  {"body": "b"}]', "item 2: the key 'text' is missing.*'body"),
         ("a.json", '["", ""]', "all 2 documents under 'text' are empty"),
         ("a.jsonl", '{"text": "a"}\n\n{"b": 1, "n": 1}\n', "line 3, column 1: the key 'text' is"),
