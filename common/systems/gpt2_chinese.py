@@ -181,8 +181,8 @@ def _take_model(path: Path, where: str, ours: Translation) -> None:
     file = next(filter(Path.is_file, (path, _OWN / path)), None)
     if file is None:
         raise ConfigError(
-            f"{where}: {path}: no such file{looked_in(path)}; expected GPT2-Chinese's"
-            " model_config.json, with n_ctx, n_embd, n_head, n_layer and vocab_size"
+            f"{where}: {path}: {'is a folder' if path.is_dir() else f'no such file{looked_in(path)}'}; expected"
+            " GPT2-Chinese's model_config.json, with n_ctx, n_embd, n_head, n_layer and vocab_size"
         )
     _take_sizes(read_json_mapping(file), str(file), ours)
 

@@ -84,8 +84,7 @@ def test_the_commands_do_what_their_yaml_does(folder: Path, capsys: pytest.Captu
     words += " --topk 3 --topp 0.9 --temperature 0.8 --repetition_penalty 1.1 --fast_pattern"
     generate = f"{words} --save_samples --save_samples_path out device=cpu".split()
     Path("generate.yaml").write_text(run("generate.py", [*generate, "--show_config"], capsys))
-    shown = run("generate.py", generate, capsys)
-    samples = Path("out/samples.txt").read_text()
+    shown, samples = run("generate.py", generate, capsys), Path("out/samples.txt").read_text()
     texts = re.findall(r"=+ SAMPLE \d =+\n(.*?)\n={90}", samples, flags=re.S)
     assert len(texts) == 3 and all(text.startswith("白日") for text in texts)
     assert {char for text in texts for char in text} <= {*POEM}, "no [UNK], no halves"
@@ -166,6 +165,7 @@ def test_bad_input_is_one_message(folder: Path, capsys: pytest.CaptureFixture[st
     raw = ["--raw", "--raw_data_path", "train.json"]
     late = "--min_length 4 --tokenized_data_path ids --pretrained_model none --output_dir refused"
     for program, words, message in (
+        ("train.py", ["--model_config", "."], "--model_config: .: is a folder; expected GPT2-Chinese's"),
         ("train.py", ["--tokenized_data_path", "none/"], "none: no tokenized_train_0.txt"),
         ("train.py", ["--raw", "--raw_data_path", "vocab.txt"], "vocab.txt: is text, expected a"),
         ("train.py", [*raw, "--num_pieces", "3.5"], "num_pieces=3.5: expected a whole number"),
