@@ -189,7 +189,7 @@ def test_train_full_8p_trains_and_prints_what_its_own_grep_reads(corpus, tmp_pat
     small = [word for word in SMALL if word != "data.tokenizer=null"]
     command = [*script, f"--data_path={corpus}", "--model_size=345M", "--train_iters=4", *small]
     command += shlex.split("""data.tokenizer.vocab_file=null data.tokenizer.merge_file=null
-        precision=float32 parallel.data_parallel=1 train.global_batch_size=4 data.split=90,10,0
+        precision=float32 train.global_batch_size=4 data.split=90,10,0
         train.micro_batch_size=2 logging.interval=1 data.tokenizer=null""")
     # rows of the run before it count in no mean
     assert start([*command, "train.max_steps=2"], tmp_path, DEVICES="2").returncode == 0

@@ -39,6 +39,7 @@ train_8p() {
     bash "$root/scripts/run_distribute.sh" --log_dir "$log" none "$root/configs/gpt2/$config.yaml" "[0,${DEVICES:-8}]" train \
         data.train="$data_path/my-gpt_text_sentence" data.tokenizer.vocab_file="$data_path/gpt2-vocab.json" \
         data.tokenizer.merge_file="$data_path/gpt2-merges.txt" data.tokenizer.folder=null train.max_steps="$iterations" \
+        parallel.data_parallel=null \
         output_dir=ckpts/ckpts_tmp logging.style=megatron logging.interval=100 validation.interval=1000 "${words[@]}" 2>&1 |
         tee -i "$log/train_0.log" || code=$?
     if ((code)); then
