@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, field, fields
 from types import NoneType
@@ -53,15 +54,29 @@ def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that answers a wrong word with the error, without its whole usage."""
+    """Parser that takes ``--two-words`` for ``--two_words`` and the other way round. It answers a wrong word with the
+    error, without its whole usage.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.names: dict[str, str] = {}
+        """Options with underscores, by their names with dashes, and the others by their own."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([self._spelled(word) for word in words], namespace)
+
+    def _spelled(self, word: str) -> str:
+        """Return a word with the name of its option as it was declared."""
+        name, equals, value = word.partition("=")
+        return self.names.get(name.replace("_", "-"), name) + equals + value
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {ConfigError(message)}\n{self.prog} --help explains the options\n")
 
 
-def make_parser(
-    about: str | None, request: type | None = None, *, dashes: bool = False, **settings: Any
-) -> argparse.ArgumentParser:
+def make_parser(about: str | None, request: type | None = None, *, dashes: bool = False, **settings: Any) -> Parser:
     """Return a parser whose help begins with ``about`` as it is written.
 
     request: dataclass with the options. dashes: write ``--two-words``, not ``--two_words``.
@@ -80,6 +95,7 @@ def make_parser(
                 names = (each.name if positional else f"--{each.name}",)
                 names = tuple(name.replace("_", "-") for name in names) if dashes else names
             place.add_argument(*names, **_settings(types[each.name], each))
+            parser.names |= {name.replace("_", "-"): name for name in names if name.startswith("--")}
     return parser
 
 

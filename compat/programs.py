@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,21 +55,26 @@ def main(words: list[str]) -> int:
 def main_with_flags(main: Callable[..., int], flags: Sequence[str], program: str) -> int:
     """Call ``main`` of run_gpt2.py with the flags as its configuration; returns its exit code.
 
-    Words section.key=value among the flags are overrides; --run_mode (train where it is left out), --show_config and
-    --help are its own. The file of the flags is deleted at the end, unless the ranks read it later (DETACH).
+    Words section.key=value among the flags are overrides, and its own options are obeyed; --run_mode is train where it
+    is left out. The file of the flags is deleted at the end, unless the ranks read it later (DETACH).
     """
+    from common.command_line import Flags
     from common.config.hints import schema_keys  # not above: --help loads no library
+    from common.flags import make_parser
     from common.launcher.request import is_asked
     from common.systems.flags import write_flag_file
 
-    parser = ArgumentParser(prog=program, add_help=False, allow_abbrev=False)
-    parser.add_argument("--run_mode", default="train")
-    given, flags = parser.parse_known_args(flags)
-    own = [word for word in flags if word in ("--show_config", "--help", "-h")]
+    parser = make_parser(None, Flags, prog=program, add_help=False)
+    given, left = parser.parse_known_args(["--config", "", "--run_mode", "train", *flags])
+    options = {name: value for name, value in vars(given).items() if name not in ("config", "run_mode", "override")}
+    own = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value]
+    own += [word for word in left if word in ("--help", "-h")]
+    left += ["--config", given.config] if given.config else []  # none of theirs
     overrides = [
-        word for word in flags if word.partition("=")[1] and word.partition("=")[0].partition(".")[0] in schema_keys()
+        word for word in left if word.partition("=")[1] and word.partition("=")[0].partition(".")[0] in schema_keys()
     ]
-    theirs = [word for word in flags if word not in own and word not in overrides]
+    theirs = [word for word in left if word not in own and word not in overrides]
+    overrides += given.override
     with tempfile.NamedTemporaryFile(
         "w", prefix=f"{program}-", suffix=".flags", encoding="utf-8", delete=not is_asked("DETACH")
     ) as file:

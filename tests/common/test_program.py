@@ -149,7 +149,7 @@ class Request:
     files: tuple[Path, ...] = flag("FILE: inputs", positional=True, nargs="*")
     size: int = flag("N: size", default=4)
     kind: Literal["a", "b"] | None = flag("50% of all", group="more")
-    two_words: tuple[str, ...] = flag("WORD: may be repeated", "--word")
+    two_words: tuple[str, ...] = flag("WORD: may be repeated")
     on: bool = flag("on (default: on)", default=True)
     off: bool = flag("off")
 
@@ -160,7 +160,7 @@ class Request:
 
 def test_options_are_what_the_types_say(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse(Request, [], "About.") == Request((), two_words=(), off=False)
-    words = ["x", "--size", "5", "y", *["--word", "1"] * 2, "--kind", "b", "--no-on", "--off", "z"]
+    words = ["x", "--size", "5", "y", "--two_words", "1", "--two-words=1", "--kind", "b", "--no-on", "--off", "z"]
     files = (Path("x"), Path("y"), Path("z"))
     assert parse(Request, words, "About.") == Request(files, 5, "b", ("1", "1"), on=False, off=True)
     for words, message in (

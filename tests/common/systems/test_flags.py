@@ -186,6 +186,8 @@ def test_a_dry_run_on_one_device_shows_the_plan(entry: str, tmp_path: Path, monk
         (tmp_path / "flags.txt").write_text(" ".join(flags))
         assert main(["--config", "flags.txt", "--run_mode", "train"]) == 0
     else:
+        assert main_with_flags(main, [*flags, "--run-mode", "plan", "--accelerator", "A100"], entry) == 0
+        assert ", A100\n" in capsys.readouterr().out
         assert main_with_flags(main, flags, entry) == 0
     assert "\nworld: 1 rank" in capsys.readouterr().out
     assert not (tmp_path / "ck").exists()
