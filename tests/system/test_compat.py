@@ -178,6 +178,12 @@ def test_paddles_launcher_starts_a_rank_a_device(tmp_path) -> None:
         *["distribute", "--master", "10.0.0.1:29500", "--nnodes", "2", "--node_rank", "1"],
         *["--log_dir", "log", "--devices", "0", "none", config, "train", "seed=1"],
     ]
+    plan = ["--devices", "0", "tools/train.py", "-c", config, "--run_mode", "plan", "--accelerator", "A100"]
+    assert scripts.launch_command(plan)[3:] == [
+        *["--accelerator", "A100", "--log_dir", "log", "--devices", "0", "none", config, "plan"]
+    ]
+    shown = ["tools/train.py", "-c", config, "--show_config"]
+    assert scripts.launch_command(["--devices", "0,1", *shown])[2:] == ["--run_mode", "train", *shown[1:]]
     one = ["--gpus", "3,4", "tasks/gpt/generation.py", "-c", config]
     assert scripts.launch_command(one)[1:] == [*one[2:], "context.device_id=3"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from common.command_line import parse_arguments
 from common.errors import CheckpointError, ConfigError
-from common.paths import TOOLS
+from common.paths import ROOT, TOOLS
 
 if TYPE_CHECKING:  # --help loads no library
     from common.systems.config import ConfigFile
@@ -133,8 +133,11 @@ def launch_command(argv: Sequence[str]) -> list[str]:
         device = f"context.device_id={given.devices.partition(',')[0]}"
         return [sys.executable, given.script, *given.words, device]
     training = parse_arguments(["--run_mode", "train", *given.words], program=given.script)
+    if training.show_config:
+        return [sys.executable, str(ROOT / "run_gpt2.py"), "--run_mode", "train", *given.words]
     options = {"master": given.master, "nnodes": given.nnodes, "node_rank": given.rank}
+    options["accelerator"] = training.accelerator
     words = [word for name, value in options.items() if value for word in (f"--{name}", value)]
     words += ["--log_dir", given.log_dir, "--devices", given.devices, "none", training.config]
     tool = str(TOOLS / "launch.py")
-    return [sys.executable, tool, "distribute", *words, "train", *training.overrides]
+    return [sys.executable, tool, "distribute", *words, training.run_mode, *training.overrides]
