@@ -181,7 +181,8 @@ class ConfigFile:
         for word in overrides:
             dotted = word.partition("=")[0]
             # a key of both systems means the same in each
-            if dialect.programs or dotted in schema_keys() or dotted.partition(".")[0] not in _sections(dialect):
+            top = dotted if dialect.programs else dotted.partition(".")[0]
+            if dotted in schema_keys() or top not in _sections(dialect):
                 own.append(word)
             else:
                 _override(tree, sources, word, dialect.table)

@@ -266,10 +266,12 @@ def test_figures_and_the_file_of_ours_that_convert_config_writes(name: str, tmp_
 
 
 def test_the_modelzoos_ds_config_says_what_its_flags_do_not() -> None:
-    """The scale begins at 2 to the 12th, and grows after 500 steps."""
+    """The scale begins at 2 to the 12th, and grows after 500 steps. Behind the file, keys are its own or ours."""
     config = open_config(ORIGINALS / "modelzoo" / "train_345M.sh").config
     scale = config.loss_scale
     assert (config.engine, config.deepspeed.config_file) == ("deepspeed", "./ds_config.json")
+    other = open_config(ORIGINALS / "modelzoo" / "train_345M.sh", ["train_iters=7", "train.exit_interval=5"]).config
+    assert (other.train.max_steps, other.train.exit_interval) == (7, 5)
     assert (scale.mode, scale.initial, scale.window) == ("dynamic", 4096.0, 500)
     assert (scale.hysteresis, scale.minimum, config.parallel.zero_stage) == (2, 1.0, 0)
 
