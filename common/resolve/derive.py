@@ -52,8 +52,8 @@ def resolve_config(
         )
     axes = parallel.data_parallel, parallel.model_parallel, parallel.pipeline_stage
     data_parallel = plan_data_parallel(*axes, world_size)
-    # a config for many devices also runs on one
-    splits_nothing = world_size == 1 and config.engine == "native" and parallel.shard_size is None
+    # a config for many devices also runs on few
+    splits_nothing = data_parallel == 1 and config.engine == "native" and parallel.shard_size is None
     halves = "float16" in (config.precision.compute, config.precision.parameters)
     scale_mode = config.loss_scale.mode if config.loss_scale.mode != "auto" else "dynamic" if halves else "none"
 

@@ -192,6 +192,8 @@ class ConfigFile:
             ours.drop(rate, "")  # their default: model.dropout=0 of a command line is for all parts
         apply_overrides(ours.tree, ours.sources, own)
         dialect.settle(ours)
+        if ours.get("parallel.sequence_parallel") and ours.get("parallel.model_parallel", 1) == 1:
+            ours.drop("parallel.sequence_parallel", "one tensor-parallel rank has nothing to split")
         for key, known in schema_keys().items():  # what no key of theirs set, and ours are anyway
             if ours.origins.get(key) == "" and ours.get(key) == known.default:
                 ours.drop(key, "")
