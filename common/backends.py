@@ -20,6 +20,8 @@ from common.config.resolved import as_run, as_section
 from common.config.schema import RunConfig, TokenizerConfig
 from common.conversion.export import PROGRAMS, export_program
 from common.dataset.blend import parse_blend, require_data
+from common.dataset.fleetx import find_fleetx
+from common.dataset.mindrecord import mindrecords_below
 from common.errors import CheckpointError, ConfigError, DataError, RunError
 from common.evaluation.corpus import find_evaluation_file
 from common.evaluation.task import VALIDATION_TASKS
@@ -162,18 +164,22 @@ def _paths_here(config: Run) -> dict[str, Any]:
 
 
 def _corpus_in(entry: str | float, key: str) -> str | float:
-    """Return the prefix of the only .bin/.idx pair below an entry that is a folder. An entry
-    without any stays, as a folder of MindRecord. Raises DataError.
+    """Return the prefix of the only .bin/.idx pair below an entry that is a folder, or of FleetX's files in it. A
+    folder of MindRecord, or without any, stays. Raises DataError.
     """
     if not isinstance(entry, str) or not (folder := Path(entry)).is_dir() or Path(f"{folder}.idx").is_file():
         return entry
-    prefixes = sorted(path.with_suffix("") for path in folder.rglob("*.idx") if path.with_suffix(".bin").is_file())
-    if len(prefixes) > 1:
-        shown = ", ".join(str(prefix.relative_to(folder)) for prefix in prefixes[:5])
+    records = mindrecords_below(folder)[:1]
+    pairs = (path.with_suffix("") for path in folder.rglob("*.idx") if path.with_suffix(".bin").is_file())
+    found = sorted([*pairs, *records])
+    if (fleetx := find_fleetx(folder)) is not None:  # FleetX does not look into the folders below
+        found = [fleetx, *(path for path in found if path.parent == folder)]
+    if len(found) > 1:
+        shown = ", ".join(str(path.relative_to(folder)) for path in found[:5])
         raise DataError(
-            f"{folder} holds {len(prefixes)} corpora ({shown}); give one as {key}=FOLDER/NAME, or a folder with one"
+            f"{folder} holds {len(found)} corpora ({shown}); give one as {key}=FOLDER/NAME, or a folder with one"
         )
-    return str(prefixes[0]) if prefixes else entry
+    return entry if found in ([], records) else str(found[0])
 
 
 def check_before_ranks(run_mode: str, config: Run) -> None:

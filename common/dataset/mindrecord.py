@@ -94,7 +94,7 @@ def find_mindrecord(source: str | Path) -> list[Path] | None:
     if path.suffix in (".bin", ".idx") or with_extension(path, ".idx").is_file():
         return None
     if path.is_dir():
-        files = _walk(path)
+        files = mindrecords_below(path)
         for file in files:
             _shards(file)
         return files or None
@@ -121,8 +121,8 @@ def metadata_paths(source: str | Path) -> list[Path]:
     return [with_extension(name, METADATA_EXTENSION) for name in sorted(names)]
 
 
-def _walk(folder: Path) -> list[Path]:
-    """Return the MindRecord files of a folder.
+def mindrecords_below(folder: Path) -> list[Path]:
+    """Return the MindRecord files of a folder and those in it.
 
     The extension or an index beside the file identifies them: FileWriter accepts any name.
     """

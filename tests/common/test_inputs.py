@@ -90,5 +90,15 @@ def test_the_data_of_a_folder(tmp_path: Path) -> None:
     message = r"holds 2 corpora \(b, inner/a\); give one as data.train=FOLDER/NAME"
     with pytest.raises(DataError, match=message):
         found()
+    for name in ("c_ids.npy", "c_idx.npz"):
+        (folder / name).touch()
+    with pytest.raises(DataError, match=r"holds 2 corpora \(c, b\)"):
+        found()
+    (folder / "b.idx").unlink()
+    assert found() == [str(folder / "c")], "FleetX reads the files of its input_dir, not those below"
+    (folder / "c_ids.npy").rename(folder / "inner" / "rows.mindrecord")
+    (folder / "c_idx.npz").unlink()
+    with pytest.raises(DataError, match=r"holds 2 corpora \(inner/a, inner/rows.mindrecord\)"):
+        found()
     (tmp_path / "data.idx").touch()
     assert found() == [str(folder)], "a prefix that is a folder's name too"
