@@ -130,8 +130,13 @@ def _find_flags(commands: Iterable[Command], path: Path) -> tuple[str, list[Word
     """
     found: list[tuple[str, list[Word], int]] = []
     is_open = False  # whether the next line may continue the flags
+    unknown: list[Word] = []
     for command in commands:
         words = command.words
+        if words[0] in ("[", "[[", "test"):
+            continue
+        if words[0].unknown and not command.is_assignment:
+            unknown = unknown or words
         programs = [
             number
             for number, word in enumerate(words)  # a launcher before the program has flags too
@@ -150,8 +155,8 @@ def _find_flags(commands: Iterable[Command], path: Path) -> tuple[str, list[Word
         is_open = not command.is_ended
     if any(program for program, _, _ in found):
         found = [each for each in found if each[0]]
-    if not found:
-        return "", []
+    if not found:  # a command that only a shell knows may hold them
+        return "", unknown
     program, flags, depth = max(found, key=lambda each: sum(map(_is_flag, each[1])))
     if depth and sum(each[0] == program for each in found) > 1:
         raise ConfigError(f"{path}: a condition says which of several commands starts {program}; keep one of them")

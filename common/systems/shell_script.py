@@ -225,8 +225,10 @@ class _Reader:
             why, values = f"{name} is not assigned before it in this file", self.variables.get(name)
             if name in ("@", "*"):
                 values = []  # a script without arguments
-            elif match["default"] is not None and not "".join(values or ()):
-                values = [Word(match["default"], self.line)]
+            elif (default := match["default"]) is not None and not "".join(values or ()):
+                quoted = '"[^"]*"' if is_quoted else "\"[^\"]*\"|'[^']*'"
+                values = [Word(re.sub(quoted, lambda found: found[0][1:-1], default), self.line)]
+                is_quoted = is_quoted or values != [default]
             elif values is not None and not is_list:
                 values = values[:1]
         elif raw.startswith("$((") and raw.endswith("))"):

@@ -138,6 +138,15 @@ srun -l --output=$OUT sh -c "${run}"
 """: EXPECTED,
     "set -e\npython3 run.py --include localhost:0,1 pretrain_gpt.py \\\n  --lr -1e-4 \\\n"
     "  --split 9,1,0 2>&1 | tee log --flush\necho done\n": ["--lr", "-1e-4", "--split", "9,1,0"],
+    """[ -z "$GPUS" ] && exit\nlr=${LR:-"1"} split="${S:-"9,1"}"\n
+    python pretrain_gpt.py --lr $lr --split $split --save ${OUT:-'my folder'}""": [
+        "--lr",
+        "1",
+        "--split",
+        "9,1",
+        "--save",
+        "my folder",
+    ],
     "if x; then\npython pretrain_gpt.py --lr 2\nelse\npython tools/other.py x\nfi": ["--lr", "2"],
 }
 
