@@ -222,7 +222,7 @@ class _Reader:
         values: list[Word] | None = None
         why = "only a shell expands it" if raw.startswith("${") else "nothing is run"
         if name:
-            why, values = f"{name} is not assigned before it in this file", self.variables.get(name)
+            why, values = f"{name} is not assigned before line {self.line}", self.variables.get(name)
             if name in ("@", "*"):
                 values = []  # a script without arguments
             elif (default := match["default"]) is not None and not "".join(values or ()):
