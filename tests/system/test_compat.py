@@ -185,7 +185,10 @@ def test_paddles_launcher_starts_a_rank_a_device(tmp_path) -> None:
     shown = ["tools/train.py", "-c", config, "--show_config"]
     assert scripts.launch_command(["--devices", "0,1", *shown])[2:] == ["--run_mode", "train", *shown[1:]]
     one = ["--gpus", "3,4", "tasks/gpt/generation.py", "-c", config]
-    assert scripts.launch_command(one)[1:] == [*one[2:], "context.device_id=3"]
+    ours = str(fleetx / "tasks" / "gpt" / "generation.py")  # also where a checkout of FleetX has its own
+    assert scripts.launch_command(one)[1:] == [ours, *one[3:], "context.device_id=3"]
+    with pytest.raises(SystemExit, match="2"):
+        scripts.launch_command(["--devices", "0", "projects/gpt/inference.py", "-c", config])
 
 
 @pytest.mark.long

@@ -24,6 +24,8 @@ PROMPT = "Hi, GPT2. Tell me who Jack Ma is."
 """Prompt of FleetX's scripts, for commands without one."""
 _KEY = "Inference.model_dir"
 """FleetX's key of the export folder."""
+_SCRIPTS = ("tools/train.py", "tools/eval.py", "tools/export.py", "tools/inference.py", "tasks/gpt/generation.py")
+"""Scripts in compat/fleetx."""
 _RECORD = "export.json"
 _PROGRAM: dict[str, Any] = {"model": "from_checkpoint", "optimizer": {"learning_rate": 1.0}}
 """Config of an export without one of its own."""
@@ -129,9 +131,12 @@ def launch_command(argv: Sequence[str]) -> list[str]:
     parser.add_argument("script", help="tools/train.py or another script of compat/fleetx")
     parser.add_argument("words", nargs=argparse.REMAINDER, help="of the script: -c CONFIG -o KEY=V")
     given = parser.parse_args(argv)
-    if Path(given.script).name != "train.py":
+    names = [name for name in _SCRIPTS if f"/{Path(given.script).as_posix()}".endswith(f"/{name}")]
+    if not names:
+        parser.error(f"{given.script} is not here; expected one of {', '.join(_SCRIPTS)}")
+    if names != ["tools/train.py"]:  # in a checkout of FleetX the script of this name needs Paddle
         device = f"context.device_id={given.devices.partition(',')[0]}"
-        return [sys.executable, given.script, *given.words, device]
+        return [sys.executable, str(ROOT / "compat" / "fleetx" / names[0]), *given.words, device]
     training = parse_arguments(["--run_mode", "train", *given.words], program=given.script)
     if training.show_config:
         return [sys.executable, str(ROOT / "run_gpt2.py"), "--run_mode", "train", *given.words]
