@@ -127,8 +127,8 @@ def listed(value: Any) -> list[Any]:
 
 
 def joined(value: Any) -> str:
-    """Change the shares of a split into one text: ``969, 30, 1`` or a list into ``969,30,1``."""
-    return ",".join(map(str, listed(value))).replace(" ", "")
+    """Change the shares of a split into one text: ``969, 30, 1``, ``[969, 30, 1]`` or a list into ``969,30,1``."""
+    return ",".join(map(str, listed(value))).replace(" ", "").strip("[]")
 
 
 def number(value: Any) -> float:

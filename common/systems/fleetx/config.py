@@ -12,7 +12,7 @@ from typing import Any
 from common.config.schema import MAX_COUNT
 from common.config.values import takes_momentum
 from common.dialects.fleetx import COSINE, DEFAULTS, MARKS, TABLE
-from common.dialects.rules import Defaults, Ignored, MapTo, listed
+from common.dialects.rules import Defaults, Ignored, MapTo, joined, listed
 from common.errors import ConfigError
 from common.paths import ROOT, looked_in
 from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
@@ -158,9 +158,8 @@ def _validation_data(theirs: ForeignKeys, ours: Translation, *, trains: bool) ->
 
 def _shares(split: Any) -> list[float]:
     """Return the shares of the three parts; zeros for anything else."""
-    weights = split if isinstance(split, list) else str(split).split(",")
     try:
-        numbers = [*map(float, weights), 0.0, 0.0, 0.0][:3]
+        numbers = [*map(float, joined(split).split(",")), 0.0, 0.0, 0.0][:3]
     except (TypeError, ValueError):
         return [0.0, 0.0, 0.0]
     return [weight / (sum(numbers) or 1.0) for weight in numbers]
