@@ -130,11 +130,17 @@ class ConfigFile:
     @classmethod
     def read(cls, path: Path, fill: Fill | None = None) -> ConfigFile:
         """Read a file and those that it extends. Raises ConfigError."""
-        if path.suffix in (".sh", ".txt", ".flags", ".args"):  # any other file is YAML
+        is_script = path.suffix.lower() in (".sh", ".txt", ".flags", ".args")
+        if not is_script:
+            fleetx.require_checkout(path)
+            text = read_yaml_text(path)
+            if path.suffix == ".py":
+                raise ConfigError(
+                    f"{path}: no program is run for its values; write a YAML (--explain NAME finds our key)"
+                )
+        if is_script or text.startswith("#!"):  # any other file is YAML
             where, program, flags = read_command(path)
             return cls.of_flags(find_command_line(flags, program), flags, where, path, fill)
-        fleetx.require_checkout(path)
-        text = read_yaml_text(path)
         own, places = read_yaml(path, text=text)
         dialect = find_dialect(path, own, places)
         if dialect is None:

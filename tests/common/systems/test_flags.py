@@ -192,8 +192,10 @@ def test_a_dry_run_on_one_device_shows_the_plan(entry: str, tmp_path: Path, monk
     if "oneflow" in entry:
         main = start_nodes_devices(main, lambda _: 1, flags)
     if entry == "run_gpt2.py":
-        (tmp_path / "flags.txt").write_text(" ".join(flags))
-        assert main(["--config", "flags.txt", "--run_mode", "train"]) == 0
+        (tmp_path / "job.slurm").write_text(f"#!/bin/bash\npython pretrain_gpt.py {' '.join(flags)}\n")
+        assert main(["--config", __file__, "--run_mode", "train"]) == 2
+        assert "no program is run for its values" in capsys.readouterr().err
+        assert main(["--config", "job.slurm", "--run_mode", "train"]) == 0
     else:
         assert main_with_flags(main, [*flags, "--run-mode", "plan", "--accelerator", "A100"], entry) == 0
         assert ", A100\n" in capsys.readouterr().out
