@@ -40,7 +40,9 @@ _KEYS = {
     "epochs": "train.max_epochs",
     "batch_size": "train.micro_batch_size",
     "predict_batch_size": "predict.batch_size",
+    "num_samples": "train.num_samples",
 }
+_IN_EVAL = {"dataset": "data.validation", "dataset_dir": "data.validation", "num_samples": "validation.max_samples"}
 _OUTPUT = ("train_url", "output_dir", "output_url", "obs_path", "remote_save_url")
 _CHECKPOINT = ("load_checkpoint", "checkpoint_url")
 _NOTED = {
@@ -115,17 +117,18 @@ def translate(argv: Sequence[str], environ: Mapping[str, str]) -> ModelArtsJob:
 def mindformers_argv(argv: Sequence[str]) -> tuple[list[str], ConfigFile | None]:
     """Add the defaults of r0.3. Returns the file of --config too, if it was read.
 
-    The mode is train. Training begins with new weights, whatever checkpoint the YAML names. An Ascend means MindSpore.
+    The mode is the YAML's, else train, which begins with new weights whatever that names. An Ascend means MindSpore.
     """
-    mode = _value_of("run_mode", argv)
-    chosen = [] if mode is not None else ["--run_mode=train"]
-    chosen += ["checkpoint.init_from=null"] if mode in (None, "train") else []
     file = None
     if {"--help", "-h"}.isdisjoint(argv) and (name := _value_of("config", argv)):
         from common.run_config import read_config  # not above: --help loads no library
 
         with suppress(ConfigError):  # reported when it is read again
             file = read_config(_config(name, in_modelarts(os.environ)))
+    given = _value_of("run_mode", argv)
+    mode = given or (file and file.tree.get("run_mode")) or "train"
+    chosen = [] if given is not None else [f"--run_mode={mode}"]
+    chosen += ["checkpoint.init_from=null"] if mode == "train" else []
     mindspore = ["backend=mindspore"] if _means_mindspore(argv, file) else []
     return [*chosen, *mindspore, *argv], file
 
@@ -168,6 +171,7 @@ def describe_flags() -> str:
 
     rows = {
         **{flags([name for name in _KEYS if _KEYS[name] == key]): key for key in dict.fromkeys(_KEYS.values())},
+        "--dataset --dataset_dir": "in eval data.validation",
         flags(TOP_LEVEL): "the key of the same name",
         flags(_OUTPUT): "output_dir, or the URL to which it is copied at the end",
         flags(_CHECKPOINT): "checkpoint.resume (train), checkpoint.init_from (finetune), else checkpoint.load",
@@ -176,19 +180,16 @@ def describe_flags() -> str:
         "--profile": "True: profile.start=1 profile.stop=10; False: no trace",
         "--sink_mode": "False: train.sink_size=1",
         "--enable_modelarts": "found in the environment; accepted and ignored",
-        "--num_samples": "train.num_samples, the windows of an epoch; in eval evaluation.max_samples",
+        "--num_samples": "train.num_samples, the windows of an epoch; in eval validation.max_samples",
         "--options": "section.key=value overrides after it",
         flags(tuple(_NOTED)): "logged, without effect",
     }
     lines = "".join(f"  {flags}\n      {meaning}\n" for flags, meaning in rows.items())
-    return (
-        "MindFormers' and ModelArts' arguments, and what each means here (--run_mode is train"
-        f" when left out):\n{lines}\n"
-    )
+    return f"MindFormers' and ModelArts' arguments, and what each means (--run_mode: the YAML's or train):\n{lines}\n"
 
 
 _SWITCHES = ("use_parallel", "profile", "sink_mode", "enable_modelarts")
-_FLAGS = {*_KEYS, *_OUTPUT, *_CHECKPOINT, *_NOTED, *_SWITCHES, "predict_data", "num_samples"}
+_FLAGS = {*_KEYS, *_OUTPUT, *_CHECKPOINT, *_NOTED, *_SWITCHES, "predict_data"}
 
 
 def _translate_flag(job: ModelArtsJob, name: str, value: str) -> None:
@@ -197,15 +198,13 @@ def _translate_flag(job: ModelArtsJob, name: str, value: str) -> None:
     if name == "epochs":  # a file's steps or tokens would contradict it
         job.argv[:0] = ["train.max_steps=null", "train.max_tokens=null"]
     if name in _KEYS:
-        job.argv.append(f"{_KEYS[name]}={value}")
+        keys = _KEYS | (_IN_EVAL if job.run_mode == "eval" else {})
+        job.argv.append(f"{keys[name]}={value}")
     elif name in _OUTPUT:
         _output(job, name, value)
     elif name in _CHECKPOINT:
         key = {"train": "resume", "finetune": "init_from"}.get(job.run_mode, "load")
         job.argv.append(f"checkpoint.{key}={value}")
-    elif name == "num_samples":
-        key = "evaluation.max_samples" if job.run_mode == "eval" else "train.num_samples"
-        job.argv.append(f"{key}={value}")
     elif name == "predict_data":
         is_file = is_url(value) or Path(value).is_file()
         job.argv.append(f"predict.{'prompt_file' if is_file else 'prompt'}={value}")
