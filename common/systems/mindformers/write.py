@@ -75,12 +75,12 @@ _NAME_MAP = NAME_MAPS["mindformers"][0]
 
 def epoch_and_step(config: Run, samples_per_epoch: int, state: TrainState) -> tuple[int, int]:
     """Return the epoch and the step in it, both from 1, as MindSpore counts them."""
+    samples_per_epoch = config.train.num_samples or samples_per_epoch
     if config.batch_sizes.grows and samples_per_epoch:
         epoch, within, _ = place_in_epochs(state.step, config.batch_sizes, samples_per_epoch)
-        return epoch + 1, within + 1
-    batch = config.train.global_batch_size
-    steps = max(1, samples_per_epoch // batch)
-    return (state.step - 1) // steps + 1, (state.step - 1) % steps + 1
+    else:
+        epoch, within = divmod(state.step - 1, max(1, samples_per_epoch // config.train.global_batch_size))
+    return epoch + 1, within + 1
 
 
 def write_rank_file(config: Run, place: tuple[int, int], rank: int, is_split: bool, checkpoint: Path) -> None:

@@ -40,9 +40,7 @@ SPLIT = {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "zero_sta
 
 
 NAMES = Path(__file__).with_name("names.txt").read_text().splitlines()
-"""Lines with MindFormers' name and shape of a parameter, T if it is transposed, and our name. From
-its sources r0.6 to r1.5.
-"""
+"""Lines of MindFormers r0.6 to r1.5: name and shape of a parameter, T if it is transposed, and our name."""
 
 
 def theirs(ours: str) -> tuple[str, bool]:
@@ -121,6 +119,8 @@ def test_files_of_a_growing_batch_are_named_by_samples() -> None:
     places = [epoch_and_step(config, 13, TrainState(step=step)) for step in range(1, 8)]
     assert places == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1)]
     assert epoch_and_step(config, 0, TrainState(step=3)) == (3, 1)
+    config = as_run(Run, config_of(), train={"num_samples": 4, "global_batch_size": 2})  # --num_samples is an epoch
+    assert epoch_and_step(config, 13, TrainState(step=4)) == (2, 2)
 
 
 @pytest.mark.parametrize("release", ["mindformers", "mindformers_r0.3"])
