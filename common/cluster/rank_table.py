@@ -192,7 +192,7 @@ def validate(table: RankTable, place: str) -> None:
     ranks = [device.rank_id for _, device in table.places()]
     if ranks != list(range(len(ranks))):
         raise DataError(
-            f"{place}: {len(ranks)} devices have the ranks {spans(ranks)}; expected 0 to"
+            f"{place}: {len(ranks)} devices have the ranks {spans({*ranks})}; expected 0 to"
             f" {len(ranks) - 1}, each once; make the table again"
         )
     # a server is then a network instance, which may span machines; local_id is checked while reading
