@@ -98,9 +98,7 @@ class Project:
 
 
 def make_project(home: Path) -> Project:
-    """A copy of the files of the repository with the quickstart's data, beside the folders that a
-    user of another system has.
-    """
+    """A copy of the repository with the quickstart's data, beside the folders of a user of another system."""
     folder = home / "gpt2"
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -121,9 +119,11 @@ def make_project(home: Path) -> Project:
         raise
     project.run(
         "python tools/preprocess_data.py --input data/quickstart/corpus.txt --documents eot"
-        " --output-prefix data/quickstart/corpus --append-eod"
-        " --vocab-file data/quickstart/vocab.json --merge-file data/quickstart/merges.txt"
+        " --output-prefix data/quickstart/corpus --append-eod --vocab-file data/quickstart"
     )
+    for file in [*(folder / "data" / "quickstart").glob("corpus_*")]:  # a second corpus, as quickstart.sh leaves
+        other = shutil.copy(file, file.with_name(file.name.replace("corpus", "small")))
+        os.utime(other, (0, 0))  # and makes again, since it is older than the text
     return project
 
 
