@@ -1,6 +1,5 @@
-"""Keys of MindFormers' YAML: run_gpt2*.yaml of r0.3 to r1.x, and base_config.
-
-Keys and defaults: mindformers r0.3 and r1.0, configs/gpt2 and mindformers/models/gpt2/gpt2_config.py.
+"""Keys and defaults of MindFormers' YAML, r0.3 to r1.x. Sources: configs/gpt2 and
+mindformers/models/gpt2/gpt2_config.py of r0.3 and r1.0.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from common.dialects.rules import (
 )
 
 BASE = "base_config"
+ACTIVATION = "model.model_config.hidden_act"
 MARKS = words("""
     base_config runner_config runner_wrapper lr_schedule callbacks train_dataset
     train_dataset_task trainer moe_config processor resume_or_finetune_checkpoint use_parallel
@@ -65,7 +65,7 @@ _MODEL: Table = {
     "embedding_dropout_prob": MapTo("model.embedding_dropout"),
     **each(MapTo("model.hidden_dropout"), "hidden_dropout_prob hidden_dropout_rate"),
     **each(MapTo("model.attention_dropout"), "attention_probs_dropout_prob attention_dropout_rate"),
-    "hidden_act": Fixed(("gelu", "fast_gelu"), "GPT-2 has GELU; use gelu or fast_gelu"),
+    "hidden_act": Fixed(("gelu", "fast_gelu"), "GPT-2 has GELU; use gelu, or fast_gelu, which is near it"),
     "param_init_type": MapTo("precision.parameters", _FLOAT),
     "compute_dtype": MapTo("precision.compute", _FLOAT),
     **each(MapTo("precision.softmax", _FLOAT), "softmax_dtype softmax_compute_type"),

@@ -147,9 +147,7 @@ def _rows_of(place: int, model: ResolvedModel, topology: Topology) -> Iterator[N
 
 
 def _layout(row: NameRow, shape: tuple[int, ...], topology: Topology, shards: int) -> Layout:
-    """Return how the ranks of a stage split a tensor. Tensor ranks split one dimension. ZeRO's
-    ranks split dimension 0 again, where it divides.
-    """
+    """Return how the ranks of a stage split a tensor: tensor ranks one dimension, ZeRO's dimension 0 if it divides."""
     devices = (topology.data, topology.tensor)
     dim = split_dim(row.ours[0]) if topology.tensor > 1 else None
     if dim is not None and row.transposed:

@@ -200,12 +200,11 @@ SIZES = {
     "num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 8, "max_positions": 16,
     "ffn_hidden_size": 64, "vocab_size": 101, "layer_norm_epsilon": 0.001,
 }  # fmt: skip
-# r1.x says width and places in one file; r0.3 in a file that the run's names as a base
 R1 = """model:
   arch: {type: GPT2LMHeadModel}
   model_config: {type: GPT2Config, seq_length: 8, max_position_embeddings: 16, vocab_size: 101,
     hidden_size: 32, num_layers: 2, num_heads: 4, expand_ratio: 2, layernorm_epsilon: 0.001,
-    checkpoint_name_or_path: gpt2}
+    checkpoint_name_or_path: gpt2, hidden_act: fast_gelu}
 train_dataset: {a_key_that_nobody_knows: 1}
 """
 R03 = R1.partition("train")[0].replace("hidden_size", "embedding_size")
@@ -237,6 +236,7 @@ def test_the_sizes_of_a_yaml_of_mindformers(bare: Path, files: dict[str, str]) -
         (bare / name).parent.mkdir(exist_ok=True)
         (bare / name).write_text(text)
     assert sizes_of(bare) == SIZES == sizes_of(bare / "gpt2.ckpt")
+    assert "up to 0.02 away" in open_mindformers(bare).ignored["model.model_config.hidden_act"]
 
 
 def test_the_file_of_the_same_name_is_chosen(bare: Path) -> None:
