@@ -245,7 +245,7 @@ TABLE: Table = {
     """),
     "only_save_strategy": Fixed((False,), "strategy files are written by every run in modes 1 and"
         " 2; set False"),
-    **each(Ignored("a ModelArts job gives --train_url"), "remote_save_url aicc_config.*"),
+    **each(Ignored("only a ModelArts job copies its output"), "remote_save_url aicc_config.*"),
     "auto_tune": Ignored("reading the data takes no part of a step that could be tuned"),
     **each(Ignored("there is no tuning"), "autotune_per_step filepath_prefix"),
     "profile": ByHand(),

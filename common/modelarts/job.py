@@ -34,10 +34,11 @@ def run_job(
 ) -> None:
     """Run a mode between the copies of its files, or start the ranks that do.
 
-    opened: the configuration of ``file`` with these overrides.
+    opened: the configuration of ``file`` with these overrides. MindFormers' YAML may name the URL of the output too.
     """
     os.environ.update(platform_variables(process, environ))
-    url = job.output_url or (opened.config.output_dir if is_url(opened.config.output_dir) else None)
+    theirs = (file.tree.get("remote_save_url"), (file.tree.get("aicc_config") or {}).get("obs_path"))
+    url = next(filter(is_url, (job.output_url, opened.config.output_dir, *theirs)), None)
     ranks = () if url is None else ranks_to_copy(process, environ, one_process=job.one_process)
     words = [*overrides, *bring_files(opened.config, overrides, url, ranks, environ)]
     config = file.open(words).config

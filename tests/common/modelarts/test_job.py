@@ -1,6 +1,4 @@
-"""Ranks of a ModelArts job, who starts them, and whose files a process copies. ModelArts' and
-MindFormers' words in ours.
-"""
+"""Ranks of a ModelArts job, who starts them, whose files a process copies. Its and MindFormers' words in ours."""
 
 import re
 from pathlib import Path
@@ -13,6 +11,7 @@ from common.config.schema import RunConfig, Section
 from common.errors import ConfigError
 from common.modelarts import arguments as modelarts, job as modelarts_job
 from common.modelarts.arguments import TOP_LEVEL, mindformers_argv, translate
+from common.systems.config import ConfigFile
 
 INSIDE = {"MA_JOB_DIR": "/home/ma-user/modelarts/user-job-dir"}
 TWO_HOSTS = {**INSIDE, "MA_NUM_HOSTS": "2", "VC_WORKER_HOSTS": "job-0.job,job-1.job"}
@@ -75,10 +74,8 @@ def test_places_by_the_platforms_table(samples: Path, tmp_path: Path) -> None:
     assert (places.own_host, places.master) == ("10.19.1.79", "10.19.1.142")
     assert [place.rank for place in places.own] == list(range(8, 16))
     assert written is not None and '"version": "1.0"' in written.read_text()
-    other = modelarts_job.find_places({**environ, "MA_CURRENT_IP": "10.19.1.142"})[1]
-    assert other.own_host == "10.19.1.142"
-    message = "nor VC_TASK_INDEX=2 says which server of .*: it holds 10.19.1.142, 10.19.1.79"
-    with pytest.raises(ConfigError, match=message):
+    assert modelarts_job.find_places({**environ, "MA_CURRENT_IP": "10.19.1.142"})[1].own_host == "10.19.1.142"
+    with pytest.raises(ConfigError, match=r"nor VC_TASK_INDEX=2 says which server.*it holds 10.19.1.142, 10.19.1.79"):
         modelarts_job.find_places({**environ, "VC_TASK_INDEX": "2"})
 
 
@@ -87,8 +84,7 @@ def test_variables_that_a_process_per_card_lacks(samples: Path, tmp_path: Path) 
     given = {"RANK_TABLE_FILE": str(table), "RANK_ID": "0", "TMPDIR": str(tmp_path), "HCCL_CONNECT_TIMEOUT": "600"}
     found = modelarts_job.platform_variables(Process(device_id=0, launcher="rank table"), INSIDE | given)
     assert '"rank_id": "0"' in Path(found.pop("RANK_TABLE_FILE")).read_text()
-    kept = {"RANK_SIZE": "1", "DEVICE_ID": "0", "HCCL_CONNECT_TIMEOUT": "600", "GLOO_SOCKET_IFNAME": "lo"}
-    assert found == kept
+    assert found == {"RANK_SIZE": "1", "DEVICE_ID": "0", "HCCL_CONNECT_TIMEOUT": "600", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 WORDS = """
@@ -132,13 +128,18 @@ def test_words_of_text() -> None:
         assert translate(typed, {}).argv == [expected]
 
 
-def test_place_of_the_output_and_number_of_processes() -> None:
+def test_place_of_the_output_and_number_of_processes(tmp_path, monkeypatch) -> None:
     both = translate(["--output_dir=/local", "--train_url=obs://b/out"], {})
     assert both.argv == ["output_dir=/local"] and both.output_url == "obs://b/out"
     for word in ("--output_dir", "--obs_path", "--remote_save_url", "output_dir"):
         assert translate([f"{word}=obs://b/out"], {}).output_url == "obs://b/out"
-    alone = [translate([f"--use_parallel={word}"], {}).one_process for word in ("False", "True")]
-    assert alone == [True, False]
+    assert [translate([f"--use_parallel={word}"], {}).one_process for word in ("False", "True")] == [True, False]
+    original = (modelarts.ROOT / "tests/common/systems/originals/mindformers_r1.yaml").read_text()
+    (tmp_path / "a.yaml").write_text(original.replace("Please input obs url on AICC platform.", "obs://b/out"))
+    file = ConfigFile.read(tmp_path / "a.yaml")
+    monkeypatch.setattr(modelarts_job, "bring_files", lambda config, words, url, *rest: pytest.fail(url))
+    with pytest.raises(pytest.fail.Exception, match="obs://b/out"):
+        modelarts_job.run_job(file, file.open([]), "train", [], translate([], {}), ALONE, {})
 
 
 def test_unknown_words_are_the_platforms_only_inside_modelarts() -> None:
@@ -187,8 +188,7 @@ def test_every_key_outside_of_sections_has_its_flag() -> None:
 def test_mindformers_ascend_is_mindspores(tmp_path, caplog, text, words, chosen) -> None:
     preset = modelarts.ROOT / "configs/gpt2/run_gpt2_tiny.yaml"
     (tmp_path / "other.yaml").write_text(f"base: {preset}\nbackend: torch\n")
-    base = "" if text.startswith("base") else f"base: {preset}\n"
-    (tmp_path / "a.yaml").write_text(f"{base}{text}\n")
+    (tmp_path / "a.yaml").write_text(text if text.startswith("base") else f"base: {preset}\n{text}")
     given = ["--run_mode=eval", f"--config={tmp_path / 'a.yaml'}", *words.split()]
     with caplog.at_level("WARNING"):
         assert mindformers_argv(given)[0] == [*(["backend=mindspore"] if chosen else []), *given]
