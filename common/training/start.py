@@ -214,6 +214,9 @@ def _log_changes(manifest: dict[str, Any], config: Run, data: TrainingData) -> N
             " checkpoint is of an older version, so the order of samples changes too"
         )
     before, now = dict(flatten(manifest["config"])), dict(flatten(config.model_dump()))
+    key = "checkpoint.init_from"
+    if now[key] not in (None, before.get(key)):
+        LOG.warning(f"{key}={now[key]} is not read, since a run is resumed; to start from it give another output_dir")
     silent = {"predict", "evaluation", "serve", "logging", "profile", "checkpoint"}
     decisive = {"logging.outlier_deviations", "logging.outlier_window"} if config.train.on_outlier == "skip" else set()
     for key, value in now.items():
@@ -221,15 +224,8 @@ def _log_changes(manifest: dict[str, Any], config: Run, data: TrainingData) -> N
             LOG.info(f"changed since the checkpoint: {key} {before[key]} -> {value}")
 
 
-_DECISIVE = (
-    "num_layers",
-    "hidden_size",
-    "num_heads",
-    "ffn_hidden_size",
-    "max_positions",
-    "vocab_size",
-    "layer_norm_epsilon",
-)
+_SIZES = ("num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "max_positions", "vocab_size")
+_DECISIVE = (*_SIZES, "layer_norm_epsilon")
 """Keys that change shapes or the computed function. The window (seq_length) may be any up to max_positions."""
 
 

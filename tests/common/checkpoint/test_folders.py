@@ -87,8 +87,8 @@ def test_an_older_whole_one_is_taken_with_a_warning(tmp_path: Path, caplog: pyte
     save(tmp_path / "checkpoints", 5, 10, 20, 30)
     (tmp_path / "checkpoints" / "latest").write_text("step_00000020\n")
     (tmp_path / "checkpoints" / "step_00000020" / "manifest.json").unlink()
-    assert str(start(tmp_path).resume) == str(tmp_path / "checkpoints" / "step_00000010")
-    assert "latest names 'step_00000020', which is not a whole checkpoint here; taking" in caplog.text
+    assert str(start(tmp_path, init_from="a.ckpt").resume) == str(tmp_path / "checkpoints" / "step_00000010")
+    assert "20', which is not a whole checkpoint here; taking" in caplog.text and "a.ckpt is not read" in caplog.text
     for step in (5, 10):
         shutil.rmtree(tmp_path / "checkpoints" / f"step_{step:08d}")
     with pytest.raises(CheckpointError, match=r"whole and newer: step_00000030; "):
