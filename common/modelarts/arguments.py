@@ -266,7 +266,7 @@ def _needed(argument: str, given: str | None, rest: deque[str]) -> str:
 
 
 def _value_of(name: str, argv: Sequence[str]) -> str | None:
-    for at, word in enumerate(argv):
+    for at, word in reversed([*enumerate(argv)]):  # the last one counts, as for the parser
         if word == f"--{name}" and at + 1 < len(argv):
             return argv[at + 1]
         if word.startswith(f"--{name}="):

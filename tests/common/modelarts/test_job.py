@@ -102,7 +102,7 @@ WORDS = """
 --num_samples 8 -> train.num_samples=8
 --run_mode=eval --num_samples=8 --dataset_dir=/data -> --run_mode=eval validation.max_samples=8 data.validation=/data
 --run_mode=train --load_checkpoint=/c -> --run_mode=train checkpoint.resume=/c
---run_mode=finetune --load_checkpoint=/c -> --run_mode=finetune checkpoint.init_from=/c
+--run_mode train --run_mode=finetune --load_checkpoint=/c -> --run_mode train --run_mode=finetune checkpoint.init_from=/c
 --run_mode predict --load_checkpoint=/c -> --run_mode predict checkpoint.load=/c
 --profile=True --sink_mode=False -> profile.start=1 profile.stop=10 train.sink_size=1
 --profile=False --sink_mode=True --use_parallel=True -> profile.start=null profile.stop=null profile.memory=false
