@@ -169,14 +169,14 @@ def _writer(target_format: str, tensor: int, stages: int) -> Callable[[Path, Wei
 
 
 def convert_as_mindformers_did(layers: int, source: Path, target: Path) -> dict[str, Any]:
-    """Convert Hugging Face's ``pytorch_model.bin`` into one ``.ckpt`` with MindFormers' names, as
-    MindFormers' convert_weight.py does. Return a report as that of ``convert``.
+    """Convert Hugging Face's ``pytorch_model.bin`` into one ``.ckpt`` as MindFormers' own did; report as ``convert``.
 
-    Raises StorageError, and CheckpointError, also if the file has another number of layers.
-    ``target`` is then unchanged.
+    Raises ConfigError, StorageError, and CheckpointError, also for another number of layers; ``target`` is unchanged.
     """
     _require_source(source)
     target = target.resolve()
+    if target.is_dir():
+        raise ConfigError(f"{target}: is a folder; give --mindspore_path a file, such as {target / 'gpt2.ckpt'}")
     shards = (
         source.parent.glob(f"*{Path(source.name.removesuffix('.index.json')).suffix}")
         if source.name.endswith(".index.json")

@@ -101,8 +101,7 @@ def test_the_command_line_of_mindformers(tmp_path: Path, capsys: Any) -> None:
     state, file = theirs().state_dict(), tmp_path / "pytorch_model.bin"
     torch.save(state, file)
     target = tmp_path / "gpt2.ckpt"
-    words = ["--torch_path", str(file), "--mindspore_path", str(target)]
-    two = ["--layers", "2"]
+    words, two = ["--torch_path", str(file), "--mindspore_path", str(target)], ["--layers", "2"]
     assert main([*words, *two]) == 0
     found = open_tensors(target)
     assert len(found) == 16 * 2 + 4
@@ -113,7 +112,8 @@ def test_the_command_line_of_mindformers(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "taken").mkdir()
     for more, fault in (
         ([*two, "--torch_path", empty], "vocab_size=0 of the model"),
-        ([*two, "--mindspore_path", f"{tmp_path}/taken"], "could not be written: Is a directory"),
+        ([*two, "--mindspore_path", f"{tmp_path}/taken"], "taken/gpt2.ckpt"),
+        ([*two, "--mindspore_path", f"{file}/a.ckpt"], "could not be written: File exists"),
         ([*two, "--torch_path", f"{tmp_path}/gone.bin"], "gone.bin: does not exist in"),
         (["--layers", "1"], "has 2 blocks, and --layers says 1; say --layers 2"),
         ([], "--layers says 12; say --layers 2"),  # MindFormers' default
