@@ -123,8 +123,8 @@ def unknown_arguments(unknown: Sequence[str], argv: Sequence[str]) -> str:
             found += f"={value}" if found in keys and section_of(keys[found]) is None else ""
         elif near := nearest_keys(name):
             found = f"{near[0]}={value}"
-        else:
-            found = _names_of_others()[1].get(name)
+        elif why := _names_of_others()[1].get(name):
+            lines.append(f"{argument}: {why}")
         if found:
             lines.append(f"{argument}: did you mean {found}?")
     return "\n".join(lines)

@@ -131,7 +131,7 @@ def test_explain_needs_no_config(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_unknown_option_does_not_accuse_the_keys_behind_it() -> None:
     """argparse returns them as unknown too, since the option may have had several values."""
-    words = ["--max_lr", "8", "train.max_steps=2", "data.tokenizer=vocab"]
+    words = ["--max_lr", "8", "train.max_steps=2", "data.tokenizer=vocab", "--auto_trans_ckpt=1"]
     first, *rest = unknown_arguments(words, ["--config", "a.yaml", *words]).splitlines()
-    assert first.startswith("unrecognized arguments: --max_lr 8; keys of the configuration")
-    assert rest == ["--max_lr: did you mean optimizer.learning_rate=8?"]
+    assert first.startswith("unrecognized arguments: --max_lr 8 --auto_trans_ckpt=1; keys of the configuration")
+    assert [line[:29] for line in rest] == ["--max_lr: did you mean optimi", "--auto_trans_ckpt=1: checkpoi"]
