@@ -132,12 +132,19 @@ PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"temperature": 0, "repetition_penalty": 1.8}, {"repetition_penalty": 1.8}),
     ({"temperature": 0, "logit_bias": {"262": 100}}, {"logit_bias": {"262": 100.0}}),
     ({"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 0.5}, PENALTIES),
-    ({"n": 2, "temperature": 0.3, "best_of": 2}, {"strategy": "sampling", "temperature": 0.3}),
+    ({"n": 2, "temperature": 0.3, "top_k": 8, "best_of": 2}, {"strategy": "sampling", "temperature": 0.3, "top_k": 8}),
     ({"n": 2, "top_p": 0.4, "min_p": 0.1}, {"strategy": "sampling", "top_p": 0.4, "min_p": 0.1}),
-    ({"n": 8, "stop": ["e", ""], "suffix": "st"}, {"strategy": "sampling", "stop": ["e", "st"]}),
+    (
+        {"n": 8, "top_k": 8, "stop": ["e", ""], "suffix": "st"},
+        {"strategy": "sampling", "top_k": 8, "stop": ["e", "st"]},
+    ),
     ({"top_p": 0}, {}),
-    ({"n": 3, "top_k": -1, "best_of": 0, "stop": ""}, {"strategy": "sampling"}),
+    (
+        {"n": 3, "temperature": 0.05, "top_k": -1, "best_of": 0, "stop": ""},
+        {"strategy": "sampling", "temperature": 0.05},
+    ),
 ]
+"""Fields and settings. Draws are from few tokens: of 50,000 near equal ones a CPU's rounding may choose the next."""
 
 
 def test_each_parameter_is_generates(server: Server) -> None:
