@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.names: dict[str, str] = {}
-        """Options with underscores, by their names with dashes, and the others by their own."""
+        """Each option as it is declared, by its name with dashes."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else args

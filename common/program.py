@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from common.interrupts import end_at_interrupts, exiting_at_sigterm, raise_interrupts
@@ -53,6 +54,9 @@ def start(file: str, *words: Any, **options: Any) -> NoReturn:
     file: absolute, or relative to the folder of the project. While it is loaded, Ctrl-C ends the process at once.
     """
     end_at_interrupts()
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # closed, as by >&-
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - the lowest free number, its own
     from common.errors import report
     from common.interrupts import end_process
 
@@ -70,7 +74,7 @@ def start(file: str, *words: Any, **options: Any) -> NoReturn:
             code = report(error)
         with suppress(OSError):  # the interpreter's own flush would change the exit code
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, AttributeError):  # closed before the start
+    except ValueError:  # closed since
         pass
     end_process(code)
 

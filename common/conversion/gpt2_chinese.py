@@ -95,7 +95,8 @@ def _run(main: Callable[..., int], program: str, mode: str, opened: Opened, rank
         LOG.info(f"{program}: {told}")
         code = main(["--config", str(file), "--run_mode", mode], program=program)
         if code == 2 and before is not None:
-            file.write_bytes(before)
+            with atomic_write(file) as old:
+                old.write(before)
         elif code == 2 and file == kept and [*folder.iterdir()] == [kept]:
             shutil.rmtree(folder)
     if mode == "eval" and code == 0 and rank == 0:

@@ -194,6 +194,12 @@ def test_two_nodes_that_nobody_numbered_train_as_two_ranks_of_one(tiny: Path, tm
     assert len(losses[0]) == 3 and losses[0] == losses[1]
 
 
+def test_closed_streams_do_not_stop_a_run(tiny: Path, tmp_path: Path) -> None:
+    line = f"bash {SCRIPTS}/run_distribute.sh none {tiny} '[0,1)' train >&- 2>&- <&-"
+    assert [shell(line, DRY_RUN=dry).returncode for dry in ("1", "")] == [0, 0]
+    assert "all ranks ended well" not in (tmp_path / "run" / "mf_parallel0" / "mindformer.log").read_text()
+
+
 def test_an_interpreter_without_the_project_is_one_message(tmp_path: Path) -> None:
     """Environments for all scripts: one that is too old, one without the libraries."""
     old, bare = tmp_path / "old", tmp_path / "bare"
