@@ -27,10 +27,10 @@ from common.evaluation.corpus import find_evaluation_file
 from common.evaluation.task import VALIDATION_TASKS
 from common.generation.prompts import encode_prompts, given_prompts
 from common.hub import located
-from common.inference.load import PACKAGES, hardware_of, import_backend, open_device, quieten_frameworks
+from common.inference.load import hardware_of, import_backend, open_device, quieten_frameworks
 from common.inference.run_modes import continue_prompts, of_program, program_to_use, run_program, serve_completions
 from common.inference.source import Source
-from common.interrupts import ending_at_interrupts, receive_interrupts
+from common.interrupts import receive_interrupts
 from common.log import LOG
 from common.parallel.run import Run
 from common.planner.fitting import Fitting, check_memory, gibibytes, is_open, memory_limit, out_of_memory
@@ -268,9 +268,7 @@ def run_backend(run_mode: str, config: RunConfig, process: Process) -> None:
     work = {"predict": continue_prompts, "serve": serve_completions}.get(run_mode)
     # the module of a backend, with a function of that name
     name = "predict" if work else {"finetune": "train", "eval": "evaluate"}.get(run_mode, run_mode)
-    with ending_at_interrupts():
-        import_backend(run.backend)
-        module = importlib.import_module(f"{PACKAGES[run.backend]}.{name}")
+    module = import_backend(run.backend, name)
     try:
         if work is None:
             getattr(module, name)(run, inputs, process)

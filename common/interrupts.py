@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM: exit code 130 and one line, or a stop at the next step boundary; end of a process.
+"""Ctrl-C and SIGTERM: an exit, an exception, or a stop at the next step boundary; end of a process.
 
-While there is nothing to clean up, and while a framework is imported, Ctrl-C ends the process at
-once. Later Python raises KeyboardInterrupt. This module loads no library.
+While modules are imported, an exception could be lost or end as another error; then Ctrl-C ends the process at once.
+This module loads no library.
 """
 
 from __future__ import annotations
@@ -18,22 +18,15 @@ from typing import Any, NoReturn
 
 
 def end_at_interrupts() -> None:
-    """Let Ctrl-C end the process at once, until ``raise_interrupts``."""
-    if _may_set(signal.SIGINT):
-        signal.signal(signal.SIGINT, _end)
+    """Let Ctrl-C end the process at once, until ``raise_interrupts``. A handler of who calls us stays."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end_at_once)
 
 
 def raise_interrupts() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again, after ``end_at_interrupts``."""
-    if _may_set(signal.SIGINT) and signal.getsignal(signal.SIGINT) is _end:  # not a handler of who calls us
+    if signal.getsignal(signal.SIGINT) is end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@contextmanager
-def ending_at_interrupts() -> Iterator[None]:
-    """Let Ctrl-C end the process at once within the block: the import of a framework."""
-    with handling({signal.SIGINT: _end}):
-        yield
 
 
 @contextmanager
@@ -47,21 +40,29 @@ def exiting_at_sigterm() -> Iterator[None]:
 def holding_signals() -> Iterator[list[int]]:
     """Hold back SIGINT and SIGTERM within code that would abort at an exception of a signal handler.
 
-    Their numbers are added to the list, and raised at its end.
+    Their numbers are added to the list. The first acts at the end.
     """
     held: list[int] = []
     try:
         with handling(dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda number, _: held.append(number))):
             yield held
     finally:
-        if held:
+        if held and callable(handler := signal.getsignal(held[0])):
+            handler(held[0], None)  # raised, it would wait for ever after receive_interrupts
+        elif held:
             signal.raise_signal(held[0])
 
 
 @contextmanager
 def handling(handlers: Mapping[int, Any]) -> Iterator[dict[int, Any]]:
-    """Set handlers of signals. Yields those before, which come back."""
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items() if _may_set(number)}
+    """Set handlers of signals, which only the main thread may do. Yields those before, which come back.
+
+    SIGINT that is ignored in the background of a shell, and SIGHUP under nohup, stay ignored.
+    """
+    here = handlers if threading.current_thread() is threading.main_thread() else {}
+    kept = {number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN}
+    free = [number for number in here if number not in kept]
+    before = {number: signal.signal(number, handlers[number]) for number in free}
     try:
         yield before
     finally:
@@ -69,16 +70,8 @@ def handling(handlers: Mapping[int, Any]) -> Iterator[dict[int, Any]]:
             signal.signal(number, previous)
 
 
-def _may_set(number: int) -> bool:
-    """Tell whether this code may set a handler: only in the main thread.
-
-    A program in the background of a shell starts with SIGINT ignored, and must continue to ignore it.
-    """
-    is_free = number != signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN
-    return is_free and threading.current_thread() is threading.main_thread()
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
+def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle Ctrl-C while modules are imported."""
     with suppress(OSError):  # standard error may be closed
         os.write(2, b"stopped by Ctrl-C\n")
     os._exit(130)

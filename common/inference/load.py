@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from pkgutil import resolve_name
@@ -18,7 +19,7 @@ from common.errors import ConfigError
 from common.inference.language_model import LanguageModel
 from common.inference.runner import Runner
 from common.inference.source import PROGRAMS, Source, find_source, open_tokenizer
-from common.interrupts import ending_at_interrupts
+from common.interrupts import end_at_once, handling
 from common.parallel.run import Run
 from common.paths import install
 from common.planner.fitting import check_memory
@@ -129,7 +130,7 @@ def open_program(source: Source, config: Run) -> Runner:
     """Open an export that runs without conversion. Raises CheckpointError and ConfigError."""
     backend, opener = PROGRAMS[source.format]
     if backend in PACKAGES:
-        import_backend(backend)
+        import_backend(backend, "device")
     runner: Runner = resolve_name(opener)(source, config)
     return runner
 
@@ -138,10 +139,7 @@ def open_device(config: Run, process: Process, *, lengths_vary: bool) -> Device:
     """Import the backend of a run and open its device. lengths_vary: whether most calls have
     another shape. Raises ConfigError and DeviceError.
     """
-    with ending_at_interrupts():
-        import_backend(config.backend)
-        module = importlib.import_module(f"{PACKAGES[config.backend]}.device")
-    device: Device = module.open_device(config, process, lengths_vary=lengths_vary)
+    device: Device = import_backend(config.backend, "device").open_device(config, process, lengths_vary=lengths_vary)
     return device
 
 
@@ -149,13 +147,15 @@ def hardware_of(device: Device) -> Hardware:
     return Hardware(kind=device.kind, name=device.name, memory=device.total_memory())
 
 
-def import_backend(backend: str) -> None:
-    """Import a framework. Raises ConfigError if that fails."""
+def import_backend(backend: str, module: str) -> Any:
+    """Import a framework, and return our module for it. Raises ConfigError if the framework fails."""
     quieten_frameworks()
-    try:
-        importlib.import_module(backend)
-    except ImportError as error:
-        raise ConfigError(f"backend={backend}: it cannot be imported ({error}); {install(backend)}") from None
+    with handling({signal.SIGINT: end_at_once}):
+        try:
+            importlib.import_module(backend)
+        except ImportError as error:
+            raise ConfigError(f"backend={backend}: it cannot be imported ({error}); {install(backend)}") from None
+        return importlib.import_module(f"{PACKAGES[backend]}.{module}")
 
 
 def quieten_frameworks() -> None:

@@ -175,11 +175,8 @@ class _Supervisor:
         def note(number: int, frame: FrameType | None) -> None:
             self._channel.put("signal", signal=number, moment=time.monotonic())
 
-        # if it is ignored, exit codes are lost
-        handlers: dict[int, Any] = {signal.SIGCHLD: signal.SIG_DFL}
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                handlers[number] = note
+        handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), note)
+        handlers[signal.SIGCHLD] = signal.SIG_DFL  # if it is ignored, exit codes are lost
         with handling(handlers) as self._handlers_before, closing(self._channel):
             while True:
                 began = datetime.now(UTC).astimezone().isoformat(timespec="seconds")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import re
+import signal
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
 from common.errors import CheckpointError
-from common.interrupts import ending_at_interrupts
+from common.interrupts import end_at_once, handling
 from common.paths import require_package
 from common.tensor_files.arrays import NUMPY_TYPES, Bytes, FileTensor, TensorFile, TensorSource, prefetch_arrays
 from common.tensor_files.checksummed import ChecksummedFile
@@ -49,7 +50,7 @@ class TorchName(str):
 
 
 def _torch(path: Path) -> Any:
-    with ending_at_interrupts():
+    with handling({signal.SIGINT: end_at_once}):
         return require_package("torch", extra="torch", purpose=f"which reads and writes {path}")
 
 

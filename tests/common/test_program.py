@@ -20,7 +20,7 @@ from common import program
 from common.command_line import RUN_MODES
 from common.errors import ConfigError, StorageError
 from common.flags import flag, parse
-from common.interrupts import ending_at_interrupts, raise_interrupts
+from common.interrupts import end_at_once, handling, raise_interrupts
 from common.program import TOOLS, command, gpt2
 from common.tokenizer import bpe_backends
 
@@ -225,8 +225,8 @@ def test_every_tool_ends_at_an_interrupt_from_its_first_import_on() -> None:
 def test_ctrl_c_is_an_exception_again_where_a_framework_was_imported() -> None:
     """In the program of someone who calls load_model."""
     before = signal.getsignal(signal.SIGINT)
-    with ending_at_interrupts():
-        assert signal.getsignal(signal.SIGINT) is not before
+    with handling({signal.SIGINT: end_at_once}):
+        assert signal.getsignal(signal.SIGINT) is end_at_once
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -257,6 +257,14 @@ def test_the_first_waits_and_the_second_ends_at_once(twice: bool) -> None:
     assert (child.returncode, rest) == ((130, "") if twice else (0, "number 2\n"))
 
 
+def test_one_that_was_held_back_acts_afterwards() -> None:
+    """A tokenizer is opened so, after MindSpore's run has begun to receive signals in a thread."""
+    program = "from common.interrupts import *; import os, time; receive_interrupts()\n"
+    program += "with holding_signals() as held:\n os.kill(os.getpid(), 2)\n while not held: time.sleep(0.01)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr.endswith("KeyboardInterrupt\n")
+
+
 def test_signals_ignored_from_the_start_stay_ignored() -> None:
     """A job in the background of a shell script, which Ctrl-C on the terminal reaches too."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
