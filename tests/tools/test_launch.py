@@ -88,7 +88,7 @@ def held(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_second_run_in_the_same_folder_is_told_why_and_does_not_disturb_the_first(
-    jobs: list[Job], held: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    jobs: list[Job], held: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = [*TRAIN, "output_dir=here"]
     before = sorted(held.rglob("*"))
@@ -98,7 +98,7 @@ def test_a_second_run_in_the_same_folder_is_told_why_and_does_not_disturb_the_fi
         ("distribute", [*words[:3], "finetune", *words[4:]]),
     ):
         assert launch.main([kind, *more]) == 2
-        error = capsys.readouterr().err
+        error = capfd.readouterr().err
         said = "here: another run is writing here; wait for it or choose another folder\n"
         assert error.endswith(said) and error.count("error:") == 1
     with monkeypatch.context() as patch:
@@ -115,7 +115,7 @@ def test_a_second_run_in_the_same_folder_is_told_why_and_does_not_disturb_the_fi
     assert distribute(words=[*TRAIN, "output_dir=ended"]) == 7, "a run that has ended holds none"
 
 
-def test_a_table_of_ascends_on_a_machine_without_one(jobs, tmp_path, monkeypatch, capsys) -> None:
+def test_a_table_of_ascends_on_a_machine_without_one(jobs, tmp_path, monkeypatch, capfd) -> None:
     """The cause is named before what follows from it is refused."""
     table = write_tutorial_table(tmp_path / "table.json", servers=1, devices=2)
     keys = ["backend=mindspore", "precision=fp16", "parallel.model_parallel=2"]
@@ -124,9 +124,9 @@ def test_a_table_of_ascends_on_a_machine_without_one(jobs, tmp_path, monkeypatch
     monkeypatch.setattr(hccn, "npu_numbers", lambda: [])
     key = "train.recompute_slice_activation"
     assert distribute(words=[*words, f"{key}=true"]) == 2
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err
     assert said.startswith(cause) and key in said.partition("error: ")[2]
-    assert distribute(words=[*words, "device=cpu"]) == 7 and cause not in capsys.readouterr().err
+    assert distribute(words=[*words, "device=cpu"]) == 7 and cause not in capfd.readouterr().err
 
 
 def test_full_streams_do_not_prevent_the_start(jobs, monkeypatch) -> None:
@@ -137,30 +137,30 @@ def test_full_streams_do_not_prevent_the_start(jobs, monkeypatch) -> None:
     assert len(jobs) == 1
 
 
-def test_variables_of_an_earlier_run_are_not_handed_on(jobs, monkeypatch, capsys) -> None:
+def test_variables_of_an_earlier_run_are_not_handed_on(jobs, monkeypatch, capfd) -> None:
     monkeypatch.setenv("RANK_TABLE_FILE", "/old/table.json")
     monkeypatch.setenv("MS_ROLE", "MS_WORKER")
     distribute(words=ONE)
     said = "RANK_TABLE_FILE=/old/table.json of your environment is not used"
-    assert said in capsys.readouterr().err
+    assert said in capfd.readouterr().err
     assert not {"RANK_TABLE_FILE", "MS_ROLE"} & set(jobs[0].children[0].environment)
 
 
-def test_a_table_that_the_platform_is_filling_is_waited_for(jobs, filling, monkeypatch, capsys) -> None:
+def test_a_table_that_the_platform_is_filling_is_waited_for(jobs, filling, monkeypatch, capfd) -> None:
     fill = partial(write_tutorial_table, filling, servers=1, devices=2)
     monkeypatch.setattr(rank_table_files.time, "sleep", lambda seconds: fill())
     assert distribute(words=[str(filling), *TRAIN[1:]]) == 7
-    assert "waiting up to 1800 s" in capsys.readouterr().err
+    assert "waiting up to 1800 s" in capfd.readouterr().err
 
 
-def test_detached_the_waiting_is_left_to_the_other_process(jobs, filling, monkeypatch, capsys) -> None:
+def test_detached_the_waiting_is_left_to_the_other_process(jobs, filling, monkeypatch, capfd) -> None:
     started: list[list[str]] = []
     child = SimpleNamespace(pid=77)
     monkeypatch.setattr(launching.subprocess, "Popen", lambda command, **_: started.append(command) or child)
     monkeypatch.setenv("DETACH", "1")
     words = ["--log_dir", "logs", str(filling), CONFIG, "[0,2]", "train"]
     assert distribute(words=words) == 0
-    assert "process 77, messages in" in capsys.readouterr().out and jobs == []
+    assert "process 77, messages in" in capfd.readouterr().out and jobs == []
     assert [command[2:] for command in started] == [["distribute", "--quiet", *words]]
     assert Path("logs/launcher.log").is_file()
 
@@ -172,13 +172,13 @@ def test_words_that_mean_no(jobs, monkeypatch, value, runs) -> None:
     assert len(jobs) == runs
 
 
-def test_a_dry_run_waits_for_no_table_and_meets_nobody(jobs, filling, monkeypatch, capsys) -> None:
+def test_a_dry_run_waits_for_no_table_and_meets_nobody(jobs, filling, monkeypatch, capfd) -> None:
     monkeypatch.setenv("DRY_RUN", "1")
     assert distribute(words=[str(filling), CONFIG, "[0,2]", "train"]) == 2
-    assert "'initializing'" in capsys.readouterr().err
+    assert "'initializing'" in capfd.readouterr().err
     for master, rank in (("127.0.0.1", "RANK=0 "), ("198.51.100.1", "RANK=2 ")):
         assert distribute("--master", f"{master}:29511", "--nnodes", "3") == 0
-        assert rank in capsys.readouterr().out
+        assert rank in capfd.readouterr().out
     assert jobs == []
 
 
@@ -254,7 +254,7 @@ def test_a_stop_is_ctrl_c_there() -> None:
     assert "saved" in process.communicate(timeout=60)[0] and process.returncode == 130
 
 
-def test_a_list_of_devices_in_place_of_the_range_and_a_rank_table_of_them(jobs, tmp_path, capsys) -> None:
+def test_a_list_of_devices_in_place_of_the_range_and_a_rank_table_of_them(jobs, tmp_path, capfd) -> None:
     chips = [{"device_id": each, "device_ip": f"10.0.0.{each}", "rank_id": str(n)} for n, each in enumerate("014")]
     table = tmp_path / "table.json"
     table.write_text(json.dumps(table_1(("127.0.0.1", chips))))
@@ -264,7 +264,7 @@ def test_a_list_of_devices_in_place_of_the_range_and_a_rank_table_of_them(jobs, 
     assert devices_of(jobs[1]) == [(0, "4"), (1, "0"), (2, "1")]
     assert jobs[2].children[2].environment["RANK_TABLE_FILE"] == str(table)
     assert distribute("--devices", "0,1,5", words=[str(table), CONFIG, "train", BATCH]) == 2
-    assert "--device_num '[0,3)' --visible_devices 0,1,5" in capsys.readouterr().err
+    assert "--device_num '[0,3)' --visible_devices 0,1,5" in capfd.readouterr().err
 
 
 def test_hosts_find_their_own_address_in_a_list(jobs: list[Job]) -> None:
@@ -277,12 +277,12 @@ def test_hosts_find_their_own_address_in_a_list(jobs: list[Job]) -> None:
 
 
 @pytest.mark.parametrize(("device", "named"), [("cpu", "2, 3"), ("npu", "2 on device 0, 3 on device 1")])
-def test_ranks_on_a_cpu_have_no_devices(device, named, monkeypatch, capsys) -> None:
+def test_ranks_on_a_cpu_have_no_devices(device, named, monkeypatch, capfd) -> None:
     monkeypatch.setenv("DRY_RUN", "1")
     options = ["--nnodes", "2", "--node_rank", "1", "--master", "198.51.100.1:29500"]
     words = ["none", CONFIG, "[0,2)", "train", f"device={device}", BATCH]
     assert distribute(*options, words=words) == 0
-    said = capsys.readouterr().out
+    said = capfd.readouterr().out
     assert f": {named}; of 4 in all" in said and said.count("OMP_NUM_THREADS") == 1
     assert "# rank 3: logs in " in said
     assert "; as rank 2 with\nRANK_ID=3 DEVICE_ID=1 RANK=3 LOCAL_RANK=1\n" in said
@@ -306,9 +306,9 @@ def test_docker_gets_source_data_and_command(tmp_path, monkeypatch) -> None:
     assert {*pairs, ("-w", str(tmp_path)), ("--gpus", "all")} <= {*pairwise(given)}
 
 
-def test_an_ascend_is_passed_on_device_by_device(monkeypatch, capsys) -> None:
+def test_an_ascend_is_passed_on_device_by_device(monkeypatch, capfd) -> None:
     there = [Path("/dev/davinci10"), Path("/dev/davinci2")]
     monkeypatch.setattr(Path, "glob", lambda self, pattern: there)
     assert launch_container.main(["--image", "x", "--devices", "ascend", "--dry-run"]) == 0
     wanted = "--device /dev/davinci2 --device /dev/davinci10 --device /dev/davinci_manager"
-    assert wanted in capsys.readouterr().out
+    assert wanted in capfd.readouterr().out

@@ -483,7 +483,7 @@ def start_master(pool: ThreadPoolExecutor, port: int, *devices: int) -> Future[i
     return master
 
 
-def test_hosts_are_numbered_as_they_come_and_one_may_come_again(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hosts_are_numbered_as_they_come_and_one_may_come_again(port: int, capfd: pytest.CaptureFixture[str]) -> None:
     for order in ((2, 4), (4, 2)):
         with ThreadPoolExecutor() as pool:
             master = start_master(pool, port, 0, 1)
@@ -492,7 +492,7 @@ def test_hosts_are_numbered_as_they_come_and_one_may_come_again(port: int, capsy
                 left = HostChannel(sixth, restarts=True)
                 assert left._call()[1] and left.own == 1
                 left.close()
-                until(lambda: "has left again" in capsys.readouterr().err)
+                until(lambda: "has left again" in capfd.readouterr().err)
             others = {}
             for first in order:
                 others[first] = pool.submit(call, port, first, first + 1)

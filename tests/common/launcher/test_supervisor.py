@@ -65,9 +65,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
         yield begin
 
 
-def test_all_ranks_end_well(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_end_well(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables of an earlier run, which would mislead them, are not handed on. Each keeps to its
     cores. The other name of a log is renewed; another program's file of this name stays.
     """
@@ -90,12 +88,12 @@ def test_all_ranks_end_well(
     assert found == [[f"device {rank + 4} None {max(all_cores)}"] for rank in (0, 1)]
     assert (logs / "workerlog.0").read_text() == log(logs, 0)
     assert (logs / "workerlog.1").read_text() == "Paddle's"
-    said = capsys.readouterr()
+    said = capfd.readouterr()
     assert "started ranks 0-1" in said.out and str(logs) in said.out
     assert "all ranks ended well" in said.out and said.err == ""
 
 
-def test_the_first_failure_ends_all_and_what_they_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_failure_ends_all_and_what_they_started(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A grandchild in the same session, and one that has left it and lost its parent."""
     grandchild, daemon = tmp_path / "grandchild", tmp_path / "daemon"
     leave = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]], start_new_session=True)"
@@ -115,14 +113,14 @@ sys.exit(7)
     assert supervise(tmp_path, children(first, second)) == 7
     assert not is_alive(int(grandchild.read_text()))
     assert not is_alive(int(daemon.read_text()))
-    error = capsys.readouterr().err
+    error = capfd.readouterr().err
     assert "rank 1 (device 5) ended with exit code 7" in error
     assert str(tmp_path / "mf_parallel1" / "mindformer.log") in error
     assert "    why\n" in error
 
 
 def test_a_death_by_signal_goes_before_the_exit_code_1_that_follows_from_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Rank 0 has ended with 1 before rank 1 is seen dead, as when it notices the closed connection early."""
     first = TELL + "sys.exit(1)"
@@ -133,7 +131,7 @@ def test_a_death_by_signal_goes_before_the_exit_code_1_that_follows_from_it(
     )
     ranks = children(first, second, arguments=(str(tmp_path / "pid"),))
     assert supervise(tmp_path, ranks) == 137
-    error = capsys.readouterr().err
+    error = capfd.readouterr().err
     assert "rank 1 (device 5) was killed by signal 9 (SIGKILL" in error
     assert "rank 0" not in error
 
@@ -153,25 +151,25 @@ def test_the_known_error_that_explains_most_is_named_at_the_end(start: Callable[
     assert line.endswith(f"; python tools/doctor.py --explain {old}")
 
 
-def test_a_command_that_cannot_be_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_cannot_be_started(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ranks = (*children(SLEEP), ProcessSpec(rank=1, command=("/no/such/program",), environment={}))
     assert supervise(tmp_path, ranks) == 1
-    assert "rank 1 could not be started: No such file or directory: /no/such/program" in capsys.readouterr().err
+    assert "rank 1 could not be started: No such file or directory: /no/such/program" in capfd.readouterr().err
 
 
 def test_the_last_of_stalled_ranks_is_blamed_and_shows_its_stack(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ahead = BEAT + "beat(3, 'reading data'); beat(3, 'computing'); time.sleep(600)"
     behind = BEAT + "beat(3, 'reading data')\ndef wait_for_the_disk(): time.sleep(600)\nwait_for_the_disk()"
     assert supervise(tmp_path, children(ahead, ahead, behind), stall_limit=2.0) == 1
-    error = capsys.readouterr().err
+    error = capfd.readouterr().err
     assert re.search(r"rank 2 \(device 6\) has made no progress .* step 3, reading data", error)
     assert "rank 0" not in error
     assert "in wait_for_the_disk" in error
     # one that never begins, and has not even sent a heartbeat, stalls too
     assert supervise(tmp_path, children("import time; time.sleep(600)"), stall_limit=1.0) == 1
-    assert "it has not reached its first step" in capsys.readouterr().err
+    assert "it has not reached its first step" in capfd.readouterr().err
 
 
 def test_progress_keeps_a_run_alive(tmp_path: Path) -> None:
@@ -277,7 +275,7 @@ def test_on_a_terminal_progress_is_shown_below_what_is_copied(start: Callable[..
     assert run.process.wait(timeout=30) == 143
     os.close(master)
     assert "loss 训\r\n".encode() in seen
-    assert re.search(rb"\r\x1b\[Kstep 3 of 40, computing\r\x1b\[KSIGTERM: the ranks save", seen)
+    assert re.search(rb"step 3 of 40, computing\r\x1b\[KSIGTERM: the ranks save", seen)
 
 
 def test_very_much_output_is_copied_also_to_a_late_reader(start: Callable[..., Started], tmp_path: Path) -> None:
@@ -300,7 +298,7 @@ print("and more", end="")
     assert "训" in out and "�" not in out and "not this" not in out
 
 
-def test_hosts_over_ssh_are_named_as_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hosts_over_ssh_are_named_as_hosts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Which launcher ends first is chance, so all may speak before they are ended."""
     programs = (
         "import time; time.sleep(1.5); print('the cause'); raise SystemExit(7)",
@@ -311,7 +309,7 @@ def test_hosts_over_ssh_are_named_as_hosts(tmp_path: Path, capsys: pytest.Captur
         for name, child in zip("ab", children(*programs), strict=True)
     )
     assert supervise(tmp_path, ranks, stall_limit=math.inf, over_ssh=True) == 7
-    said = capsys.readouterr()
+    said = capfd.readouterr()
     assert f"started host a, host b; logs: {tmp_path}/{{host_a,host_b}}/mindformer.log" in said.out
     assert "error: host b ended with exit code 7" in said.err and "    rank 9 failed\n" in said.err
     assert "also: host a ended with exit code 7" in said.err and "    the cause\n" in said.err
@@ -361,12 +359,12 @@ def test_a_full_disk_under_the_logs_does_not_stop_the_launcher(tmp_path: Path) -
     assert os.stat("/dev/full").st_mode == before  # not made private, as a file of env.log is
 
 
-def test_a_helper_is_not_waited_for_but_its_failure_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_helper_is_not_waited_for_but_its_failure_counts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     helper, broken = (replace(child, rank=-1, name="scheduler") for child in children(SLEEP, "raise SystemExit(5)"))
     assert supervise(tmp_path, (*children("pass"), helper)) == 0
     assert (tmp_path / "mf_parallel_scheduler" / "mindformer.log").is_file()
     assert supervise(tmp_path, (*children(SLEEP), broken)) == 5
-    assert "scheduler ended with exit code 5" in capsys.readouterr().err
+    assert "scheduler ended with exit code 5" in capfd.readouterr().err
 
 
 # ---- attempts ----
