@@ -80,16 +80,21 @@ def dropout_keys(config: Run, step: int, micro_batch: int, tensor_rank: int = 0)
 
 
 class GELU(nn.Cell):
-    """Gelu in the tanh form, written as x sigmoid(2 u) where the device's kernel is slow."""
+    """A GELU of ``model.activation``: the device's kernel, or its formula where that is slow or absent."""
 
-    def __init__(self, native: bool) -> None:
+    def __init__(self, kind: str, native: bool) -> None:
         super().__init__()
-        self.native = ops.GeLU() if native else None
-        self.sigmoid = ops.Sigmoid()
+        kernels = {"gelu_new": ops.GeLU, "quick_gelu": ops.FastGeLU}
+        self.kind, self.native = kind, kernels[kind]() if native and kind in kernels else None
+        self.sigmoid, self.erf = ops.Sigmoid(), ops.Erf()
 
     def construct(self, x: Tensor) -> Tensor:
         if self.native is not None:
             return self.native(x)
+        if self.kind == "gelu":
+            return 0.5 * x * (1.0 + self.erf(math.sqrt(0.5) * x))
+        if self.kind == "quick_gelu":
+            return x * self.sigmoid(1.702 * x)
         return x * self.sigmoid(x * (_GELU * 0.044715 * (x * x) + _GELU))
 
 

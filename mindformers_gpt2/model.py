@@ -216,7 +216,7 @@ class MLP(nn.Cell):
         super().__init__()
         self.c_fc = Linear(config.hidden_size, config.ffn_hidden_size)
         self.c_proj = Linear(config.ffn_hidden_size, config.hidden_size)
-        self.gelu = GELU(native_gelu)
+        self.gelu = GELU(config.activation, native_gelu)
 
     def construct(self, x: Tensor) -> Tensor:
         return self.c_proj(self.gelu(self.c_fc(x)))

@@ -49,7 +49,7 @@ def hugging_face_model(config: ModelConfig, tensors: dict[str, torch.Tensor]) ->
     theirs = GPT2Config(
         n_layer=config.num_layers, n_embd=config.hidden_size, n_head=config.num_heads,
         n_positions=config.max_positions, vocab_size=config.vocab_size,
-        n_inner=config.ffn_hidden_size,
+        n_inner=config.ffn_hidden_size, activation_function=config.activation,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     model = GPT2LMHeadModel(theirs).eval()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,10 +110,22 @@ class Attention(nn.Module):
         return F.dropout(scores.softmax(-1).to(v.dtype), dropout) @ v
 
 
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "quick_gelu": _quick_gelu,
+}
+
+
 class MLP(nn.Module):
     def __init__(self, config: ResolvedModel) -> None:
         super().__init__()
         self.recompute = False
+        self.activation = _ACTIVATIONS[config.activation]
         self.c_fc = Linear(config.hidden_size, config.ffn_hidden_size)
         self.c_proj = Linear(config.ffn_hidden_size, config.hidden_size)
 
@@ -120,7 +133,7 @@ class MLP(nn.Module):
         return _maybe_recompute(self.recompute, self.contract, self.c_fc(x))
 
     def contract(self, x: Tensor) -> Tensor:
-        out: Tensor = self.c_proj(F.gelu(x, approximate="tanh"))
+        out: Tensor = self.c_proj(self.activation(x))
         return out
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional as F
 
 from common.config.resolved import ResolvedModel
 from common.conversion.logits import config_of
@@ -263,7 +262,7 @@ class Layer:
         self._norm_1, self._norm_2 = prepared_norm(block.ln_1), prepared_norm(block.ln_2)
         self._qkv = product(attention.q_proj, attention.k_proj, attention.v_proj)
         self._c_proj = product(attention.c_proj)
-        self._mlp_c_fc = product(block.mlp.c_fc)
+        self._mlp_c_fc, self._activation = product(block.mlp.c_fc), block.mlp.activation
         self._mlp_c_proj = product(block.mlp.c_proj)
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -276,8 +275,7 @@ class Layer:
         """Return the block's output for its input x (B, T, C), given all keys and values."""
         y = self._attend(q, k, v, mask)
         x = x + self._c_proj(y.transpose(1, 2).flatten(2))
-        hidden = F.gelu(self._mlp_c_fc(self._norm_2(x)), approximate="tanh")
-        return x + self._mlp_c_proj(hidden)
+        return x + self._mlp_c_proj(self._activation(self._mlp_c_fc(self._norm_2(x))))
 
 
 @torch.no_grad()

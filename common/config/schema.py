@@ -141,6 +141,10 @@ class ModelConfig(Section):
     """Dropout of the attention weights."""
     hidden_dropout: Fraction | None = None
     """Dropout of the attention and MLP outputs."""
+    activation: Literal["gelu_new", "gelu", "quick_gelu"] = "gelu_new"
+    """Between the layers of the MLP: GPT-2's GELU in its tanh form, the exact one, or x sigmoid(1.702 x), which
+    MindFormers calls fast_gelu.
+    """
     layer_norm_epsilon: Positive32 = 1e-5
     """Added to the variance inside layer norms."""
     initializer_range: Positive32 = 0.02

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.dialects.rules import Defaults, Fixed, Ignored, MapTo, Table, number, same
+from common.dialects.rules import Defaults, Fixed, Ignored, MapTo, Table, number, one_of, same
 
 
 def _only(name: str, *values: Any) -> Table:
@@ -13,6 +13,10 @@ def _only(name: str, *values: Any) -> Table:
     return {name: Fixed(values, why)}
 
 
+activation = one_of(
+    gelu_new="gelu_new", gelu_pytorch_tanh="gelu_new", gelu_fast="gelu_new", gelu="gelu", quick_gelu="quick_gelu"
+)
+"""Change of transformers' name into ours; three of them are one function."""
 TABLE: Table = {
     "n_ctx": MapTo("model.seq_length"),
     "n_positions": MapTo("model.max_positions"),
@@ -27,7 +31,7 @@ TABLE: Table = {
     "resid_pdrop": MapTo("model.hidden_dropout", number),
     # transformers 4.57, models/gpt2/configuration_gpt2.py, modeling_gpt2.py and activations.py
     "model_type": Fixed(("gpt2",), "the models here are GPT-2; this is another model"),
-    **_only("activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+    "activation_function": MapTo("model.activation", activation),
     **_only("scale_attn_weights", True),
     **_only("add_cross_attention", False),
     **_only("scale_attn_by_inverse_layer_idx", False),
@@ -38,7 +42,7 @@ TABLE: Table = {
     "*": Ignored("it does not change what GPT-2 computes"),
 }
 DEFAULTS: Defaults = {
-    "n_ctx": 1024, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
+    "activation_function": "gelu_new", "n_ctx": 1024, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
     "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
     "embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1,
 }  # fmt: skip

@@ -83,6 +83,7 @@ TABLE: Table = {
         heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
     """),
     **each(Ignored("it is GPT-2's own"), "openai_gelu add_qkv_bias"),
+    "no_bias_gelu_fusion": MapTo("model.activation", Switch("gelu")),  # the fused one is the tanh form
     **each(Ignored("there is one expert"), """
         moe_* topk expert_interval expert_tensor_parallel_size create_moe_param_group
         disable_moe_token_dropping enable_expert_tensor_parallelism use_tutel
@@ -297,7 +298,7 @@ TABLE: Table = {
         disable_gloo_process_groups
     """),
     **each(Ignored(_KERNELS), """
-        no_masked_softmax_fusion no_bias_gelu_fusion no_bias_dropout_fusion
+        no_masked_softmax_fusion no_bias_dropout_fusion
         no_gradient_accumulation_fusion no_async_tensor_model_parallel_allreduce
         no_query_key_layer_scaling apply_query_key_layer_scaling onnx_safe overlap_* no_overlap_*
         transformer_impl use_mcore_models attention_backend no_scatter_gather_tensors_in_pipeline

@@ -25,7 +25,6 @@ from common.dialects.rules import (
 )
 
 BASE = "base_config"
-ACTIVATION = "model.model_config.hidden_act"
 MARKS = words("""
     base_config runner_config runner_wrapper lr_schedule callbacks train_dataset
     train_dataset_task trainer moe_config processor resume_or_finetune_checkpoint use_parallel
@@ -65,7 +64,7 @@ _MODEL: Table = {
     "embedding_dropout_prob": MapTo("model.embedding_dropout"),
     **each(MapTo("model.hidden_dropout"), "hidden_dropout_prob hidden_dropout_rate"),
     **each(MapTo("model.attention_dropout"), "attention_probs_dropout_prob attention_dropout_rate"),
-    "hidden_act": Fixed(("gelu", "fast_gelu"), "GPT-2 has GELU; use gelu, or fast_gelu, which is near it"),
+    "hidden_act": MapTo("model.activation", one_of(gelu="gelu_new", fast_gelu="quick_gelu")),
     "param_init_type": MapTo("precision.parameters", _FLOAT),
     "compute_dtype": MapTo("precision.compute", _FLOAT),
     **each(MapTo("precision.softmax", _FLOAT), "softmax_dtype softmax_compute_type"),
@@ -272,7 +271,7 @@ CALLBACKS: dict[str, tuple[MapTo, Any]] = {
 DEFAULTS: Defaults = {
     **within("model.model_config", {
         # GPT2Config; run_gpt2*.yaml of r0.3 have initializer_range
-        "seq_length": 1024, "vocab_size": 50257, "hidden_size": 768, "num_layers": 12,
+        "seq_length": 1024, "vocab_size": 50257, "hidden_size": 768, "num_layers": 12, "hidden_act": "gelu",
         "num_heads": 12, "initializer_range": 0.02, "embedding_dropout_prob": 0.1,
         "hidden_dropout_rate": 0.1, "attention_dropout_rate": 0.1, "param_init_type": "float32",
         "compute_dtype": "float16", "softmax_compute_type": "float32",

@@ -24,7 +24,8 @@ def block_bytes(config: Run, recompute: str) -> int:
         return s.residual
     hidden = s.hidden
     kept = 2 * (norm_bytes(config) + s.region)  # both norms and their outputs
-    kept += s.inner + (0 if recompute == "selective" else s.inner)  # outputs of c_fc and gelu
+    kept += s.inner  # output of c_fc
+    kept += 0 if recompute == "selective" else _activation_parts(config) * s.inner
     kept += 4 * (s.region // s.tensor) + (0 if recompute == "selective" else _attention(config))
     if config.model.hidden_dropout:
         kept += 2 * s.mask
@@ -34,6 +35,12 @@ def block_bytes(config: Run, recompute: str) -> int:
         matrices = 4 * hidden * hidden + (1 if recompute == "selective" else 2) * hidden * s.ffn
         kept += matrices * s.compute // s.tensor
     return kept
+
+
+def _activation_parts(config: Run) -> int:
+    """Return the tensors that the activation keeps: its output, and what is written operator by operator."""
+    parts = {"gelu_new": 1, "gelu": 4 if config.backend == "mindspore" else 1, "quick_gelu": 2}
+    return 1 if is_compiled(config, config.hardware) else parts[config.model.activation]
 
 
 def blocks_bytes(config: Run, layers: int) -> int:

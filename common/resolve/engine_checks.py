@@ -285,7 +285,10 @@ def unmet_needs(parallel: ResolvedParallel) -> tuple[object, ...]:
 
 def _check_compiled(config: Run) -> None:
     parallel, train = config.parallel, config.train
-    needs = {"context.mode": ("graph",), "precision.reduction": ("float32",), "parallel.pipeline_schedule": ("1f1b",)}
+    needs: dict[str, tuple[object, ...]] = {
+        "context.mode": ("graph",), "precision.reduction": ("float32",), "parallel.pipeline_schedule": ("1f1b",),
+        "model.activation": ("gelu_new", "quick_gelu"),
+    }  # fmt: skip
     named = f"parallel.parallel_mode={parallel.parallel_mode or 'semi_auto_parallel'}"
     tensor, stages = parallel.model_parallel, parallel.pipeline_stage
     interleave, accumulation = parallel.micro_batch_interleave_num, train.accumulation_steps

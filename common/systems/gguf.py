@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import TokenizerError
+from common.errors import ConfigError, TokenizerError
 from common.log import LOG
 from common.paths import require_package
 from common.systems.name_map import name_map
@@ -53,6 +53,8 @@ def write_gguf(folder: Path, weights: Weights, dtype: str | None) -> dict[str, i
     import gguf
 
     model, kind = weights.model, _TYPES[dtype or "float32"]
+    if model.activation != "gelu_new":
+        raise ConfigError(f"model.activation={model.activation}: GGUF means gelu_new; write safetensors or ONNX")
     if kind.startswith("Q"):
         require_blocks(model, str(dtype), gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0])
     writer = gguf.GGUFWriter(folder / FILE, "gpt2")

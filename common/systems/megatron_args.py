@@ -147,11 +147,7 @@ def model_of_args(
                 f"{path}: its args say {name}={args[name]!r}; our model is GPT-2, which has"
                 f" {name}={usual[0]!r} and would compute otherwise"
             )
-    notes = {}
-    if args.get("bias_gelu_fusion") is False and not args.get("openai_gelu"):
-        notes["args.bias_gelu_fusion=False"] = (
-            "the exact gelu, which it was trained with: GPT-2's is the tanh formula, up to 5e-4 away"
-        )
+    notes: dict[str, str] = {}
     if file := next(filter(Path.is_file, (folder / MODEL_YAML, folder.parent / MODEL_YAML)), None):
         model, run = read_model_yaml(file)
         for ours, theirs in MODEL.items():
@@ -170,6 +166,8 @@ def model_of_args(
     # newer versions have the second name
     epsilon = args.get("layernorm_epsilon") or args.get("norm_epsilon")
     section |= {} if epsilon is None else {"layer_norm_epsilon": epsilon}
+    if args.get("bias_gelu_fusion") is False and not args.get("openai_gelu"):
+        section["activation"] = "gelu"  # the fused one is the tanh form
     multiple = section.setdefault("vocab_multiple", 128)
     # another type is refused below
     padding = multiple * tensor if type(multiple) is int else 0

@@ -225,7 +225,7 @@ def _log_changes(manifest: dict[str, Any], config: Run, data: TrainingData) -> N
 
 
 _SIZES = ("num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "max_positions", "vocab_size")
-_DECISIVE = (*_SIZES, "layer_norm_epsilon")
+_DECISIVE = (*_SIZES, "layer_norm_epsilon", "activation")
 """Keys that change shapes or the computed function. The window (seq_length) may be any up to max_positions."""
 
 
@@ -234,7 +234,7 @@ def require_same_model(manifest: Mapping[str, Any], config: Run, checkpoint: Pat
 
     may_move: the message offers another output_dir.
     """
-    trained, model = manifest["config"]["model"], config.model
+    trained, model = {"activation": "gelu_new", **manifest["config"]["model"]}, config.model
     differ = {key: trained[key] for key in _DECISIVE if trained[key] != getattr(model, key)}
     if not differ:
         return

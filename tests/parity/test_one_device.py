@@ -21,11 +21,14 @@ import torch_gpt2.model
 from common.backends import make_run
 from common.config.load import build_config
 from common.training.metrics import read_metrics
+from mindformers_gpt2.device import select_device
+from mindformers_gpt2.layers import GELU
 from mindformers_gpt2.mindrecord import write_mindrecord
 from tests.layouts import TORCH, averages, figures
 from tests.reference import hugging_face_model, hugging_face_names
 from tests.tiny import SGD, require_equal, results_of, rows_of, tiny_config, tiny_run, train_here
 from tests.torch_gpt2 import test_packing as packing
+from tests.torch_gpt2.test_model import FORMULAS
 from tests.torch_gpt2.test_ramp import BY_SAMPLES, SIZES, STEPS, make_tree
 from tests.twins import mindspore_mode, mindspore_twin, random_model
 from torch_gpt2.data import split
@@ -39,11 +42,22 @@ def train(folder: Path, corpus: Path, steps: int = 20, **changes: Any) -> Path:
     return train_here(tiny_run(folder, corpus, **(SHAPE | {"train__max_steps": steps} | changes)))
 
 
-@pytest.mark.parametrize("mode", ["graph", "pynative"])
-def test_logits_and_every_gradient_are_equal(mode: str) -> None:
+@pytest.mark.parametrize("activation", FORMULAS)
+def test_each_activation_is_its_formula_on_mindspore_too(activation: str) -> None:
+    select_device("cpu")  # before anything is computed
+    numbers = np.linspace(-12, 12, 4001, dtype=np.float32)
+    found = GELU(activation, native=False)(ms.Tensor(numbers)).asnumpy()
+    np.testing.assert_allclose(found, FORMULAS[activation](torch.from_numpy(numbers)).numpy(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "activation"),
+    [("graph", "gelu_new"), ("pynative", "gelu_new"), ("graph", "gelu"), ("graph", "quick_gelu")],
+)
+def test_logits_and_every_gradient_are_equal(mode: str, activation: str) -> None:
     """float32: 1e-5, against torch and against transformers, with random weights and biases."""
-    one = random_model(std=0.2, positions=None, seq_length=24)
-    other = mindspore_twin(tiny_config(**SHAPE, model__vocab_multiple=16), one)
+    one = random_model(std=0.2, positions=None, seq_length=24, activation=activation)
+    other = mindspore_twin(tiny_config(**SHAPE, model__vocab_multiple=16, model__activation=activation), one)
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (2, 25)).astype(np.int32)
     ids, targets = torch.from_numpy(tokens[:, :-1]).long(), torch.from_numpy(tokens[:, 1:]).long()
     reference = hugging_face_model(one.config, dict(one.named_parameters()))

@@ -1,5 +1,6 @@
 """The model against transformers' with the same random weights, and against itself computed in other ways."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -20,16 +21,24 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
     return batch[:, :-1], batch[:, 1:]
 
 
-def test_gelu_is_the_tanh_form() -> None:
-    """Hendrycks and Gimpel (arXiv 1606.08415): up to 5e-4 from the exact one near 2, where other tests do not lead."""
-    mlp, x = ours().h[0].mlp, torch.linspace(-4, 4, 192)[None, None]
-    inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
-    expected = mlp.c_proj(0.5 * x * (1 + inner.tanh()))
+FORMULAS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu_new": lambda x: 0.5 * x * (1 + ((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()),
+    "gelu": lambda x: 0.5 * x * (1 + (x / 2**0.5).erf()),
+    "quick_gelu": lambda x: x / (1 + (-1.702 * x).exp()),
+}
+
+
+@pytest.mark.parametrize("activation", FORMULAS)
+def test_each_activation_is_its_formula(activation: str) -> None:
+    """Hendrycks and Gimpel (arXiv 1606.08415): up to 5e-4 apart near 2, where other tests do not lead."""
+    mlp, x = ours(activation=activation).h[0].mlp, torch.linspace(-4, 4, 192)[None, None]
+    expected = mlp.c_proj(FORMULAS[activation](x))
     torch.testing.assert_close(mlp.contract(x), expected, rtol=0, atol=1e-6)
 
 
-def test_logits_and_every_gradient_equal_transformers() -> None:
-    model, (ids, targets) = ours(), tokens()
+@pytest.mark.parametrize("activation", FORMULAS)
+def test_logits_and_every_gradient_equal_transformers(activation: str) -> None:
+    model, (ids, targets) = ours(activation=activation), tokens()
     reference = hugging_face_model(model.config, dict(model.named_parameters()))
     expected = reference(ids).logits
     torch.testing.assert_close(model.logits(model(ids)), expected, rtol=0, atol=1e-5)

@@ -107,6 +107,9 @@ def test_activations_are_what_autograd_keeps(precision: str, recompute: str) -> 
         model, train = {"num_heads": heads, "ffn_hidden_size": 160}, {"micro_batch_size": micro_batch}
         config = make(precision=PRECISIONS[precision], model=model, train=train | {"recompute": recompute})
         assert activations(config) == saved_bytes(config)
+    for activation in ("gelu", "quick_gelu"):
+        config = make(precision=PRECISIONS[precision], model={"activation": activation}, train={"recompute": recompute})
+        assert activations(config) == saved_bytes(config)
     found = []
     for layers in (1, 3, 4, None) if recompute != "none" else ():
         train = {"recompute": recompute, "recompute_layers": layers}

@@ -127,6 +127,11 @@ def test_greedy_equals_transformers_token_for_token(
     assert device is CPU or len(captured) == {1: 4, 3: 3, 8: 2}[batch]
 
 
+def test_another_activation_gives_the_tokens_of_transformers() -> None:
+    model = random_model(activation="quick_gelu")
+    assert ours(model, prompts(), 3) == theirs(model, prompts()) != ours(random_model(), prompts(), 3)
+
+
 @pytest.mark.parametrize(("batch", "window"), [(1, 48), (3, 16), (8, 16), (8, 2)])
 def test_a_sliding_window_equals_a_loop_over_transformers(model: GPT2, batch: int, window: int) -> None:
     """Each token follows the last window - 1 ones, as GPT2-Chinese's generate.py takes them;

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from common.config.resolved import ResolvedModel
-from common.dialects.hugging_face import DEFAULTS, TABLE
+from common.dialects.hugging_face import DEFAULTS, TABLE, activation
 from common.dialects.rules import Fixed, MapTo
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
@@ -79,6 +79,10 @@ def read_config(path: Path) -> ResolvedModel:
             raise ConfigError(f"{path}: {name}={shown(fields[name])}; {rule.instead}")
     names = (*_SIZES, *_RATES)
     section = {_FIELDS[name]: fields.get(name, DEFAULTS.get(name)) for name in names}
+    try:
+        section["activation"] = activation(fields.get("activation_function", "gelu_new"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: activation_function={shown(fields['activation_function'])}: {error}") from None
     section |= {"seq_length": positions, "max_positions": positions, "ffn_hidden_size": fields.get("n_inner") or None}
     return checked_model(path, section)
 
@@ -89,7 +93,7 @@ def write_config(folder: Path, weights: Weights, dtype: str = "float32", window:
     fields = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "activation_function": "gelu_new",
+        "activation_function": model.activation,
         "tie_word_embeddings": True,
         **{name: getattr(model, _FIELDS[name]) for name in _SIZES},
         "n_positions": model.max_positions,

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.config.values import STATE_PARTS, RuleName
+from common.errors import ConfigError
 from common.files import atomic_write, fsync_folder
 from common.parallel.batch import batch_sizes, check_divides, pad_vocabulary
 from common.parallel.sharding import local_shape, slice_of
@@ -88,13 +89,15 @@ def write_megatron(
 ) -> dict[str, int]:
     """Write into an empty folder, for ``tensor`` x ``stages`` ranks.
 
-    Raises ConfigError unless they divide heads and layers; OSError is left to the caller. Returns
+    Raises ConfigError unless they divide heads and layers, and for quick_gelu; OSError is left to the caller. Returns
     no checksums: each record in a file of torch's has its own.
     """
     model = weights.model
     check_divides("--model_parallel", tensor, "model.num_heads", model.num_heads)
     check_divides("--model_parallel", tensor, "model.ffn_hidden_size", model.ffn_hidden_size)
     check_divides("--pipeline_stage", stages, "model.num_layers", model.num_layers)
+    if model.activation == "quick_gelu":
+        raise ConfigError("model.activation=quick_gelu: Megatron has no name for it; write safetensors or MindFormers'")
     step, precision = 0 if weights.run is None else weights.run["state"]["step"], _precision(weights, dtype)
     checkpoint = folder / (f"iter_{step:07d}" if step else "release")
     for stage, tensor_rank in itertools.product(range(stages), range(tensor)):
@@ -257,7 +260,7 @@ def _model_args(weights: Weights, precision: str, tensor: int, stages: int) -> a
         tokenizer_type="GPT2BPETokenizer", vocab_size=model.vocab_size,
         padded_vocab_size=pad_vocabulary(model.vocab_size, model.vocab_multiple, tensor),
         layernorm_epsilon=model.layer_norm_epsilon, norm_epsilon=model.layer_norm_epsilon,
-        add_bias_linear=True, bias_gelu_fusion=True, openai_gelu=False,
+        add_bias_linear=True, bias_gelu_fusion=model.activation == "gelu_new", openai_gelu=False,
         untie_embeddings_and_output_weights=False, num_experts=None,
         tensor_model_parallel_size=tensor, pipeline_model_parallel_size=stages,
         virtual_pipeline_model_parallel_size=None, num_layers_per_virtual_pipeline_stage=None,

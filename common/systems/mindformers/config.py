@@ -8,7 +8,7 @@ from typing import Any
 from common.config.hints import schema_keys
 from common.config.schema import COMPILED, MINDSPORE
 from common.device import sees_ascend
-from common.dialects.mindformers import ACTIVATION, BASE, CALLBACKS, DEFAULTS, MARKS, OF_TYPES, TABLE, TARGETS, WRITTEN
+from common.dialects.mindformers import BASE, CALLBACKS, DEFAULTS, MARKS, OF_TYPES, TABLE, TARGETS, WRITTEN
 from common.dialects.rules import Defaults, Ignored, MapTo, Rule
 from common.systems.dialect import Dialect, ForeignKeys, Translation, apply
 
@@ -104,8 +104,6 @@ def _model(theirs: ForeignKeys, ours: Translation) -> None:
     size = theirs.peek("model.model_config.embedding_size") or theirs.peek("model.model_config.hidden_size")
     if ratio is not None and isinstance(size, int):
         ours.put("model.ffn_hidden_size", int(ratio * size), theirs, key)
-    if theirs.peek(ACTIVATION) == "fast_gelu":
-        ours.note(ACTIVATION, "fast_gelu is x sigmoid(1.702 x); GPT-2's GELU is the tanh formula, up to 0.02 away")
 
 
 def _length(theirs: ForeignKeys, ours: Translation) -> None:

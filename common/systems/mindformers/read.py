@@ -12,7 +12,7 @@ from typing import Any
 from common.config.load import read_yaml
 from common.config.resolved import ResolvedModel
 from common.config.values import RuleName, rule_keeping
-from common.dialects.mindformers import ACTIVATION, BASE
+from common.dialects.mindformers import BASE
 from common.errors import CheckpointError, ConfigError
 from common.systems.dialect import read_foreign
 from common.systems.mindformers.config import DIALECT
@@ -55,17 +55,15 @@ _CONFIG = "config.yaml"
 """Name of the resolved config in a run folder of ours."""
 
 
-def find_model(
-    file: Path, folders: Iterable[Path]
-) -> tuple[ResolvedModel, dict[str, Any] | None, dict[str, str]] | None:
-    """Return the model, the state of its run and notes for the user, from the first of ``folders`` that has a model.
+def find_model(file: Path, folders: Iterable[Path]) -> tuple[ResolvedModel, dict[str, Any] | None] | None:
+    """Return the model and the state of its run, from the first of ``folders`` that has a model.
 
     file: the weights, whose name chooses among several YAML files. Raises ConfigError.
     """
     for folder in dict.fromkeys(folders):
         ours = folder / MODEL_YAML
         if ours.is_file() and not _is_theirs(ours):
-            return *read_model_yaml(ours), {}
+            return read_model_yaml(ours)
         found = [path for path in sorted(folder.glob("*.y*ml")) if _is_theirs(path)]
         found = [path for path in found if path.stem == file.stem] or found
         if len(found) > 1:
@@ -82,10 +80,9 @@ def find_model(
                     " with the model beside the weights"
                 )
             translated = DIALECT.translate({"model": section}, sources)
-            notes = {key: why for key, why in translated.without_effect.items() if key == ACTIVATION}
-            return checked_model(path, translated.tree["model"]), None, notes
+            return checked_model(path, translated.tree["model"]), None
         if (folder / _CONFIG).is_file():
-            return read_model_yaml(folder / _CONFIG)[0], None, {}
+            return read_model_yaml(folder / _CONFIG)[0], None
     return None
 
 
@@ -155,15 +152,15 @@ def open_mindformers(path: Path, model: ResolvedModel | None = None, format: str
         file, folders = found.root, [path if path.is_dir() else path.parent, found.root, found.root.parent]
     else:
         file, folders = found, [found.parent]
-    told = find_model(file, folders) or (None if model is None else (model, None, {}))
+    told = find_model(file, folders) or (None if model is None else (model, None))
     if told is None:
         raise ConfigError(
             f"{folders[0] / MODEL_YAML}: no such file, nor a YAML of MindFormers; heads and"
             " vocabulary cannot be read off shapes: put the section model of the config beside the"
             " weights, or the YAML that the run was started with"
         )
-    model, run, notes = told
-    stored = _tensors(found)
+    model, run = told
+    stored, notes = _tensors(found), {}
     name_map = match_name_map(file, format, NAME_MAPS[format], stored)
     ignored = {name: "causal mask" for name in stored if name_map.ignores(name)}
     ignored |= {name: "gradients under way" for name in stored if name.startswith(_SUMS)}

@@ -105,7 +105,7 @@ class GPT2Graph:
             y = self._write_linear([f"{name}.attn.c_proj"], y)
             x = self._node("Add", [x, y], f"{name}.attn.sum")
             y = self._write_linear([f"{name}.mlp.c_fc"], self._write_norm(f"{name}.ln_2", x))
-            y = self._node("Gelu", [y], f"{name}.mlp.gelu", approximate="tanh")
+            y = self._activate(f"{name}.mlp.gelu", y)
             y = self._write_linear([f"{name}.mlp.c_proj"], y)
             x = self._node("Add", [x, y], f"{name}.mlp.sum")
         self._write_head(self._write_norm("ln_f", x))
@@ -229,6 +229,13 @@ class GPT2Graph:
         weight, bias = (self._weight(f"{name}.{part}", self._read(f"{name}.{part}")) for part in ("weight", "bias"))
         epsilon = self._model.layer_norm_epsilon
         return self._node("LayerNormalization", [x, weight, bias], f"{name}.out", axis=-1, epsilon=epsilon)
+
+    def _activate(self, name: str, x: str) -> str:
+        kind = self._model.activation
+        if kind != "quick_gelu":
+            return self._node("Gelu", [x], name, approximate="tanh" if kind == "gelu_new" else "none")
+        scaled = self._node("Mul", [x, self._constant("quick", 1.702, np.float32)], f"{name}.scaled")
+        return self._node("Mul", [x, self._node("Sigmoid", [scaled], f"{name}.share")], name)
 
     def _write_linear(self, names: list[str], x: str, name: str = "") -> str:
         """Return x W^T + b of one layer, or of several with their outputs side by side.

@@ -59,6 +59,7 @@ OURS = GPT2 | dict(num_layers=4, hidden_size=192, num_heads=6, seq_length=128, f
         (GPT2, [], "num_layers=12 hidden_size=768 num_heads=12 ffn_hidden_size=3072 max_positions=1024",
          None),
         (GPT2 | {"layer_norm_epsilon": 1e-6}, WRITTEN, "layer_norm_epsilon=1e-06", None),
+        (GPT2 | {"activation": "quick_gelu"}, WRITTEN, "activation=quick_gelu", None),
         # every value explicit, as in the config.yaml of a run folder; a window longer than the positions
         (GPT2 | {"max_positions": 64}, WRITTEN, "max_positions=64 seq_length=64", None),
         (OURS | {"vocab_size": 101}, [], "vocab_size=101", None),

@@ -114,6 +114,13 @@ def test_each_row_of_the_embedding_has_a_token(source: Path, tmp_path: Path, cap
     assert found["tokenizer.ggml.model"] == "none" and found["gpt2.vocab_size"] == len(TOKENS)
 
 
+def test_another_activation_is_refused(source: Path, tmp_path: Path, capsys: Any) -> None:
+    fields = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(fields | {"activation_function": "quick_gelu"}))
+    assert main(["--to", "gguf", "--input", str(source), "--output", str(tmp_path / "out")]) == 2
+    assert "model.activation=quick_gelu: GGUF means gelu_new" in capsys.readouterr().err
+
+
 def test_it_is_written_only(source: Path, tmp_path: Path, capsys: Any) -> None:
     """llama.cpp runs the file; what made it can be read."""
     folder = tmp_path / "out"

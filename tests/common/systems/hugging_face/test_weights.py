@@ -20,6 +20,7 @@ from common.inference.source import find_source  # noqa: E402
 from common.systems.hugging_face.weights import open_hugging_face, read_config  # noqa: E402
 from common.systems.table import FORMATS, detect, explain  # noqa: E402
 from tests.common.systems.tiny_weights import Evil  # noqa: E402
+from tools.convert_weight import main  # noqa: E402
 
 HEAD, TABLE = "lm_head.weight", "transformer.wte.weight"
 IDS = torch.arange(16)[None]
@@ -60,7 +61,6 @@ def sharp_logits(**fields: Any) -> Any:
         ("reorder_and_upcast_attn", True),
         ("activation_function", "gelu_pytorch_tanh"),
         ("activation_function", "gelu_fast"),
-        ("activation_function", "gelu"),
         ("scale_attn_weights", False),
         ("scale_attn_by_inverse_layer_idx", True),
         ("tie_word_embeddings", False),
@@ -72,6 +72,15 @@ def test_a_field_is_taken_if_the_function_is_the_same(tmp_path: Path, name: str,
     refused = pytest.raises(ConfigError, match=f"{name}=.* it would compute otherwise")
     with nullcontext() if same else refused:
         assert read_config(tmp_path / "config.json").num_heads == 3
+
+
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu", "quick_gelu"])
+def test_each_activation_is_written_as_it_was_read(tmp_path: Path, activation: str) -> None:
+    model = model_of(activation_function=activation)
+    model.save_pretrained(tmp_path / "theirs")
+    words = ["--to", "hf", "--input", str(tmp_path / "theirs"), "--output", str(tmp_path / "back")]
+    assert open_hugging_face(tmp_path / "theirs").model.activation == activation and main(words) == 0
+    assert torch.equal(logits(opened(tmp_path / "back")), logits(model))
 
 
 def put(folder: Path, model: Any, content: Any) -> Path:

@@ -353,6 +353,7 @@ def test_state_of_the_distributed_optimizer_elsewhere_is_named(tmp_path: Path) -
 CHANGES: dict[str, dict[str, Any]] = {
     "vocab_size": {},
     "tokenizer_type": {"vocab_size": None},
+    "the exact gelu": {"bias_gelu_fusion": False},
     "transformers' converter": {"orig_vocab_size": 50257}
     | dict.fromkeys(("vocab_size", "layernorm_epsilon", "hidden_dropout", "seq_length")),
 }
@@ -377,7 +378,8 @@ def test_the_vocabulary_without_a_model_yaml(tmp_path: Path, kind: str) -> None:
             saved["rng_state"] = [{"extra": io.BytesIO(b"as Transformer Engine's scales")}]
         torch.save(saved, file)
     found = FORMATS["megatron"].open(tmp_path)
-    assert found.model.model_dump() == model.model_copy(update={"seq_length": 9}).model_dump()
+    read = {"seq_length": 9, "activation": "gelu" if "gelu" in kind else "gelu_new"}
+    assert found.model.model_dump() == model.model_copy(update=read).model_dump()
     assert found.run is None and "optimizer" not in found.ignored
 
 
@@ -444,6 +446,13 @@ def test_bad_input_is_one_error(good: Path, tmp_path: Path, capsys: Any, message
     shutil.copytree(good, tmp_path / "bad")
     BAD[message](tmp_path / "bad")
     refused(capsys, tmp_path / "bad", message)
+
+
+def test_an_activation_without_a_name_there_is_refused(tmp_path: Path) -> None:
+    quick = as_weights(MODEL.model_copy(update={"activation": "quick_gelu"}), random_arrays(MODEL))
+    with pytest.raises(ConfigError, match=r"model\.activation=quick_gelu: Megatron has no name for it"):
+        write_megatron(tmp_path, quick, None)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_ranks_of_the_target(good: Path, tmp_path: Path, capsys: Any) -> None:

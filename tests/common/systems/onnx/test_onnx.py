@@ -97,6 +97,16 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(oracle: Oracle, tm
         assert each.tokens == expected[0, ids.shape[1] :].tolist()
 
 
+@pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
+def test_other_activations(oracle: Oracle, tmp_path: Path, activation: str) -> None:
+    net = GPT2LMHeadModel(GPT2Config(**oracle[0].config.to_dict() | {"activation_function": activation})).eval()
+    net.load_state_dict(oracle[0].state_dict())
+    net.save_pretrained(tmp_path / "hf")
+    folder, ids = write(tmp_path / "onnx", tmp_path / "hf"), random_ids(3, 9)
+    assert np.abs(logits(folder, None, ids) - logits_of(net, ids)).max() < TOLERANCE
+    assert np.abs(logits_of(oracle[0], ids) - logits_of(net, ids)).max() > 10 * TOLERANCE
+
+
 def dequantized(weight: np.ndarray, bits: int) -> np.ndarray:
     """The definition of the format, an element at a time. Each is near the weight: the end of the
     range opposite to the largest of a block, which is exact, lacks half a step.
