@@ -18,14 +18,14 @@ from typing import Any, NoReturn
 
 
 def end_at_interrupts() -> None:
-    """Let Ctrl-C end the process at once, until ``raise_interrupts``. A handler of who calls us stays."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    """Let Ctrl-C end the process at once, until ``raise_interrupts``."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, end_at_once)
 
 
 def raise_interrupts() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again, after ``end_at_interrupts``."""
-    if signal.getsignal(signal.SIGINT) is end_at_once:
+    if signal.getsignal(signal.SIGINT) is end_at_once:  # not a handler of who calls us
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
