@@ -62,7 +62,9 @@ _NOTHING_LOADED = "nothing is loaded"
 
 
 def _check_sizes(theirs: ForeignKeys, ours: Translation) -> None:
-    """Check sizes that follow from others here. Raises ConfigError for another value."""
+    """Check sizes that follow from others here, and the activation. Raises ConfigError for another value."""
+    if theirs.peek("openai_gelu"):
+        ours.leave_out(theirs, "no_bias_gelu_fusion", "--openai-gelu is the tanh form")
     count = theirs.peek_count
     channels, width, heads = count("kv_channels"), count("hidden_size"), count("num_attention_heads")
     if None not in (channels, width, heads) and channels * heads != width:
