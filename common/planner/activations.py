@@ -39,7 +39,8 @@ def block_bytes(config: Run, recompute: str) -> int:
 
 def _activation_parts(config: Run) -> int:
     """Return the tensors that the activation keeps: its output, and what is written operator by operator."""
-    parts = {"gelu_new": 1, "gelu": 4 if config.backend == "mindspore" else 1, "quick_gelu": 2}
+    on_mindspore = config.backend == "mindspore"
+    parts = {"gelu_new": 1, "gelu": 4 if on_mindspore else 1, "quick_gelu": 1 if on_mindspore else 2}
     return 1 if is_compiled(config, config.hardware) else parts[config.model.activation]
 
 

@@ -148,6 +148,7 @@ def model_of_args(
                 f" {name}={usual[0]!r} and would compute otherwise"
             )
     notes: dict[str, str] = {}
+    is_exact = args.get("bias_gelu_fusion") is False and not args.get("openai_gelu")  # the fused one is the tanh form
     if file := next(filter(Path.is_file, (folder / MODEL_YAML, folder.parent / MODEL_YAML)), None):
         model, run = read_model_yaml(file)
         for ours, theirs in MODEL.items():
@@ -155,6 +156,10 @@ def model_of_args(
                 raise ConfigError(
                     f"{file}: {ours} is {getattr(model, ours)}, and {path} says {theirs}={args[theirs]}; fix the first"
                 )
+        if is_exact and model.activation == "gelu_new":
+            raise ConfigError(
+                f"{file}: activation is gelu_new, and {path} says bias_gelu_fusion=False, which is gelu; fix the first"
+            )
         return model, run, notes
     missing = [theirs for ours, theirs in MODEL.items() if args.get(theirs) is None and ours != "ffn_hidden_size"]
     if missing:
@@ -166,8 +171,7 @@ def model_of_args(
     # newer versions have the second name
     epsilon = args.get("layernorm_epsilon") or args.get("norm_epsilon")
     section |= {} if epsilon is None else {"layer_norm_epsilon": epsilon}
-    if args.get("bias_gelu_fusion") is False and not args.get("openai_gelu"):
-        section["activation"] = "gelu"  # the fused one is the tanh form
+    section |= {"activation": "gelu"} if is_exact else {}
     multiple = section.setdefault("vocab_multiple", 128)
     # another type is refused below
     padding = multiple * tensor if type(multiple) is int else 0

@@ -422,6 +422,8 @@ BAD: dict[str, Callable[[Path], object]] = {
         f"mp_rank_*_001/{FILE}"),
     "num_heads is 4, and .* says num_attention_heads=2; fix the first":
         changed(lambda saved: vars(saved["args"]).update(num_attention_heads=2)),
+    "activation is gelu_new, and .* says bias_gelu_fusion=False, which is gelu; fix the first":
+        changed(lambda saved: vars(saved["args"]).update(bias_gelu_fusion=False)),
     "apply_layernorm_1p=True; our model is GPT-2, which has apply_layernorm_1p=False":
         with_args(apply_layernorm_1p=True),
     "its args lack hidden_size; put the section model": with_args(hidden_size=None),
